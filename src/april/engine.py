@@ -1,0 +1,201 @@
+"""What the core asks of whatever generates.
+
+An engine is a multiplexed stream: samples go in with `submit`, everything sampled for any of them comes out of `poll`
+as a batch of chunks. The scheduler owns each token as it arrives, so an abort, a dead server or a cut connection loses
+nothing that was sampled.
+
+Invariants every engine keeps:
+- every sampled token is handed out exactly once, by `poll` or by `interrupt`, in order within its sample;
+- after `interrupt` returns, nothing runs for the samples it named;
+- a cancelled `poll` loses nothing: what it would have returned comes from the next one;
+- an engine only reads a sample, and only inside `submit`: the scheduler appends the chunks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from april.trajectory import FinishReason, Sample
+
+KVPolicy = Literal["recompute", "keep"]
+"""What happens to the KV cache of an unfinished sample when the weights change. `recompute`: it is dropped, and prompt
+and response so far are prefilled again under the new weights. `keep`: the sample goes on with the old KV cache."""
+
+
+class Chunk(NamedTuple):
+    """Tokens that one policy version sampled for one sample.
+
+    `finish` is set on the last chunk of a sample that ended. `error` says why an engine gave up on a request; the
+    sample stays unfinished, with every token already handed out, and may be submitted again.
+    """
+
+    sample_id: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can hold.
+
+    Args:
+        slots: samples that decode together; more may be submitted, they wait inside the engine.
+        context_length: prompt and response tokens of one sample together.
+        kv_tokens: tokens whose KV cache fits, over all samples; None if not known.
+    """
+
+    slots: int
+    context_length: int
+    kv_tokens: int | None = None
+
+
+class EngineError(Exception):
+    """An engine that cannot go on. The samples it held keep every token handed out before."""
+
+
+class Engine(Protocol):
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def running(self) -> int:
+        """Samples that are decoding now, at most `capacity.slots`; the others in flight wait inside the engine."""
+        ...
+
+    def submit(self, sample: Sample) -> None:
+        """Start or resume a sample: the engine continues prompt and response so far up to the sample's budget.
+
+        Samples are served in the order of submission. A sample that was interrupted may be resumed on its KV cache,
+        if the engine still holds it.
+
+        Raises:
+            ValueError: the sample does not fit this engine (context length, vocabulary, sampling settings); the
+                message names the sample and the limit.
+        """
+        ...
+
+    async def poll(self) -> list[Chunk]:
+        """Wait until something was sampled and return all of it; at once with nothing if no sample is in flight.
+
+        Raises:
+            EngineError: the engine as a whole has failed.
+        """
+        ...
+
+    async def interrupt(self) -> list[Chunk]:
+        """Stop every sample in flight and return what was sampled for them but not handed out yet."""
+        ...
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """Go over to policy `version`. Called only while nothing is in flight.
+
+        `weights` says where they are, in a form the engine documents: nothing for an engine that shares the trainer's
+        parameters, a directory of safetensors for a server.
+        """
+        ...
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Give up what is held (KV caches) for interrupted samples, for all of them if none are named."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class StreamEngine:
+    """An engine made of one async generator per sample: `generate(sample)` yields the chunks of its continuation.
+
+    The shortest way to put an inference engine of your own behind the scheduler. `generate` is cancelled to interrupt
+    a sample; chunks it yielded before are never lost.
+
+    Args:
+        generate: yields `Chunk`s; the last one carries `finish`. An exception it raises becomes a chunk with `error`.
+        capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
+        update_weights: called with (version, weights) when the scheduler hands new weights over.
+        backlog: chunks kept for a slow reader before generators have to wait.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[Sample], AsyncIterator[Chunk]],
+        capacity: Capacity,
+        update_weights: Callable[[int, Any], Awaitable[None]] | None = None,
+        backlog: int = 4096,
+    ) -> None:
+        self.capacity = capacity
+        self._generate = generate
+        self._update = update_weights
+        self._slots = asyncio.Semaphore(capacity.slots)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._chunks: list[Chunk] = []
+        self._ready = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._backlog = backlog
+        self.running = 0
+
+    def submit(self, sample: Sample) -> None:
+        task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
+        self._tasks[sample.id] = task
+
+    async def _run(self, sample: Sample) -> None:
+        id = sample.id
+        async with self._slots:
+            self.running += 1
+            finished = False
+            try:
+                async for chunk in self._generate(sample):
+                    self._put(chunk)
+                    if chunk.finish is not None or chunk.error is not None:
+                        finished = True
+                        break
+                    if not self._room.is_set():
+                        await self._room.wait()
+                if not finished:
+                    self._put(Chunk(id, (), (), 0, error="the stream ended before the sample was finished"))
+            except Exception as error:
+                self._put(Chunk(id, (), (), 0, error=f"{type(error).__name__}: {error}"))
+            finally:
+                self.running -= 1
+                if self._tasks.get(id) is asyncio.current_task():
+                    del self._tasks[id]
+
+    def _put(self, chunk: Chunk) -> None:
+        self._chunks.append(chunk)
+        self._ready.set()
+        if len(self._chunks) >= self._backlog:
+            self._room.clear()
+
+    def _take(self) -> list[Chunk]:
+        chunks, self._chunks = self._chunks, []
+        self._ready.clear()
+        self._room.set()
+        return chunks
+
+    async def poll(self) -> list[Chunk]:
+        if self._tasks or self._chunks:
+            await self._ready.wait()
+        return self._take()
+
+    async def interrupt(self) -> list[Chunk]:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        return self._take()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        if self._update is not None:
+            await self._update(version, weights)
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Nothing is held between requests."""
+
+    async def close(self) -> None:
+        await self.interrupt()

@@ -1,0 +1,433 @@
+"""Active partial rollouts: start more groups than a step needs, interrupt the rest once enough are complete, and go on
+with them first in the next step (APRIL, arXiv 2509.18521).
+
+Invariants:
+- every admitted group is in exactly one place: under way (in flight, waiting or complete), trained on, or rejected;
+- every token an engine hands out is appended to its sample before anything else happens, so an interrupt, a failing
+  request or a dead engine loses nothing that was sampled;
+- after `collect` returns or raises, nothing runs in the engine;
+- no group is trained on more than `max_staleness` weight updates after its first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+from april.admission import Admission, FixedAdmission, largest_target
+from april.buffer import Buffer, Rejection
+from april.engine import Chunk, Engine, EngineError
+from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
+from april.staleness import StalenessError, feasible, select
+from april.step import Failure, Span, Step
+from april.trajectory import Group, Prompt, Sample, SamplingParams
+
+
+class RejectionError(Exception):
+    """Too many groups of one step were turned away."""
+
+
+EVALUATION = 1 << 48
+"""Evaluation groups are numbered from here on, so that their samples' names and seeds never meet a training group's."""
+
+
+class RolloutScheduler:
+    """Collects training batches of complete groups from an engine, by active partial rollouts.
+
+    Use it as an async context manager, call `collect` for each training step and `update_weights` after it.
+
+    Args:
+        engine: whatever generates.
+        prompts: where new prompts come from. If it has `state_dict` and `load_state_dict`, its position is part of
+            the scheduler's own state.
+        reward: scores a finished sample, `reward(prompt, sample)`, or with `reward_scope="group"` a complete group,
+            `reward(prompt, samples)`. Sync (run in a thread) or async.
+        rollout_batch_size: complete groups a step trains on (N).
+        over_sampling_batch_size: groups under way in a step (N'), or an `Admission`; N if None.
+        n_samples_per_prompt: samples in a group (G).
+        sampling: how tokens are drawn, and the response budget.
+        partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy.
+        max_staleness: the most weight updates between a group's first token and the step that trains on it; None for
+            no bound.
+        dynamic_filter: called with each complete, rewarded group; False turns it away, and a new prompt replaces it.
+        on_reward_error: what a failing reward function means.
+        reward_timeout: seconds a reward may take.
+        max_retries: requests in a row that may fail for one sample, without a token between them, before its group is
+            left out.
+        max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
+        seed: every sample's seed follows from it.
+        on_progress: called with the scheduler whenever something was sampled or scored.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Iterable[Prompt],
+        reward: RewardFunction | GroupRewardFunction,
+        *,
+        rollout_batch_size: int,
+        over_sampling_batch_size: int | Admission | None = None,
+        n_samples_per_prompt: int = 8,
+        sampling: SamplingParams | None = None,
+        partial_rollout: bool = True,
+        max_staleness: int | None = 5,
+        reward_scope: Literal["sample", "group"] = "sample",
+        dynamic_filter: Callable[[Group], bool] | None = None,
+        on_reward_error: RewardErrorPolicy = "raise",
+        reward_timeout: float | None = None,
+        max_retries: int = 3,
+        max_rejected_groups: int | None = None,
+        seed: int = 0,
+        on_progress: Callable[[RolloutScheduler], None] | None = None,
+    ) -> None:
+        admission = over_sampling_batch_size
+        if not partial_rollout:
+            admission, max_staleness = rollout_batch_size, 0
+        if admission is None or isinstance(admission, int):
+            admission = self._fixed(rollout_batch_size, admission, max_staleness)
+        if n_samples_per_prompt < 1:
+            raise ValueError(f"n_samples_per_prompt = {n_samples_per_prompt}: a group needs at least one sample")
+        if on_reward_error not in ("raise", "zero", "reject"):
+            raise ValueError(f'on_reward_error = {on_reward_error!r}: must be "raise", "zero" or "reject"')
+        self.engine = engine
+        self.prompts = prompts
+        self.batch_size = rollout_batch_size
+        self.admission = admission
+        self.group_size = n_samples_per_prompt
+        self.sampling = sampling or SamplingParams()
+        self.max_staleness = max_staleness
+        self.dynamic_filter = dynamic_filter
+        self.on_reward_error = on_reward_error
+        self.max_retries = max_retries
+        self.max_rejected_groups = max_rejected_groups
+        self.seed = seed
+        self.on_progress = on_progress
+        self.version = 0
+        self.buffer = Buffer()
+        self.ready: dict[int, Group] = {}
+        """Complete groups that may be trained on: nothing can turn them away any more."""
+        self._rewards = RewardTasks(reward, reward_scope, reward_timeout)
+        self._prompts: Iterator[Prompt] = iter(prompts)
+        self._flight: dict[str, tuple[Sample, Group, Span]] = {}
+        self._failing: dict[str, int] = {}
+        self._doomed: dict[int, Rejection] = {}
+        self._resume = False
+        """Something unfinished is not in flight."""
+        self._step = Step(version=0)
+        self._began = 0.0
+
+    @staticmethod
+    def _fixed(batch_size: int, over_sampling: int | None, max_staleness: int | None) -> FixedAdmission:
+        over_sampling = batch_size if over_sampling is None else over_sampling
+        if batch_size < 1:
+            raise ValueError(f"rollout_batch_size = {batch_size}: a step needs at least one group")
+        if over_sampling < batch_size:
+            raise ValueError(
+                f"over_sampling_batch_size = {over_sampling} is less than rollout_batch_size = {batch_size}: "
+                "raise it, or set partial_rollout to false for synchronous rollouts"
+            )
+        largest = largest_target(batch_size, max_staleness)
+        if largest is not None and over_sampling > largest:
+            raise ValueError(
+                f"over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {max_staleness}: with "
+                f"rollout_batch_size = {batch_size} at most {largest} groups may be under way; lower the first or "
+                "raise the second"
+            )
+        return FixedAdmission(over_sampling)
+
+    async def __aenter__(self) -> RolloutScheduler:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._rewards.close()
+        await self._interrupt()
+
+    async def collect(self) -> Step:
+        """Exactly `rollout_batch_size` complete, rewarded groups, oldest first, and the account of the step.
+
+        Raises:
+            RewardError: a reward function failed and `on_reward_error` is "raise".
+            EngineError: the engine as a whole failed. Nothing sampled is lost; `collect` may be called again.
+            ValueError: a prompt does not fit the engine, or the prompts ran out.
+        """
+        self._begin()
+        try:
+            while True:
+                self._settle()
+                chosen = select(self.buffer, self.ready.values(), self.version, self.batch_size, self.max_staleness)
+                if chosen is None:
+                    self._fill()
+                    await self._advance()
+                elif self._flight:
+                    self._step.interrupted_at = self._now()
+                    await self._interrupt()
+                elif not all(group.rewarded for group in chosen):
+                    await self._await_reward()
+                else:
+                    return self._finish(chosen)
+        except BaseException:
+            with suppress(EngineError):
+                await self._interrupt()
+            raise
+
+    async def update_weights(self, weights: Any = None) -> None:
+        """Hand new weights to the engine; the policy's version goes up by one.
+
+        Raises:
+            StalenessError: a group under way could no longer be trained on within the bound; `collect` first.
+        """
+        self._check_bound(
+            self.version + 1, "collect a step between two weight updates: not all groups can be trained on"
+        )
+        await self.engine.update_weights(self.version + 1, weights)
+        self.version += 1
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
+    ) -> list[Group]:
+        """Complete, unrewarded groups for `prompts`, past the buffer. The same prompts get the same seeds each time.
+
+        Raises:
+            EngineError: the engine failed, or a request of it did, more often than `max_retries`.
+        """
+        sampling = sampling or self.sampling
+        groups = [
+            Group.start(EVALUATION + i, prompt, n_samples_per_prompt, sampling, self.seed)
+            for i, prompt in enumerate(prompts)
+        ]
+        waiting = {sample.id: sample for group in groups for sample in group.samples}
+        failing: dict[str, int] = {}
+        try:
+            for sample in waiting.values():
+                self.engine.submit(sample)
+            while waiting:
+                for chunk in await self.engine.poll():
+                    sample = waiting[chunk.sample_id]
+                    sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+                    if chunk.finish is not None:
+                        del waiting[sample.id]
+                    elif chunk.error is not None:
+                        failing[sample.id] = failing.get(sample.id, 0) + 1
+                        if failing[sample.id] > self.max_retries:
+                            raise EngineError(f"evaluation sample {sample.id} kept failing: {chunk.error}")
+                        self.engine.submit(sample)
+        finally:
+            await self.engine.interrupt()
+            self.engine.forget(sample.id for group in groups for sample in group.samples)
+        return groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
+        assert not self._flight, "samples are in flight: their tokens are not all here yet"
+        prompts = self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
+        return {"version": self.version, "seed": self.seed, "buffer": self.buffer.state_dict(), "prompts": prompts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`: same groups, same tokens, same data position."""
+        self.version, self.seed = state["version"], state["seed"]
+        self.buffer = Buffer.from_state_dict(state["buffer"])
+        self.ready.clear()
+        self._resume = True
+        self._check_bound(self.version, "the saved groups cannot all be trained on")
+        if state["prompts"] is not None:
+            self.prompts.load_state_dict(state["prompts"])  # type: ignore[attr-defined]
+            self._prompts = iter(self.prompts)
+
+    @property
+    def in_flight(self) -> int:
+        """Samples submitted to the engine and not finished."""
+        return len(self._flight)
+
+    def _check_bound(self, version: int, otherwise: str) -> None:
+        begun = [first for group in self.buffer if (first := group.first_version) is not None]
+        bound = self.max_staleness
+        if bound is not None and not feasible(begun, version, self.batch_size, bound):
+            raise StalenessError(
+                f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {self.batch_size}"
+            )
+
+    @property
+    def _can_reject(self) -> bool:
+        return self.dynamic_filter is not None or self.on_reward_error == "reject"
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time() - self._began
+
+    def _begin(self) -> None:
+        self._began = asyncio.get_running_loop().time()
+        target = self.admission.target(self.batch_size)
+        largest = largest_target(self.batch_size, self.max_staleness)
+        self._resume = True
+        self._step = Step(self.version, target=target if largest is None else min(target, largest))
+        for group in list(self.buffer):
+            self._rewards.missing(group)
+            self._weigh(group)
+
+    def _fill(self) -> None:
+        """Everything unfinished goes on, oldest first; then new prompts, one for each group that is missing."""
+        if self._resume:
+            for group in self.buffer:
+                self._submit(group)
+        while len(self.buffer) - len(self._doomed) < self._step.target:
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                break
+            group = Group.start(self.buffer.admitted, prompt, self.group_size, self.sampling, self.seed)
+            self.buffer.admit(group)
+            self._submit(group)
+        self._resume = False
+
+    def _submit(self, group: Group) -> None:
+        if group.id in self._doomed:
+            return
+        for sample in group.samples:
+            if sample.finish is None and sample.id not in self._flight:
+                self.engine.submit(sample)
+                span = Span(sample.id, group.id, self._now(), sample.length)
+                self._flight[sample.id] = (sample, group, span)
+                self._step.spans.append(span)
+
+    async def _advance(self) -> None:
+        """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
+        if self._flight:
+            before = self._now()
+            chunks = await (self._poll_or_verdict() if self._can_reject and self._rewards else self.engine.poll())
+            self._step.occupancy += (self._now() - before) * self.engine.running / self.engine.capacity.slots
+            self._absorb(chunks)
+        elif self._rewards:
+            await self._await_reward()
+        else:
+            raise ValueError(
+                f"the prompts ran out: {len(self.ready)} complete groups where a step needs {self.batch_size}"
+            )
+
+    async def _poll_or_verdict(self) -> list[Chunk]:
+        """What the engine sampled next, or nothing if a verdict arrived first."""
+        poll = asyncio.ensure_future(self.engine.poll())
+        verdict = asyncio.ensure_future(self._rewards.wait())
+        try:
+            await asyncio.wait((poll, verdict), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            verdict.cancel()
+            poll.cancel()
+            await asyncio.wait((poll, verdict))
+        return [] if poll.cancelled() else poll.result()
+
+    async def _await_reward(self) -> None:
+        before = self._now()
+        await self._rewards.wait()
+        self._step.reward_wait_seconds += self._now() - before
+
+    def _absorb(self, chunks: Sequence[Chunk]) -> None:
+        now = self._now()
+        for chunk in chunks:
+            sample, group, span = self._flight[chunk.sample_id]
+            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+            if n := len(chunk.token_ids):
+                self.buffer.sampled_tokens += n
+                self._step.sampled_tokens += n
+                if span.queued is None:
+                    span.queued = now - span.start
+                    self._failing.pop(sample.id, None)
+            if chunk.finish is not None:
+                self._land(sample, span, "finished")
+                self._rewards.finished(group, sample)
+                self._weigh(group)
+            elif chunk.error is not None:
+                self._land(sample, span, "failed")
+                self._retry(sample, group, chunk.error)
+        if self.on_progress is not None:
+            self.on_progress(self)
+
+    def _land(self, sample: Sample, span: Span, outcome: Literal["finished", "interrupted", "failed"]) -> None:
+        del self._flight[sample.id]
+        span.end, span.after, span.outcome = self._now(), sample.length, outcome
+
+    def _retry(self, sample: Sample, group: Group, error: str) -> None:
+        """A request failed: the sample goes on from its last token, or its group is given up."""
+        self._step.failures.append(Failure("engine", sample.id, group.prompt.id, error))
+        self._failing[sample.id] = self._failing.get(sample.id, 0) + 1
+        self._resume = True
+        if self._failing[sample.id] > self.max_retries:
+            self._doomed.setdefault(group.id, Rejection.ENGINE)
+            given_up = len(self._doomed) + sum(reason is Rejection.ENGINE for _, reason in self._step.rejections)
+            if given_up >= self._step.target:
+                raise EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+
+    def _settle(self) -> None:
+        """Give the verdicts that arrived to their samples, and let go of groups that cannot be trained on."""
+        failed = None
+        for verdict in self._rewards.take():
+            if verdict.group.id not in self.buffer.groups:
+                continue
+            if verdict.error is not None:
+                failure = Failure("reward", verdict.samples[0].id, verdict.group.prompt.id, verdict.error)
+                self._step.failures.append(failure)
+                if self.on_reward_error == "raise":
+                    failed = failure
+                    continue
+                if self.on_reward_error == "reject":
+                    self._doomed.setdefault(verdict.group.id, Rejection.REWARD)
+            for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
+                sample.reward = reward
+            self._weigh(verdict.group)
+        for id in list(self._doomed):
+            if not any(sample.id in self._flight for sample in self.buffer.groups[id].samples):
+                self._reject(self.buffer.groups[id], self._doomed.pop(id))
+        if failed is not None:
+            raise RewardError(
+                f"the reward function failed on sample {failed.sample_id} of prompt {failed.prompt_id!r}: "
+                f'{failed.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
+            )
+
+    def _weigh(self, group: Group) -> None:
+        """Decide about a group as soon as it can be decided: it is ready to be trained on, or it is turned away."""
+        if group.id in self.ready or group.id in self._doomed or not group.complete:
+            return
+        if self._can_reject and not group.rewarded:
+            return
+        if self.dynamic_filter is not None and not self.dynamic_filter(group):
+            self._reject(group, Rejection.FILTER)
+        else:
+            self.ready[group.id] = group
+
+    def _reject(self, group: Group, reason: Rejection) -> None:
+        self.buffer.reject(group, reason)
+        self._step.rejections.append((group.id, reason))
+        limit = self.max_rejected_groups
+        if limit is not None and len(self._step.rejections) > limit:
+            counts = Counter(reason for _, reason in self._step.rejections)
+            raise RejectionError(
+                f"{len(self._step.rejections)} groups of this step were turned away ({dict(counts)}) and only "
+                f"{len(self.ready)} of {self.batch_size} can be trained on: make the task easier or harder, switch "
+                "the filter off, or raise max_rejected_groups"
+            )
+
+    async def _interrupt(self) -> None:
+        """Stop what is in flight and keep every token of it."""
+        if not self._flight:
+            return
+        try:
+            self._absorb(await self.engine.interrupt())
+        finally:
+            for sample, _, span in list(self._flight.values()):
+                self._land(sample, span, "interrupted")
+            self._resume = True
+
+    def _finish(self, chosen: list[Group]) -> Step:
+        step = self._step
+        self.buffer.train(chosen)
+        for group in chosen:
+            del self.ready[group.id]
+        step.groups = chosen
+        step.seconds = self._now()
+        step.occupancy /= max(step.seconds, 1e-9)
+        step.surplus_groups = sum(group.complete for group in self.buffer)
+        step.buffered_groups = len(self.buffer)
+        step.buffered_tokens = self.buffer.tokens
+        self.buffer.check()
+        assert self.max_staleness is None or step.staleness.max() <= self.max_staleness, "the staleness bound is broken"
+        return step

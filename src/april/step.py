@@ -1,0 +1,98 @@
+"""What one rollout step brought, and what happened while it was collected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.buffer import Rejection
+from april.trajectory import ENVIRONMENT, Group
+
+
+@dataclass(slots=True)
+class Span:
+    """One sample's stay in the engine during one step. Times are seconds from the start of the step."""
+
+    sample_id: str
+    group_id: int
+    start: float
+    before: int
+    """Response tokens when it was submitted; above 0 means it was resumed."""
+    queued: float | None = None
+    """Seconds until its first new token; None if none came."""
+    end: float = 0.0
+    after: int = 0
+    outcome: Literal["finished", "interrupted", "failed"] = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward function or an engine request that failed, with the prompt it failed on."""
+
+    kind: Literal["reward", "engine"]
+    sample_id: str
+    prompt_id: str
+    error: str
+
+
+@dataclass(slots=True)
+class Step:
+    """Exactly N complete, rewarded groups, and the account of how they came about.
+
+    `seconds` is the whole of `collect()` by the event loop's clock, `reward_wait_seconds` the part of it in which
+    generation was over and rewards were not. `occupancy` is the time-weighted share of the engine's slots that were
+    decoding.
+    """
+
+    version: int
+    groups: list[Group] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    rejections: list[tuple[int, Rejection]] = field(default_factory=list)
+    seconds: float = 0.0
+    reward_wait_seconds: float = 0.0
+    interrupted_at: float | None = None
+    sampled_tokens: int = 0
+    occupancy: float = 0.0
+    target: int = 0
+    """Groups that admission wanted under way (N')."""
+    surplus_groups: int = 0
+    """Complete groups that wait for the next step."""
+    buffered_groups: int = 0
+    """Groups under way after the step, surplus ones included."""
+    buffered_tokens: int = 0
+
+    @property
+    def consumed_tokens(self) -> int:
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def resumed_samples(self) -> int:
+        return sum(span.before > 0 for span in self.spans)
+
+    @property
+    def interrupted_samples(self) -> int:
+        """Samples stopped after at least one token; those that never left the engine's queue are not counted."""
+        return sum(span.outcome == "interrupted" and span.after > 0 for span in self.spans)
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """Staleness of each group in versions, shape [N]."""
+        return np.array([group.staleness(self.version) for group in self.groups], dtype=np.int64)
+
+    @property
+    def tokens_by_age(self) -> NDArray[np.int64]:
+        """Consumed policy tokens by age: entry k counts those sampled k versions before this step's."""
+        versions: Sequence[NDArray[np.int64]] = [s.versions for group in self.groups for s in group.samples]
+        flat = np.concatenate(versions) if versions else np.zeros(0, dtype=np.int64)
+        return np.bincount(self.version - flat[flat != ENVIRONMENT], minlength=1)
+
+    @property
+    def off_policy_token_share(self) -> float:
+        """Share of the consumed policy tokens that an older version than this step's sampled."""
+        ages = self.tokens_by_age
+        return float(ages[1:].sum() / max(ages.sum(), 1))

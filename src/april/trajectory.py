@@ -1,0 +1,255 @@
+"""What a rollout is, token by token.
+
+Invariants:
+- tokens go in and tokens come out: nothing here, and nothing that decides, ever looks at text;
+- a segment is a run of tokens from one source, a policy version or an environment; every policy token keeps the
+  log-probability it was drawn with and the version that drew it, across any number of interruptions;
+- only the last segment of an unfinished sample grows; a finished sample never changes;
+- the response budget, the seed and the finish reason belong to the sample, not to a request, so that resuming spends
+  nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENVIRONMENT = -1
+"""The version of tokens that no policy sampled: tool output, the next turn of a conversation."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """The policy ended the response itself, with a stop token; the stop token is the last of the response."""
+    LENGTH = "length"
+    """The response budget or the engine's context length ran out: the response is truncated."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    The recorded log-probability is that of the distribution the token was drawn from: softmax(logits / temperature),
+    renormalised over what `top_k`, `top_p` and `min_p` leave. At `temperature=0` (greedy) it is log softmax(logits).
+
+    Args:
+        max_tokens: response budget of a sample, in tokens, over all its segments and interruptions.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
+        top_k: keep the `top_k` most probable tokens; 0 keeps all.
+        min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
+        stop_token_ids: a sample ends with the first of these that it draws.
+    """
+
+    max_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+        require(self.max_tokens >= 1, "max_tokens", "a response needs a budget of at least one token")
+        require(self.temperature >= 0, "temperature", "must be 0 (greedy) or positive")
+        require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; 1 keeps every token")
+        require(self.top_k >= 0, "top_k", "must be 0 (keep every token) or positive")
+        require(0 <= self.min_p < 1, "min_p", "must lie in [0, 1); 0 keeps every token")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids, with whatever its reward needs (answer, text, source) in `metadata`.
+
+    `id` names the prompt in errors and reports; it need not be unique over epochs. Metadata must survive JSON: it is
+    part of checkpoints.
+    """
+
+    token_ids: tuple[int, ...]
+    id: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of tokens from one source.
+
+    `version` is the policy version that sampled them, or ENVIRONMENT. `logprobs` has one entry per token: the
+    behaviour log-probability in nats for policy tokens, 0 for environment tokens.
+    """
+
+    version: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Sample:
+    """One response in the making: a prompt and the segments that follow it."""
+
+    group_id: int
+    index: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    segments: list[Segment] = field(default_factory=list)
+    finish: FinishReason | None = None
+    reward: float | None = None
+    length: int = 0
+    """Response tokens so far; kept beside the segments because it is asked for at every chunk."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.group_id}.{self.index}"
+
+    @property
+    def budget_left(self) -> int:
+        return self.sampling.max_tokens - self.length
+
+    @property
+    def first_version(self) -> int | None:
+        """The policy version of the first sampled token; None while no token was sampled."""
+        return next((s.version for s in self.segments if s.version != ENVIRONMENT and len(s)), None)
+
+    def extend(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: FinishReason | None = None
+    ) -> None:
+        """Append tokens that policy `version` sampled, and finish the sample if the engine says so."""
+        if self.finish is not None:
+            raise ValueError(f"sample {self.id} has finished ({self.finish}) and cannot take more tokens")
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"sample {self.id}: {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
+        if len(token_ids) > self.budget_left:
+            raise ValueError(
+                f"sample {self.id}: {len(token_ids)} tokens came where the response budget leaves {self.budget_left}"
+            )
+        if token_ids:
+            segments = self.segments
+            if not segments or segments[-1].version != version:
+                if version < 0 or any(s.version > version for s in segments):
+                    raise ValueError(f"sample {self.id}: policy versions never go back, but {version} came")
+                segments.append(Segment(version))
+            segments[-1].token_ids.extend(token_ids)
+            segments[-1].logprobs.extend(logprobs)
+            self.length += len(token_ids)
+        self.finish = finish
+
+    @property
+    def response_ids(self) -> list[int]:
+        """Every token after the prompt, in order."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def logprobs(self) -> NDArray[np.float32]:
+        """Behaviour log-probability of each response token, shape [length]; 0 for environment tokens."""
+        return np.array([p for segment in self.segments for p in segment.logprobs], dtype=np.float32)
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """Policy version of each response token, shape [length]; ENVIRONMENT where no policy sampled it."""
+        return np.repeat(np.array([s.version for s in self.segments], dtype=np.int64), [len(s) for s in self.segments])
+
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]:
+        """True for tokens a policy sampled, shape [length]."""
+        return np.not_equal(self.versions, ENVIRONMENT)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All there is to know about the sample but its prompt and sampling settings, as JSON types."""
+        return {
+            "index": self.index,
+            "seed": self.seed,
+            "finish": self.finish,
+            "reward": self.reward,
+            "segments": [[s.version, s.token_ids, s.logprobs] for s in self.segments],
+        }
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt's samples: the unit that completes, is rewarded and is trained on together.
+
+    `id` counts admissions over the whole run, so it orders groups by age.
+    """
+
+    id: int
+    prompt: Prompt
+    samples: list[Sample]
+
+    @property
+    def complete(self) -> bool:
+        return all(sample.finish is not None for sample in self.samples)
+
+    @property
+    def rewarded(self) -> bool:
+        return all(sample.reward is not None for sample in self.samples)
+
+    @property
+    def first_version(self) -> int | None:
+        """The policy version of the group's first token; None while none was sampled."""
+        return min((v for s in self.samples if (v := s.first_version) is not None), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens over all samples."""
+        return sum(sample.length for sample in self.samples)
+
+    def staleness(self, version: int) -> int:
+        """Weight updates between the group's first token and a training step that starts from `version`."""
+        first = self.first_version
+        return 0 if first is None else version - first
+
+    @classmethod
+    def start(cls, id: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Group:
+        """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index."""
+        seeds = np.random.SeedSequence((seed, id)).generate_state(n, np.uint64)
+        return cls(id, prompt, [Sample(id, i, prompt.token_ids, sampling, int(seeds[i])) for i in range(n)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The group as JSON types; `from_dict` restores it exactly."""
+        sampling = self.samples[0].sampling
+        return {
+            "id": self.id,
+            "prompt": {
+                "id": self.prompt.id,
+                "token_ids": list(self.prompt.token_ids),
+                "metadata": dict(self.prompt.metadata),
+            },
+            "sampling": {name: getattr(sampling, name) for name in SamplingParams.__slots__},
+            "samples": [sample.to_dict() for sample in self.samples],
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Group:
+        prompt = Prompt(tuple(state["prompt"]["token_ids"]), state["prompt"]["id"], state["prompt"]["metadata"])
+        stop = tuple(state["sampling"]["stop_token_ids"])
+        sampling = SamplingParams(**{**state["sampling"], "stop_token_ids": stop})
+        samples = []
+        for saved in state["samples"]:
+            segments = [Segment(version, list(ids), list(logprobs)) for version, ids, logprobs in saved["segments"]]
+            finish = FinishReason(saved["finish"]) if saved["finish"] else None
+            samples.append(
+                Sample(
+                    state["id"],
+                    saved["index"],
+                    prompt.token_ids,
+                    sampling,
+                    saved["seed"],
+                    segments,
+                    finish,
+                    saved["reward"],
+                    sum(map(len, segments)),
+                )
+            )
+        return cls(state["id"], prompt, samples)
