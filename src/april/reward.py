@@ -85,7 +85,6 @@ class RewardTasks:
     def _start(self, group: Group, samples: Sequence[Sample]) -> None:
         task = asyncio.create_task(self._score(group, samples), name=f"reward {samples[0].id}")
         self._tasks[task] = group
-        task.add_done_callback(self._tasks.pop)
 
     async def _score(self, group: Group, samples: Sequence[Sample]) -> None:
         try:
@@ -97,6 +96,9 @@ class RewardTasks:
             self._verdicts.append(Verdict(group, samples, (), reason))
         except Exception as error:
             self._verdicts.append(Verdict(group, samples, (), f"{type(error).__name__}: {error}"))
+        finally:
+            # Here and not in a callback of the task: a verdict and a computation under way never coexist.
+            self._tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         self._arrived.set()
 
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
@@ -125,6 +127,7 @@ class RewardTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
 
 
 def check_rewards(rewards: Sequence[float], expected: int) -> list[float]:

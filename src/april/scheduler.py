@@ -207,6 +207,8 @@ class RolloutScheduler:
                 for chunk in await self.engine.poll():
                     sample = waiting[chunk.sample_id]
                     sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+                    if chunk.token_ids:
+                        failing.pop(sample.id, None)
                     if chunk.finish is not None:
                         del waiting[sample.id]
                     elif chunk.error is not None:
