@@ -3,7 +3,8 @@
 Invariants:
 - a recipe is checked whole before anything is loaded, and every error names the setting, where it was set and the
   remedy;
-- a setting has one name, in the file and as a flag: `[rollout] max_staleness` is `--max-staleness`.
+- a setting has one name, in the file and as a flag: `[rollout] max_staleness` is `--max-staleness`, `[task] name` is
+  `--task.name`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from april.admission import largest_target
+from april.tasks.task import TaskSpec
 from april.trajectory import SamplingParams
 
-FORBID = ConfigDict(extra="forbid")
+FLAT: Any = tyro.conf.OmitArgPrefixes
+"""Flags of this section carry no prefix."""
 
 
 class ConfigError(Exception):
@@ -32,196 +35,194 @@ class ConfigError(Exception):
 
 @dataclass(kw_only=True)
 class ModelSettings:
-    __pydantic_config__ = FORBID
+    """The policy.
+
+    Args:
+        path: Policy: a Hugging Face causal LM, as a directory or a hub name. Relative to the recipe's folder
+            first.
+        dtype: Precision of the parameters that are trained.
+        device: Where to train and, with the embedded engine, to generate: auto, cpu, cuda, cuda:1, …
+    """
+
     path: str = ""
-    """Policy: a Hugging Face causal LM, as a directory or a hub name. Relative to the recipe's folder first."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the parameters that are trained."""
     device: str = "auto"
-    """Where to train and, with the embedded engine, to generate: auto, cpu, cuda, cuda:1, …"""
-
-
-@dataclass(kw_only=True)
-class TaskSettings:
-    __pydantic_config__ = FORBID
-    kind: Literal["reasoning_gym", "records"] = "reasoning_gym"
-    """Problems from the reasoning-gym package, or records of prompts and answers from a file."""
-    name: str = ""
-    """reasoning_gym: the dataset's name, for example gcd."""
-    params: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
-    """reasoning_gym: the dataset's own parameters, as a table in the recipe."""
-    size: int = 10_000
-    """reasoning_gym: training problems in an epoch."""
-    path: str = ""
-    """records: a .jsonl or .parquet file. Relative to the recipe's folder first."""
-    eval_path: str = ""
-    """records: a file of held-out problems; without it, eval_size problems of the file are held out."""
-    prompt_column: str = "prompt"
-    """records: the column with the prompt, a text or a list of chat messages."""
-    answer_column: str = "answer"
-    """records: the column with the reference answer."""
-    id_column: str | None = None
-    """records: the column that names a record in reports; its line number if unset."""
-    reward: str = "task"
-    """How responses are scored: task (reasoning-gym's own scorer), math-verify, or package.module:function."""
-    reward_scope: Literal["sample", "group"] = "sample"
-    """Whether the reward function gets one response or all responses to a prompt at once."""
-    answer_tag: str = "answer"
-    """reasoning_gym: the tag that encloses the final answer in a response, <answer>…</answer>."""
-    extract: Literal["tag", "whole"] = "tag"
-    """reasoning_gym: score what the tag encloses, or the whole response."""
-    eval_size: int = 128
-    """Held-out problems of an evaluation."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """Wrap prompts in the tokenizer's chat template: if they are messages (auto), always, or never."""
-    system_prompt: str | None = None
-    """A system message put before every prompt that goes through the chat template."""
-    max_prompt_length: int | None = None
-    """Leave out prompts of more tokens than this; unset: a prompt that does not fit the context is an error."""
 
 
 @dataclass(kw_only=True)
 class RolloutSettings:
-    __pydantic_config__ = FORBID
+    """How responses are generated.
+
+    Args:
+        partial_rollout: Active partial rollouts: start more groups than a step needs, interrupt the rest once
+            enough are complete, and go on with them first in the next step. Off: synchronous, every sample
+            on-policy.
+        rollout_batch_size: Groups a step trains on (N).
+        over_sampling_batch_size: Groups under way at a step's start (N'), from N to N × (max_staleness + 1); 2
+            N if unset.
+        n_samples_per_prompt: Samples in a group (G).
+        max_staleness: The most weight updates between a group's first token and the step that trains on it. A
+            guarantee.
+        max_prompt_length: Leave out prompts of more tokens than this; unset: what the context has room for
+            beside a full response.
+        max_response_length: Response budget of a sample, in tokens.
+        temperature: Sampling temperature.
+        top_p: Nucleus sampling; 1 is off.
+        top_k: Sample among the k most probable tokens; 0 is off.
+        min_p: Sample among tokens at least this times as probable as the best one; 0 is off.
+        stop_token_ids: Tokens that end a response, beside the model's end-of-sequence tokens.
+        dynamic_sampling: Replace groups whose rewards are all equal, one for one. Unset: as the algorithm
+            publishes it.
+        max_rejected_groups: Groups of one step that dynamic sampling may turn away before the run stops; 20 N
+            if unset.
+        on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
+        reward_timeout: Seconds a reward may take.
+        reward_workers: Processes that compute rewards beside generation; 0 computes them in the run's own
+            process, which suits quick functions that cannot hang.
+    """
+
     partial_rollout: bool = True
-    """Active partial rollouts: start more groups than a step needs, interrupt the rest once enough are complete, and
-    go on with them first in the next step. Off: synchronous, every sample on-policy."""
     rollout_batch_size: int = 32
-    """Groups a step trains on (N)."""
     over_sampling_batch_size: int | None = None
-    """Groups under way at a step's start (N'), from N to N × (max_staleness + 1); 2 N if unset."""
     n_samples_per_prompt: int = 8
-    """Samples in a group (G)."""
     max_staleness: int = 5
-    """The most weight updates between a group's first token and the step that trains on it. A guarantee."""
+    max_prompt_length: int | None = None
     max_response_length: int = 1024
-    """Response budget of a sample, in tokens."""
     temperature: float = 1.0
-    """Sampling temperature."""
     top_p: float = 1.0
-    """Nucleus sampling; 1 is off."""
     top_k: int = 0
-    """Sample among the k most probable tokens; 0 is off."""
     min_p: float = 0.0
-    """Sample among tokens at least this times as probable as the best one; 0 is off."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, beside the model's end-of-sequence tokens."""
     dynamic_sampling: bool | None = None
-    """Replace groups whose rewards are all equal, one for one. Unset: as the algorithm publishes it."""
     max_rejected_groups: int | None = None
-    """Groups of one step that dynamic sampling may turn away before the run stops; 20 N if unset."""
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
-    """When a reward function fails: stop the run, score the sample 0, or leave its group out."""
     reward_timeout: float | None = 30.0
-    """Seconds a reward may take."""
     reward_workers: int = 1
-    """Processes that compute rewards beside generation; 0 computes them in the run's own process, which suits quick
-    functions that cannot hang."""
 
 
 @dataclass(kw_only=True)
 class EngineSettings:
-    __pydantic_config__ = FORBID
+    """What generates them.
+
+    Args:
+        engine: What generates: april's own engine on the policy being trained, or servers.
+        urls: vllm, sglang: running servers; unset: april starts one itself.
+        max_running: embedded: samples that decode together (engine slots).
+        context_length: Prompt and response tokens of a sample together; unset: what the model allows.
+        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: enough for
+            every slot.
+        on_update: What becomes of an unfinished sample's KV cache when the weights change: computed anew under the new
+            weights, or kept. The recorded log-probabilities are exact in both.
+    """
+
     engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """What generates: april's own engine on the policy being trained, or servers."""
     urls: tuple[str, ...] = ()
-    """vllm, sglang: running servers; unset: april starts one itself."""
     max_running: int = 64
-    """embedded: samples that decode together (engine slots)."""
     context_length: int | None = None
-    """Prompt and response tokens of a sample together; unset: what the model allows."""
     kv_cache_gb: float | None = None
-    """embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: enough for every slot."""
     on_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of an unfinished sample's KV cache when the weights change: computed anew under the new weights, or
-    kept. The recorded log-probabilities are exact in both."""
 
 
 @dataclass(kw_only=True)
 class AlgorithmSettings:
-    __pydantic_config__ = FORBID
+    """What is optimised.
+
+    Args:
+        algorithm: Published defaults to start from; `april algorithms` lists them.
+        correction: How tokens of older policies are corrected for; `april algorithms` lists the choices.
+        eps_low: Lower clip range; unset: as published.
+        eps_high: Upper clip range; unset: as published.
+        kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
+        entropy_coef: Weight of an entropy bonus.
+    """
+
     algorithm: str = "grpo"
-    """Published defaults to start from; `april algorithms` lists them."""
     correction: str = "behaviour"
-    """How tokens of older policies are corrected for; `april algorithms` lists the choices."""
     eps_low: float | None = None
-    """Lower clip range; unset: as published."""
     eps_high: float | None = None
-    """Upper clip range; unset: as published."""
     kl_coef: float | None = None
-    """Weight of the KL penalty to the initial policy; unset: as published."""
     entropy_coef: float = 0.0
-    """Weight of an entropy bonus."""
 
 
 @dataclass(kw_only=True)
 class TrainingSettings:
-    __pydantic_config__ = FORBID
+    """How it is optimised.
+
+    Args:
+        steps: Training steps: rollout batches to collect and train on.
+        updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
+        learning_rate: Peak learning rate of AdamW.
+        lr_schedule: How the learning rate goes from its peak to zero at the last step.
+        warmup_steps: Steps of linear warm-up.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's decoupled weight decay.
+        max_grad_norm: Gradients are clipped to this norm.
+        max_tokens_per_micro_batch: Tokens, padding included, of one forward and backward pass. Lower it when
+            memory runs out.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
+        seed: Everything random follows from it: data order, samples, initialisation.
+        threads: CPU threads of PyTorch; unset: as PyTorch chooses.
+        eval_interval: Steps between evaluations on held-out problems; 0 evaluates before and after training
+            only.
+        eval_samples: Samples per held-out problem; accuracy is their mean.
+        eval_temperature: Temperature of evaluation; unset: the rollouts'.
+        save_interval: Steps between checkpoints; 0 saves at the end only.
+        keep_checkpoints: Checkpoints kept on disk, the newest ones.
+    """
+
     steps: int = 100
-    """Training steps: rollout batches to collect and train on."""
     updates_per_step: int = 1
-    """Optimizer updates a rollout batch is divided into, by whole groups."""
     learning_rate: float = 1e-6
-    """Peak learning rate of AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes from its peak to zero at the last step."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """Gradients are clipped to this norm."""
     max_tokens_per_micro_batch: int = 8192
-    """Tokens, padding included, of one forward and backward pass. Lower it when memory runs out."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
     seed: int = 0
-    """Everything random follows from it: data order, samples, initialisation."""
     threads: int | None = None
-    """CPU threads of PyTorch; unset: as PyTorch chooses."""
     eval_interval: int = 10
-    """Steps between evaluations on held-out problems; 0 evaluates before and after training only."""
     eval_samples: int = 4
-    """Samples per held-out problem; accuracy is their mean."""
     eval_temperature: float | None = None
-    """Temperature of evaluation; unset: the rollouts'."""
     save_interval: int = 50
-    """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = 2
-    """Checkpoints kept on disk, the newest ones."""
 
 
 @dataclass(kw_only=True)
 class ReportingSettings:
-    __pydantic_config__ = FORBID
+    """What is written, and where.
+
+    Args:
+        output: The run's directory: metrics, checkpoints, report.
+        if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
+        trackers: Where metrics go beside metrics.jsonl.
+        project: Project name for wandb and trackio.
+    """
+
     output: str = "runs/april"
-    """The run's directory: metrics, checkpoints, report."""
+    if_exists: Literal["error", "rename"] = "error"
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Where metrics go beside metrics.jsonl."""
     project: str = "april"
-    """Project name for wandb and trackio."""
 
 
 @dataclass(kw_only=True)
 class Recipe:
     """Every setting of a run, by section."""
 
-    __pydantic_config__ = FORBID
     model: ModelSettings = field(default_factory=ModelSettings)
     """What is trained."""
-    task: TaskSettings = field(default_factory=TaskSettings)
+    task: TaskSpec = field(default_factory=lambda: TaskSpec("reasoning_gym", name="gcd"))
     """Problems and rewards."""
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    rollout: Annotated[RolloutSettings, FLAT] = field(default_factory=RolloutSettings)
     """How responses are generated."""
-    engine: EngineSettings = field(default_factory=EngineSettings)
+    engine: Annotated[EngineSettings, FLAT] = field(default_factory=EngineSettings)
     """What generates them."""
-    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
+    algorithm: Annotated[AlgorithmSettings, FLAT] = field(default_factory=AlgorithmSettings)
     """What is optimised."""
-    training: TrainingSettings = field(default_factory=TrainingSettings)
+    training: Annotated[TrainingSettings, FLAT] = field(default_factory=TrainingSettings)
     """How it is optimised."""
-    reporting: ReportingSettings = field(default_factory=ReportingSettings)
+    reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)
     """What is written, and where."""
 
     @property
@@ -265,15 +266,22 @@ def load_recipe(path: Path) -> Recipe:
         settings = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: no valid TOML: {error}") from None
+    if unknown := list(_unknown(path, text, settings)):
+        raise ConfigError("\n".join(unknown))
     try:
-        recipe = TypeAdapter(Recipe).validate_python(settings)
+        recipe: Recipe = TypeAdapter(Recipe).validate_python(settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(path, text, problem) for problem in error.errors())) from None
-    for section, key in (("model", "path"), ("task", "path"), ("task", "eval_path")):
-        beside = path.parent / getattr(getattr(recipe, section), key)
-        if getattr(getattr(recipe, section), key) and beside.exists():
-            setattr(getattr(recipe, section), key, str(beside.resolve()))
+    recipe.model.path = _beside(path, recipe.model.path)
+    data, held_out = (value and _beside(path, value) for value in (recipe.task.path, recipe.task.eval_path))
+    recipe.task = dataclasses.replace(recipe.task, path=data, eval_path=held_out)
     return recipe
+
+
+def _beside(recipe: Path, name: str) -> str:
+    """A path in a recipe: relative to the recipe's folder if it exists there, else as it is."""
+    beside = recipe.parent / name
+    return str(beside.resolve()) if name and beside.exists() else name
 
 
 def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
@@ -281,25 +289,43 @@ def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
     return TypeAdapter(Recipe).validate_python(settings)
 
 
+def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each section or key that no recipe has, with the nearest one that it has."""
+    keys = {f.name: [k.name for k in dataclasses.fields(getattr(Recipe(), f.name))] for f in dataclasses.fields(Recipe)}
+    for section, values in settings.items():
+        if section not in keys:
+            home = [f"[{name}]" for name, known in keys.items() if section in known]
+            hint = f"it belongs into {home[0]}" if home else _nearest(section, list(keys))
+            yield f"{_where(path, text, [section])}: unknown section or setting {section}; {hint}"
+        elif isinstance(values, Mapping):
+            for key in set(values) - set(keys[section]):
+                home = [f"[{name}]" for name, known in keys.items() if key in known]
+                hint = f"it belongs into {home[0]}" if home else _nearest(key, keys[section])
+                yield f"{_where(path, text, [section, key])}: unknown setting {section}.{key}; {hint}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+
+
 def _explain(path: Path, text: str, problem: Any) -> str:
-    """One line for one of pydantic's findings: file, line, setting, what is wrong, what to do."""
+    """One line for one of pydantic's findings: file, line, setting, what is wrong."""
     location = [str(part) for part in problem["loc"]]
-    name = ".".join(location)
-    where = f"{path}:{line}" if (line := _line(text, location)) else str(path)
-    if problem["type"] != "unexpected_keyword_argument":
-        return f"{where}: {name} = {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"
-    sections = {f.name: getattr(Recipe(), f.name) for f in dataclasses.fields(Recipe)}
-    siblings = sections if len(location) == 1 else {f.name: None for f in dataclasses.fields(sections[location[0]])}
-    near = difflib.get_close_matches(location[-1], siblings, n=1)
-    elsewhere = [s for s, values in sections.items() if len(location) > 1 and hasattr(values, location[-1])]
-    hint = (
-        f"did you mean {near[0]}?"
-        if near
-        else f"it belongs into [{elsewhere[0]}]"
-        if elsewhere
-        else f"known here: {', '.join(siblings)}"
-    )
-    return f"{where}: unknown setting {name}; {hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{_where(path, text, location)}: {'.'.join(location)}.{message}"
+    return f"{_where(path, text, location)}: {'.'.join(location)} = {problem['input']!r}: {message}"
+
+
+def _where(path: Path, text: str, location: list[str]) -> str:
+    line = _line(text, location)
+    return f"{path}:{line}" if line else str(path)
+
+
+def setting_line(path: Path, name: str) -> int | None:
+    """The line of a recipe on which the setting `section.key` stands, counted from 1; None if it does not."""
+    return _line(path.read_text(), name.split("."))
 
 
 def _line(text: str, location: list[str]) -> int | None:
@@ -310,7 +336,7 @@ def _line(text: str, location: list[str]) -> int | None:
             section = header[1].strip()
             if [section] == location or section.split(".") == location[:2]:
                 return number
-        elif (key := re.match(r"\s*([\w-]+)\s*=", line)) and [*([section] if section else []), key[1]] == location[:2]:
+        elif (key := re.match(r"\s*([\w-]+)\s*=", line)) and [section, key[1]] == location[:2]:
             return number
     return None
 
@@ -369,16 +395,9 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield "model.path is not set: name a Hugging Face model, as a directory or a hub name"
     elif recipe.model.path.startswith((".", "/", "~")) and not Path(recipe.model.path).expanduser().is_dir():
         yield f"model.path = {recipe.model.path!r}: no such directory"
-    if task.kind == "reasoning_gym" and not task.name:
-        yield 'task.name is not set: name a reasoning-gym dataset, for example "gcd"'
-    if task.kind == "records":
-        if not task.path:
-            yield "task.path is not set: name a .jsonl or .parquet file of prompts and answers"
-        if task.reward == "task":
-            yield 'task.reward = "task": records have no scorer of their own; use "math-verify" or a function of yours'
-        for name in ("path", "eval_path"):
-            if (value := getattr(task, name)) and not Path(value).is_file():
-                yield f"task.{name} = {value!r}: no such file"
+    for name in ("path", "eval_path"):
+        if (value := getattr(task, name)) and not Path(value).is_file():
+            yield f"task.{name} = {value!r}: no such file"
     if engine.urls and engine.engine == "embedded":
         yield 'engine.urls is set but engine = "embedded": choose "vllm" or "sglang", or remove urls'
     if not all(0 <= beta < 1 for beta in training.betas):
@@ -403,7 +422,6 @@ POSITIVE = {
     "threads",
     "eval_samples",
     "keep_checkpoints",
-    "size",
     "max_rejected_groups",
 }
 NOT_NEGATIVE = {
@@ -413,7 +431,6 @@ NOT_NEGATIVE = {
     "warmup_steps",
     "eval_interval",
     "save_interval",
-    "eval_size",
     "eval_temperature",
     "seed",
     "kl_coef",

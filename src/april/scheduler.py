@@ -239,6 +239,11 @@ class RolloutScheduler:
             self._prompts = iter(self.prompts)
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens sampled in the current step so far."""
+        return self._step.sampled_tokens
+
+    @property
     def in_flight(self) -> int:
         """Samples submitted to the engine and not finished."""
         return len(self._flight)

@@ -1,0 +1,41 @@
+# The two commands: `make quickstart` trains a model, `make test` checks april. Both set up .venv first.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help setup quickstart test test-servers lint format clean
+
+help:
+	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
+	@echo "make test          set up .venv, lint, type-check and test"
+	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
+	@echo "make lint          ruff and mypy only"
+
+# constraints.txt is the tested lock. It pins torch's CPU build; see the comment in it for machines without one at hand.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt --editable ".[dev]"
+	touch $@
+
+setup: $(VENV)/.installed
+
+quickstart: setup
+	HF_HUB_OFFLINE=1 $(BIN)/april train examples/gcd/recipe.toml --output runs/quickstart --if-exists rename
+
+test: setup lint
+	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

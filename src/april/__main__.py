@@ -1,0 +1,3 @@
+from april.cli import main
+
+main()

@@ -1,0 +1,279 @@
+"""The command line: `april train`, `compare`, `report`, `algorithms`.
+
+Invariant: a user's mistake ends in one clear line on stderr and exit code 2, without a traceback and before anything
+expensive has started; a run that fails later says how to go on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from april.config import ConfigError, Recipe, check_recipe, load_recipe, recipe_from_dict, setting_line
+
+USAGE = """april: active partial rollouts for reinforcement learning of language models
+
+usage: april COMMAND [OPTIONS]
+
+commands:
+  train RECIPE         train a policy by reinforcement learning (--resume DIR goes on with a run)
+  compare RECIPE       the same recipe synchronous and with partial rollouts, side by side
+  report DIR           write a run's HTML report anew
+  algorithms           the algorithms and corrections a recipe can name, with settings and sources
+
+april COMMAND --help says more about each.
+"""
+
+TRAIN = """Train a causal language model by reinforcement learning, with active partial rollouts (arXiv 2509.18521).
+
+RECIPE is a TOML file; each flag below overrides its setting of the same name, and the defaults shown are the recipe's
+where one is given. To go on with a run that was stopped: april train --resume DIR, with flags for what should change.
+
+The run's directory gets metrics.jsonl, TensorBoard events, checkpoints that transformers loads, report.html and
+summary.json. Ctrl-C stops cleanly."""
+
+
+def main() -> None:
+    """Run a command of `sys.argv` and exit with its status."""
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": train,
+        "compare": compare,
+        "report": report,
+        "algorithms": algorithms,
+    }
+    command, *args = sys.argv[1:] or ["--help"]
+    if command in ("-h", "--help"):
+        print(USAGE, end="")
+        raise SystemExit(0)
+    if command == "--version":
+        from april import __version__
+
+        print(f"april {__version__}")
+        raise SystemExit(0)
+    if command not in commands:
+        raise SystemExit(_fail(f"there is no command {command!r}; april --help lists the commands"))
+    try:
+        raise SystemExit(commands[command](args))
+    except ConfigError as error:
+        raise SystemExit(_fail(str(error))) from None
+
+
+def _fail(message: str) -> int:
+    for line in message.splitlines():
+        print(f"april: {line}", file=sys.stderr)
+    return 2
+
+
+def train(args: list[str]) -> int:
+    """`april train RECIPE [FLAGS]` and `april train --resume DIR [FLAGS]`."""
+    from april.training.checkpoint import CheckpointError, latest_checkpoint
+
+    checkpoint = None
+    if args[:1] == ["--resume"]:
+        if len(args) < 2:
+            return _fail("--resume needs the directory of a run")
+        run = Path(args[1])
+        try:
+            checkpoint = latest_checkpoint(run)
+        except CheckpointError as error:
+            return _fail(str(error))
+        recipe = recipe_from_dict(json.loads((checkpoint / "april.json").read_text())["recipe"])
+        recipe.reporting.output = str(run)
+        recipe = _override(recipe, args[2:], f"april train --resume {run}", TRAIN)
+        check_recipe(recipe)
+    else:
+        recipe = read_recipe(args, "april train", TRAIN)
+    return run_trainer(recipe, checkpoint)
+
+
+def read_recipe(args: list[str], program: str, description: str) -> Recipe:
+    """The checked recipe that `RECIPE [FLAGS]` describe."""
+    path = Path(args[0]) if args and not args[0].startswith("-") else None
+    flags = args[1:] if path else args
+    recipe = load_recipe(path) if path else Recipe()
+    recipe = _override(recipe, flags, f"{program} {path or 'RECIPE'}", description)
+    try:
+        check_recipe(recipe)
+    except ConfigError as error:
+        if path is None:
+            raise
+        raise ConfigError("\n".join(_located(line, path, flags) for line in str(error).splitlines())) from None
+    return recipe
+
+
+def _override(recipe: Recipe, flags: Sequence[str], program: str, description: str) -> Recipe:
+    return tyro.cli(Recipe, prog=program, description=description, args=flags, default=recipe)
+
+
+def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
+    """The problem with the line of the recipe that it stands on, unless a flag has overridden that."""
+    name = problem.split(" ")[0].rstrip(":")
+    flag = "--" + name.rpartition(".")[2].replace("_", "-")
+    line = None if flag in flags else setting_line(path, name)
+    return f"{path}:{line}: {problem}" if line else problem
+
+
+def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
+    """Train, and say how it ended."""
+    from april.algorithms.catalogue import ALGORITHMS  # noqa: F401  (imports are paid for only by those who train)
+    from april.engine import EngineError
+    from april.reporting.progress import Progress
+    from april.reward import RewardError
+    from april.scheduler import RejectionError
+    from april.staleness import StalenessError
+    from april.training.checkpoint import CheckpointError
+    from april.training.learner import TrainingError
+    from april.training.output import prepare_output
+    from april.training.trainer import Trainer
+
+    directory = Path(recipe.reporting.output)
+    if checkpoint is None:
+        prepare_output(directory, recipe.reporting.if_exists)
+    failures = (RewardError, EngineError, RejectionError, StalenessError, CheckpointError, TrainingError, ValueError)
+    title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
+    try:
+        with Progress(recipe.training.steps, title=title) as progress:
+            summary = asyncio.run(Trainer(recipe, checkpoint, progress).run())
+    except failures as error:
+        _fail(f"{type(error).__name__}: {error}")
+        _say_how_to_resume(directory)
+        return 1
+    except KeyboardInterrupt:
+        _fail("given up before the run was saved")
+        _say_how_to_resume(directory)
+        return 130
+    if summary is None:
+        print(f"Stopped. To go on: april train --resume {directory}")
+        return 130
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if after is not None:
+        print(f"accuracy {before:.3f} -> {after:.3f} in {summary['steps']} steps and {summary['seconds']:.0f} s")
+    print(f"report: {directory / 'report.html'}")
+    return 0
+
+
+def _say_how_to_resume(directory: Path) -> None:
+    from april.training.checkpoint import checkpoints
+
+    if checkpoints(directory / "checkpoints"):
+        print(f"april: to go on from the last checkpoint: april train --resume {directory}", file=sys.stderr)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Comparison:
+    """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
+    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way."""
+
+    recipe: tyro.conf.Positional[Path]
+    """The recipe to compare."""
+    output: Path = Path("runs/compare")
+    """Where the runs and compare.json are kept. Runs that are already complete there are not run again."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds; each is one run per arm."""
+    target_accuracy: float = 0.8
+    """Held-out accuracy whose time is compared."""
+    flags: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+
+
+def compare(args: list[str]) -> int:
+    """`april compare RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
+    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    settings = tyro.cli(
+        Comparison,
+        prog="april compare",
+        args=own,
+        description=f"{Comparison.__doc__}\n\nFlags of april train may follow after --; they apply to every arm.",
+    )
+    from april.reporting.comparison import compare_runs
+
+    recipe = read_recipe([str(settings.recipe), *flags], "april compare", "")
+    slots = recipe.engine.max_running
+    unlimited = recipe.over_sampling_batch_size * recipe.rollout.n_samples_per_prompt
+    arms = {
+        "synchronous": ["--no-partial-rollout", "--max-running", str(slots)],
+        "partial": ["--partial-rollout", "--max-running", str(slots)],
+        "synchronous, unlimited slots": ["--no-partial-rollout", "--max-running", str(unlimited)],
+    }
+    records = []
+    for seed in settings.seeds:
+        for arm, own_flags in arms.items():
+            directory = settings.output / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+            if not (directory / "summary.json").is_file():
+                print(f"{arm}, seed {seed}: {directory}", flush=True)
+                run = [*flags, *own_flags, "--seed", str(seed), "--output", str(directory), "--if-exists", "rename"]
+                status = _train_in_subprocess(settings.recipe, run)
+                if status:
+                    return _fail(f"{arm}, seed {seed} ended with status {status}; the other runs are kept") or status
+            summary = json.loads((directory / "summary.json").read_text())
+            records.append(comparison_record(arm, seed, summary, settings.target_accuracy))
+    settings.output.mkdir(parents=True, exist_ok=True)
+    table = compare_runs(records)
+    document = {"command": ["april", "compare", *args], "runs": records, "table": table}
+    (settings.output / "compare.json").write_text(json.dumps(document, indent=2))
+    print(f"written: {settings.output / 'compare.json'}")
+    return 0
+
+
+def _train_in_subprocess(recipe: Path, flags: Sequence[str]) -> int:
+    """A run of its own process, so that no arm finds caches, threads or memory of another."""
+    command = [sys.executable, "-m", "april", "train", str(recipe), *flags]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ, check=False).returncode
+
+
+def comparison_record(arm: str, seed: int, summary: dict[str, Any], target: float) -> dict[str, Any]:
+    """What the comparison keeps of one run."""
+    reached = [seconds for _, seconds, accuracy in summary["accuracies"] if accuracy >= target]
+    kept = (
+        "consumed_tokens_per_second",
+        "rollout_seconds",
+        "train_seconds",
+        "mean_staleness",
+        "max_staleness_seen",
+        "off_policy_token_share",
+        "discarded_tokens",
+        "accuracy_before",
+    )
+    return {
+        "arm": arm,
+        "seed": seed,
+        **{name: summary[name] for name in kept},
+        "generated_tokens_per_second": summary["generated_tokens"] / summary["rollout_seconds"],
+        "time_to_target": reached[0] if reached else None,
+        "final_accuracy": summary["accuracy_after"],
+        "slots": summary["recipe"]["engine"]["max_running"],
+        "versions": summary["versions"],
+    }
+
+
+def report(args: list[str]) -> int:
+    """`april report DIR`."""
+    if len(args) != 1 or args[0] in ("-h", "--help"):
+        print("usage: april report DIR\n\nWrite report.html of the run in DIR anew, from its metrics and traces.")
+        return 0 if args[:1] in (["-h"], ["--help"]) else 2
+    from april.reporting.report import write_report
+
+    directory = Path(args[0])
+    if not (directory / "metrics.jsonl").is_file():
+        return _fail(f"{directory}: no metrics.jsonl there; name the directory of a run")
+    print(write_report(directory))
+    return 0
+
+
+def algorithms(args: list[str]) -> int:
+    """`april algorithms`."""
+    from april.reporting.listing import print_algorithms
+
+    if args:
+        print("usage: april algorithms\n\nThe algorithms and corrections a recipe can name, with settings and sources.")
+        return 0 if args[:1] in (["-h"], ["--help"]) else 2
+    print_algorithms()
+    return 0

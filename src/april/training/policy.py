@@ -1,0 +1,63 @@
+"""The policy being trained, and the engine that generates with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from april.config import ConfigError, ModelSettings, Recipe
+from april.engine import Engine
+
+
+def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tuple[Any, Any]:
+    """The causal LM and its tokenizer, from the recipe's path or from a run's checkpoint.
+
+    Raises:
+        ConfigError: there is no such model, or it is no causal LM.
+    """
+    path = str(checkpoint or Path(settings.path).expanduser())
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None
+    return model.to(device_of(settings)), tokenizer
+
+
+def device_of(settings: ModelSettings) -> torch.device:
+    """The recipe's device; `auto` is the first accelerator, or the CPU."""
+    if settings.device != "auto":
+        return torch.device(settings.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response: the model's end-of-sequence tokens and the tokenizer's."""
+    declared = model.generation_config.eos_token_id
+    several = declared if isinstance(declared, list | tuple) else [declared]
+    return tuple(sorted({int(id) for id in (*several, tokenizer.eos_token_id) if id is not None}))
+
+
+@asynccontextmanager
+async def engine_of(recipe: Recipe, model: Any, directory: Path) -> AsyncIterator[Engine]:
+    """The engine that the recipe names, ready and closed afterwards."""
+    from april.engines.embedded import EmbeddedEngine
+
+    settings = recipe.engine
+    engine = EmbeddedEngine(
+        model,
+        max_running=settings.max_running,
+        context_length=settings.context_length,
+        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        on_update=settings.on_update,
+    )
+    try:
+        yield engine
+    finally:
+        await engine.close()

@@ -1,0 +1,50 @@
+"""A task's scorer as the scheduler's reward function: tokens become text here and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from april.config import RolloutSettings
+from april.tasks.isolation import RewardWorkers
+from april.tasks.scoring import Scorer
+from april.tasks.task import Problem
+from april.trajectory import Group, Prompt, Sample
+
+
+class Rewards:
+    """Scores samples with a task's scorer, in worker processes or in this one. An async context manager."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Any, settings: RolloutSettings) -> None:
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.scope = scorer.scope
+        self._workers = (
+            RewardWorkers(scorer, settings.reward_workers, settings.reward_timeout) if settings.reward_workers else None
+        )
+
+    async def __call__(self, prompt: Prompt, samples: Sample | Sequence[Sample]) -> Any:
+        """The reward of a sample, or of each sample of a group."""
+        several = not isinstance(samples, Sample)
+        rewards = await self.score(prompt, samples if several else [samples])  # type: ignore[arg-type, list-item]
+        return rewards if several else rewards[0]
+
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        problem = Problem.of(prompt)
+        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
+        if self._workers is None:
+            return self.scorer(problem, responses)
+        rewards: list[float] = await self._workers(problem, responses)
+        return rewards
+
+    async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
+        """The rewards of complete groups, for evaluation."""
+        return list(await asyncio.gather(*(self.score(group.prompt, group.samples) for group in groups)))
+
+    async def __aenter__(self) -> Rewards:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._workers is not None:
+            await self._workers.close()

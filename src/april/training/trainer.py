@@ -1,0 +1,382 @@
+"""The training loop: collect, train, hand the weights over; evaluate and save in between.
+
+Invariants:
+- one optimizer phase, one weight update and one policy version per step, in that order, never torn apart by a stop;
+- a run that is stopped at any moment and resumed trains on the same groups as one that was not;
+- nothing is trained on twice, and nothing sampled is lost: what is unfinished is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from april.config import Recipe
+from april.reporting.metrics import MetricsWriter
+from april.reporting.progress import Progress
+from april.reporting.report import write_report
+from april.reporting.trace import TraceWriter
+from april.scheduler import RolloutScheduler
+from april.step import Step
+from april.tasks.prompts import PromptStream
+from april.tasks.task import Task, build_task, encode
+from april.training.checkpoint import load_state, save_checkpoint
+from april.training.learner import Learner
+from april.training.policy import engine_of, load_policy, stop_tokens
+from april.training.scoring import Rewards
+from april.trajectory import FinishReason, Group, Prompt
+
+RECIPE = "recipe.json"
+
+
+@dataclass
+class Totals:
+    """What a run has amounted to so far; saved with its checkpoints."""
+
+    step: int = 0
+    seconds: float = 0.0
+    consumed_tokens: int = 0
+    rollout_seconds: float = 0.0
+    train_seconds: float = 0.0
+    staleness_sum: float = 0.0
+    groups: int = 0
+    max_staleness_seen: int = 0
+    off_policy_tokens: int = 0
+    accuracies: list[tuple[int, float, float]] = field(default_factory=list)
+    """(step, seconds of rollouts and training before it, accuracy) of each evaluation."""
+
+
+class Trainer:
+    """One run of a recipe, from the policy it names to a trained one.
+
+    Args:
+        recipe: a checked recipe.
+        resume: a checkpoint to go on from.
+        progress: shows the run while it goes on; nothing is shown if None.
+    """
+
+    def __init__(self, recipe: Recipe, resume: Path | None = None, progress: Progress | None = None) -> None:
+        self.recipe = recipe
+        self.resume = resume
+        self.directory = Path(recipe.reporting.output)
+        self.progress = progress
+        self.totals = Totals()
+        self._stop = asyncio.Event()
+        self._clock = time.perf_counter
+
+    async def run(self) -> dict[str, Any] | None:
+        """Train to the last step and return the run's summary; None if the run was stopped before.
+
+        SIGINT and SIGTERM stop the run at the next token, and save it; a second SIGINT gives up at once.
+        """
+        recipe = self.recipe
+        if recipe.training.threads:
+            torch.set_num_threads(recipe.training.threads)
+        torch.manual_seed(recipe.training.seed)
+        task = build_task(recipe.task)
+        self.model, self.tokenizer = load_policy(recipe.model, self.resume)
+        self.learner = Learner(self.model, recipe)
+        prompts = self._prompts(task)
+        held_out = [self._encode(task, i) for i in range(task.eval_size)]
+        learner_state, state = load_state(self.resume) if self.resume else (None, None)
+        resumed = state["totals"]["step"] if state else None
+        async with AsyncExitStack() as stack:
+            self.rewards = await stack.enter_async_context(Rewards(task.scorer, self.tokenizer, recipe.rollout))
+            self.engine = await stack.enter_async_context(engine_of(recipe, self.model, self.directory))
+            self.scheduler = await stack.enter_async_context(self._scheduler(prompts))
+            if state is not None and learner_state is not None:
+                self.learner.load_state_dict(learner_state)
+                self.scheduler.load_state_dict(state["rollout"])
+                self.totals = Totals(**state["totals"])
+                await self.engine.update_weights(self.scheduler.version, self._weights())
+            config, name = recipe.to_dict(), self.directory.name
+            trackers, project = recipe.reporting.trackers, recipe.reporting.project
+            self.metrics = stack.enter_context(
+                MetricsWriter(self.directory, trackers, project, name, config, resume_step=resumed)
+            )
+            self.trace = stack.enter_context(TraceWriter(self.directory, resumed))
+            (self.directory / RECIPE).write_text(json.dumps(config, indent=2))
+            stack.enter_context(self._stopping_on_signals())
+            return await self._train(held_out)
+
+    def _prompts(self, task: Task) -> PromptStream:
+        recipe = self.recipe
+        limit = recipe.rollout.max_prompt_length
+        return PromptStream(
+            task, self.tokenizer, recipe.training.seed, recipe.task.chat_template, limit, overlong_prompts="filter"
+        )
+
+    def _encode(self, task: Task, index: int) -> Prompt:
+        return encode(task.problem(index, "eval"), self.tokenizer, self.recipe.task.chat_template)
+
+    def _scheduler(self, prompts: PromptStream) -> RolloutScheduler:
+        rollout, chosen = self.recipe.rollout, self.learner.algorithm
+        dynamic = chosen.dynamic_sampling if rollout.dynamic_sampling is None else rollout.dynamic_sampling
+        return RolloutScheduler(
+            self.engine,
+            prompts,
+            self.rewards,
+            rollout_batch_size=rollout.rollout_batch_size,
+            over_sampling_batch_size=self.recipe.over_sampling_batch_size,
+            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            sampling=self.recipe.sampling(stop_tokens(self.model, self.tokenizer)),
+            partial_rollout=rollout.partial_rollout,
+            max_staleness=rollout.max_staleness,
+            reward_scope=self.rewards.scope,
+            dynamic_filter=carries_signal if dynamic else None,
+            on_reward_error=rollout.on_reward_error,
+            reward_timeout=None if rollout.reward_workers else rollout.reward_timeout,
+            max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
+            seed=self.recipe.training.seed,
+            on_progress=self._show_rollout if self.progress else None,
+        )
+
+    async def _train(self, held_out: Sequence[Prompt]) -> dict[str, Any] | None:
+        settings, totals = self.recipe.training, self.totals
+        started = self._clock() - totals.seconds
+        if totals.step == 0 and not totals.accuracies:
+            self._log({"step": 0, "seconds": 0.0, **await self._evaluate(held_out)})
+        while totals.step < settings.steps:
+            step = await self._collect()
+            if step is None:
+                self._save()
+                return None
+            metrics = await self._learn(step)
+            last = totals.step == settings.steps
+            if last or (settings.eval_interval and totals.step % settings.eval_interval == 0):
+                metrics |= await self._evaluate(held_out)
+            totals.seconds = self._clock() - started
+            self._log({"step": totals.step, "seconds": totals.seconds, **metrics})
+            self.trace.write(trace_record(totals.step, step, self.engine.capacity.slots))
+            if last or (settings.save_interval and totals.step % settings.save_interval == 0):
+                self._save()
+        summary = self.summary()
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2))
+        write_report(self.directory)
+        return summary
+
+    async def _collect(self) -> Step | None:
+        """The next rollout step, or None if the run is to stop; what was sampled until then is kept."""
+        self._phase("rollout")
+        collecting, stopping = asyncio.create_task(self.scheduler.collect()), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((collecting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not collecting.done():
+                collecting.cancel()
+                await asyncio.wait((collecting,))
+        return None if collecting.cancelled() else collecting.result()
+
+    async def _learn(self, step: Step) -> dict[str, Any]:
+        """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
+        self._phase("training")
+        totals = self.totals
+        began = self._clock()
+        learned = self.learner.train(step, totals.step + 1)
+        await self.scheduler.update_weights(self._weights())
+        train_seconds = self._clock() - began
+        totals.step += 1
+        totals.consumed_tokens += step.consumed_tokens
+        totals.rollout_seconds += step.seconds
+        totals.train_seconds += train_seconds
+        totals.staleness_sum += float(step.staleness.sum())
+        totals.groups += len(step.groups)
+        totals.max_staleness_seen = max(totals.max_staleness_seen, int(step.staleness.max()))
+        totals.off_policy_tokens += int(step.tokens_by_age[1:].sum())
+        return {**self._rollout_metrics(step), **learned, "train_seconds": train_seconds}
+
+    def _rollout_metrics(self, step: Step) -> dict[str, Any]:
+        samples = [sample for group in step.groups for sample in group.samples]
+        rewards = np.array([sample.reward for sample in samples])
+        lengths = np.array([sample.length for sample in samples])
+        return {
+            "epoch": getattr(self.scheduler.prompts, "epoch", 0),
+            "policy_version": step.version,
+            "reward": rewards.mean(),
+            "reward_std": rewards.std(),
+            "response_length_mean": lengths.mean(),
+            "response_length_p50": np.percentile(lengths, 50),
+            "response_length_p99": np.percentile(lengths, 99),
+            "response_length_max": lengths.max(),
+            "truncated_share": np.mean([sample.finish is FinishReason.LENGTH for sample in samples]),
+            "consumed_tokens": self.totals.consumed_tokens,
+            "generated_tokens": self.scheduler.buffer.sampled_tokens,
+            "discarded_tokens": self.scheduler.buffer.discarded_tokens,
+            "step_consumed_tokens": step.consumed_tokens,
+            "consumed_tokens_per_second": step.consumed_tokens / step.seconds,
+            "generated_tokens_per_second": step.sampled_tokens / step.seconds,
+            "engine_occupancy": step.occupancy,
+            "staleness_mean": step.staleness.mean(),
+            "staleness_max": step.staleness.max(),
+            "off_policy_token_share": step.off_policy_token_share,
+            "over_sampling_batch_size": step.target,
+            "groups_consumed": len(step.groups),
+            "groups_buffered": step.buffered_groups,
+            "tokens_buffered": step.buffered_tokens,
+            "samples_interrupted": step.interrupted_samples,
+            "samples_resumed": step.resumed_samples,
+            "groups_surplus": step.surplus_groups,
+            "groups_rejected": len(step.rejections),
+            "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
+            "engine_failures": sum(failure.kind == "engine" for failure in step.failures),
+            "rollout_seconds": step.seconds,
+            "reward_wait_seconds": step.reward_wait_seconds,
+            "tokens_by_age": step.tokens_by_age.tolist(),
+        }
+
+    async def _evaluate(self, held_out: Sequence[Prompt]) -> dict[str, float]:
+        """Accuracy on held-out problems: the share of samples with full reward (1 or more)."""
+        if not held_out:
+            return {}
+        self._phase("evaluating")
+        began, settings = self._clock(), self.recipe.training
+        sampling = self.scheduler.sampling
+        if settings.eval_temperature is not None:
+            sampling = replace(sampling, temperature=settings.eval_temperature)
+        groups = await self.scheduler.evaluate(held_out, settings.eval_samples, sampling)
+        rewards = np.array(await self.rewards.score_groups(groups))
+        accuracy = float((rewards >= 1).mean())
+        self.totals.accuracies.append(
+            (self.totals.step, self.totals.rollout_seconds + self.totals.train_seconds, accuracy)
+        )
+        return {
+            "accuracy": accuracy,
+            "eval_reward": float(rewards.mean()),
+            "eval_seconds": self._clock() - began,
+        }
+
+    def _weights(self) -> Any:
+        """Where the engine finds the new weights: the embedded one shares the policy's parameters."""
+        return None
+
+    def _save(self) -> Path:
+        self._phase("saving")
+        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        self.engine.forget()
+        state = {
+            "rollout": self.scheduler.state_dict(),
+            "totals": asdict(self.totals),
+            "recipe": self.recipe.to_dict(),
+        }
+        directory, keep = self.directory / "checkpoints", self.recipe.training.keep_checkpoints
+        learner = self.learner.state_dict()
+        return save_checkpoint(directory, self.totals.step, self.model, self.tokenizer, learner, state, keep)
+
+    def summary(self) -> dict[str, Any]:
+        """What the run amounted to: the content of `summary.json`."""
+        totals, buffer = self.totals, self.scheduler.buffer
+        accuracies = [accuracy for _, _, accuracy in totals.accuracies]
+        return {
+            "accuracy_before": accuracies[0] if accuracies else None,
+            "accuracy_after": accuracies[-1] if accuracies else None,
+            "accuracies": totals.accuracies,
+            "steps": totals.step,
+            "seconds": totals.seconds,
+            "consumed_tokens": totals.consumed_tokens,
+            "consumed_tokens_per_second": totals.consumed_tokens / max(totals.rollout_seconds, 1e-9),
+            "generated_tokens": buffer.sampled_tokens,
+            "discarded_tokens": buffer.discarded_tokens,
+            "buffered_tokens": buffer.tokens,
+            "rejected_tokens": sum(tally.tokens for tally in buffer.rejected.values()),
+            "mean_staleness": totals.staleness_sum / max(totals.groups, 1),
+            "max_staleness_seen": totals.max_staleness_seen,
+            "off_policy_token_share": totals.off_policy_tokens / max(totals.consumed_tokens, 1),
+            "rollout_seconds": totals.rollout_seconds,
+            "train_seconds": totals.train_seconds,
+            "versions": versions(),
+            "recipe": self.recipe.to_dict(),
+        }
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        self.metrics.write(metrics)
+        if self.progress:
+            self.progress.step(metrics)
+
+    def _phase(self, name: str) -> None:
+        if self.progress:
+            self.progress.phase(name)
+
+    def _show_rollout(self, scheduler: RolloutScheduler) -> None:
+        assert self.progress is not None
+        self.progress.rollout(
+            min(len(scheduler.ready), scheduler.batch_size),
+            scheduler.batch_size,
+            self.engine.running,
+            self.engine.capacity.slots,
+            scheduler.step_tokens,
+        )
+
+    @contextmanager
+    def _stopping_on_signals(self) -> Iterator[None]:
+        """A first SIGINT or SIGTERM stops the run in good order; the handlers go back to what they were."""
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            self._stop.set()
+            loop.remove_signal_handler(signal.SIGINT)
+
+        signals = (signal.SIGINT, signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        for number in signals:
+            loop.add_signal_handler(number, stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def carries_signal(group: Group) -> bool:
+    """Whether a group's rewards differ: the dynamic-sampling filter of DAPO, arXiv 2503.14476."""
+    return len({sample.reward for sample in group.samples}) > 1
+
+
+def trace_record(number: int, step: Step, slots: int) -> dict[str, Any]:
+    """A step as the record that `trace.jsonl` holds."""
+    samples = [sample for group in step.groups for sample in group.samples]
+    return {
+        "step": number,
+        "lengths": [sample.length for sample in samples],
+        "truncated": [sample.finish is FinishReason.LENGTH for sample in samples],
+        "tokens_by_age": step.tokens_by_age.tolist(),
+        "slots": slots,
+        "spans": [
+            {
+                "sample": span.sample_id,
+                "group": span.group_id,
+                "start": round(span.start, 4),
+                "end": round(span.end, 4),
+                "before": span.before,
+                "after": span.after,
+                "queued": None if span.queued is None else round(span.queued, 4),
+                "outcome": "waiting" if span.queued is None and span.outcome == "interrupted" else span.outcome,
+                "resumed": span.before > 0,
+            }
+            for span in step.spans
+        ],
+        "interrupt_at": step.interrupted_at,
+        "end": step.seconds,
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions that a figure of this run depends on."""
+    packages = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "math-verify")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}

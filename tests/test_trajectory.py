@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april import ENVIRONMENT, FinishReason, Group, Prompt, SamplingParams, Segment
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
+"""Tokens of a chunk, and by how much the version grew before it."""
+
+
+def start(max_tokens: int = 100, n: int = 2) -> Group:
+    return Group.start(7, Prompt((1, 2), "p", {"answer": "x"}), n, SamplingParams(max_tokens, stop_token_ids=(1,)), 3)
+
+
+@given(CHUNKS)
+def test_every_token_keeps_its_id_its_probability_and_its_version(chunks: list[tuple[int, int]]) -> None:
+    sample = start().samples[0]
+    ids, logprobs, versions, version = [], [], [], 0
+    for n, growth in chunks:
+        version += growth
+        new = list(range(len(ids), len(ids) + n))
+        sample.extend(new, [-float(i) for i in new], version)
+        ids += new
+        logprobs += [-float(i) for i in new]
+        versions += [version] * n
+    assert sample.response_ids == ids
+    assert sample.logprobs.tolist() == logprobs
+    assert sample.versions.tolist() == versions
+    assert sample.loss_mask.all()
+    assert sample.length == len(ids)
+    assert sample.first_version == (versions[0] if versions else None)
+    assert len(sample.segments) == len(set(versions)), "one segment a version"
+
+
+@given(CHUNKS, st.booleans())
+def test_a_group_survives_json(chunks: list[tuple[int, int]], finished: bool) -> None:
+    group = start()
+    version = 0
+    for n, growth in chunks:
+        version += growth
+        group.samples[0].extend([5] * n, [-0.1] * n, version)
+    if finished:
+        group.samples[0].finish = FinishReason.LENGTH
+        group.samples[0].reward = 0.5
+    assert Group.from_dict(json.loads(json.dumps(group.to_dict()))) == group
+
+
+def test_environment_tokens_are_part_of_the_response_and_not_of_the_loss() -> None:
+    sample = start().samples[0]
+    sample.extend([5, 6], [-1.0, -2.0], 0)
+    sample.segments.append(Segment(ENVIRONMENT, [7], [0.0]))
+    sample.length += 1
+    sample.extend([8], [-3.0], 1)
+    assert sample.response_ids == [5, 6, 7, 8]
+    assert sample.loss_mask.tolist() == [True, True, False, True]
+    assert sample.versions.tolist() == [0, 0, ENVIRONMENT, 1]
+    np.testing.assert_array_equal(sample.logprobs, [-1, -2, 0, -3])
+
+
+def test_the_budget_is_the_samples_own() -> None:
+    sample = start(max_tokens=3).samples[0]
+    sample.extend([1, 2], [0.0, 0.0], 0)
+    assert sample.budget_left == 1
+    with pytest.raises(ValueError, match=r"sample 7\.0: 2 tokens came where the response budget leaves 1"):
+        sample.extend([3, 4], [0.0, 0.0], 0)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        (([1], [], 0), "1 tokens came with 0 log-probabilities"),
+        (([1], [0.0], 0), "versions never go back"),
+        (([1], [0.0], -1), "versions never go back"),
+    ],
+)
+def test_what_no_engine_may_hand_out_is_refused(chunk: tuple[list[int], list[float], int], message: str) -> None:
+    sample = start().samples[0]
+    sample.extend([9], [-1.0], 1)
+    with pytest.raises(ValueError, match=message):
+        sample.extend(*chunk)
+
+
+def test_a_finished_sample_never_changes() -> None:
+    sample = start().samples[0]
+    sample.extend([1], [-1.0], 0, FinishReason.STOP)
+    with pytest.raises(ValueError, match="has finished"):
+        sample.extend([2], [-1.0], 0)
+
+
+def test_staleness_counts_from_the_first_token_of_the_group() -> None:
+    group = start()
+    assert group.staleness(9) == 0, "no token, no age"
+    group.samples[1].extend([1], [-1.0], 2)
+    group.samples[0].extend([1], [-1.0], 4)
+    assert group.first_version == 2
+    assert group.staleness(5) == 3
+
+
+def test_seeds_differ_between_samples_groups_and_runs() -> None:
+    prompt, sampling = Prompt((1,)), SamplingParams()
+    seeds = [s.seed for run in (0, 1) for id in (0, 1) for s in Group.start(id, prompt, 4, sampling, run).samples]
+    assert len(set(seeds)) == 16
+    assert [s.seed for s in Group.start(0, prompt, 4, sampling, 0).samples] == seeds[:4]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 1}]
+)
+def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        SamplingParams(**settings)  # type: ignore[arg-type]

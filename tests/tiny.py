@@ -1,0 +1,58 @@
+"""Policies small enough for a test: real architectures and real tokenizers, made from a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = [chr(c) for c in range(32, 127)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and the answer tags."""
+    words = ["<pad>", "<eos>", "<unk>", "\n", *CHARACTERS, "<answer>", "</answer>"]
+    core = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?answer>|[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def model(seed: int = 0, sharpness: float = 4.0, **config: Any) -> Qwen3ForCausalLM:
+    """A Qwen3 of 0.1M parameters; its weights are scaled up, since a random policy is too flat to catch mistakes."""
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    policy = Qwen3ForCausalLM(Qwen3Config(**{**shape, **config}))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(sharpness)
+    return policy
+
+
+def save(directory: Path, **settings: Any) -> Path:
+    """A model directory that transformers loads."""
+    model(**settings).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return directory
