@@ -22,6 +22,8 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from april.admission import largest_target
+from april.algorithms.catalogue import CORRECTIONS, algorithm
+from april.reporting.metrics import check_trackers
 from april.tasks.task import TaskSpec
 from april.trajectory import SamplingParams
 
@@ -398,6 +400,13 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name in ("path", "eval_path"):
         if (value := getattr(task, name)) and not Path(value).is_file():
             yield f"task.{name} = {value!r}: no such file"
+    try:
+        algorithm(recipe.algorithm.algorithm)
+        check_trackers(recipe.reporting.trackers)
+    except (ValueError, ModuleNotFoundError) as error:
+        yield str(error)
+    if (name := recipe.algorithm.correction) not in CORRECTIONS:
+        yield f"algorithm.correction = {name!r}: {_nearest(name, list(CORRECTIONS))}"
     if engine.urls and engine.engine == "embedded":
         yield 'engine.urls is set but engine = "embedded": choose "vllm" or "sglang", or remove urls'
     if not all(0 <= beta < 1 for beta in training.betas):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from april.config import ConfigError, ModelSettings, Recipe
 from april.engine import Engine
@@ -20,6 +21,7 @@ def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tupl
     Raises:
         ConfigError: there is no such model, or it is no causal LM.
     """
+    transformers_logging.disable_progress_bar()
     path = str(checkpoint or Path(settings.path).expanduser())
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from april.config import RolloutSettings
+from april.reward import RewardError
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import Scorer
 from april.tasks.task import Problem
@@ -20,6 +21,7 @@ class Rewards:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.scope = scorer.scope
+        self._on_error = settings.on_reward_error
         self._workers = (
             RewardWorkers(scorer, settings.reward_workers, settings.reward_timeout) if settings.reward_workers else None
         )
@@ -39,8 +41,22 @@ class Rewards:
         return rewards
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
-        """The rewards of complete groups, for evaluation."""
-        return list(await asyncio.gather(*(self.score(group.prompt, group.samples) for group in groups)))
+        """The rewards of complete groups, for evaluation.
+
+        Raises:
+            RewardError: the reward function failed and `on_reward_error` is "raise"; else such samples score 0.
+        """
+        return list(await asyncio.gather(*map(self._score_group, groups)))
+
+    async def _score_group(self, group: Group) -> list[float]:
+        try:
+            return await self.score(group.prompt, group.samples)
+        except Exception as error:
+            if self._on_error != "raise":
+                return [0.0] * len(group.samples)
+            raise RewardError(
+                f"the reward function failed on held-out prompt {group.prompt.id!r}: {type(error).__name__}: {error}"
+            ) from None
 
     async def __aenter__(self) -> Rewards:
         return self

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from april.config import Recipe
+from april.config import ConfigError, Recipe
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
@@ -86,7 +86,10 @@ class Trainer:
         if recipe.training.threads:
             torch.set_num_threads(recipe.training.threads)
         torch.manual_seed(recipe.training.seed)
-        task = build_task(recipe.task)
+        try:
+            task = build_task(recipe.task)
+        except ValueError as error:
+            raise ConfigError(f"task.{error}") from None
         self.model, self.tokenizer = load_policy(recipe.model, self.resume)
         self.learner = Learner(self.model, recipe)
         prompts = self._prompts(task)
@@ -150,7 +153,11 @@ class Trainer:
         if totals.step == 0 and not totals.accuracies:
             self._log({"step": 0, "seconds": 0.0, **await self._evaluate(held_out)})
         while totals.step < settings.steps:
-            step = await self._collect()
+            try:
+                step = await self._collect()
+            except Exception:
+                self._save()  # every token sampled so far is in the buffer
+                raise
             if step is None:
                 self._save()
                 return None

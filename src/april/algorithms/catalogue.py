@@ -1,0 +1,226 @@
+"""The named algorithms with their published settings: what `april algorithms` lists and a recipe names.
+
+Invariants:
+- an entry holds what its sources publish; where they leave a setting open, `note` says what stands here and why;
+- `advantage` and `loss` are names in `advantages.ADVANTAGES` and `losses.LOSSES` ("gae": `advantages.gae`);
+- nothing here imports torch, so listing costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+UNBOUNDED = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One algorithm's settings.
+
+    Args:
+        name: what a recipe says.
+        title: what people say.
+        sources: arXiv numbers, the defining paper first.
+        advantage: the estimator.
+        loss: the policy loss of each token.
+        eps_low: the ratio is clipped below 1 - eps_low; inf is no bound.
+        eps_high: the ratio is clipped above 1 + eps_high; inf is no bound.
+        aggregation: how token losses become one number.
+        dual_clip: bound of the loss for negative advantages; None is no bound.
+        kl_estimator: of the divergence from the reference policy; None where there is no such term.
+        kl_coefficient: of that term; 0 needs no reference policy.
+        kl_place: whether the term is part of the loss or taken from each token's reward.
+        gamma: discount of `gae`.
+        lam: λ of `gae`.
+        dynamic_sampling: groups without reward variance are replaced.
+        overlong_filter: truncated samples carry no gradient.
+        soft_overlong_penalty: rewards fall linearly over the last part of the response budget.
+        note: choices the sources leave open.
+    """
+
+    name: str
+    title: str
+    sources: tuple[str, ...]
+    advantage: str
+    loss: str
+    eps_low: float
+    eps_high: float
+    aggregation: Literal["token-mean", "sequence-mean", "constant"]
+    dual_clip: float | None = None
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_coefficient: float = 0.0
+    kl_place: Literal["loss", "reward"] = "loss"
+    gamma: float = 1.0
+    lam: float = 1.0
+    dynamic_sampling: bool = False
+    overlong_filter: bool = False
+    soft_overlong_penalty: bool = False
+    note: str = ""
+
+    @property
+    def value_head(self) -> bool:
+        """Whether the policy needs one."""
+        return self.advantage == "gae"
+
+
+_ENTRIES = (
+    Algorithm(
+        name="grpo",
+        title="GRPO",
+        sources=("2402.03300",),
+        advantage="grpo",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="sequence-mean",
+        kl_estimator="k3",
+        kl_coefficient=0.04,
+        note="The paper leaves ε open: 0.2 is PPO's. Later work mostly sets the KL coefficient to 0.",
+    ),
+    Algorithm(
+        name="dr_grpo",
+        title="Dr. GRPO",
+        sources=("2503.20783",),
+        advantage="dr_grpo",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="constant",
+        note="The constant divisor is the response budget times the number of samples.",
+    ),
+    Algorithm(
+        name="dapo",
+        title="DAPO",
+        sources=("2503.14476",),
+        advantage="grpo",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.28,
+        aggregation="token-mean",
+        dynamic_sampling=True,
+        overlong_filter=True,
+        soft_overlong_penalty=True,
+        note="The penalty's ramp is the last fifth of the response budget (4,096 of 20,480 tokens in the paper).",
+    ),
+    Algorithm(
+        name="gspo",
+        title="GSPO",
+        sources=("2507.18071",),
+        advantage="grpo",
+        loss="gspo",
+        eps_low=3e-4,
+        eps_high=4e-4,
+        aggregation="sequence-mean",
+    ),
+    Algorithm(
+        name="gspo_token",
+        title="GSPO-token",
+        sources=("2507.18071",),
+        advantage="grpo",
+        loss="gspo_token",
+        eps_low=3e-4,
+        eps_high=4e-4,
+        aggregation="sequence-mean",
+    ),
+    Algorithm(
+        name="cispo",
+        title="CISPO",
+        sources=("2506.13585", "2510.13786"),
+        advantage="grpo",
+        loss="cispo",
+        eps_low=UNBOUNDED,
+        eps_high=4.0,
+        aggregation="token-mean",
+        dynamic_sampling=True,
+        soft_overlong_penalty=True,
+        note="MiniMax-M1 publishes no ε_high: ratios up to 5 are the recommendation for ScaleRL.",
+    ),
+    Algorithm(
+        name="rloo",
+        title="RLOO",
+        sources=("2402.14740",),
+        advantage="rloo",
+        loss="ppo_clip",
+        eps_low=UNBOUNDED,
+        eps_high=UNBOUNDED,
+        aggregation="constant",
+        kl_estimator="k1",
+        kl_coefficient=0.03,
+        kl_place="reward",
+        note="REINFORCE: without a clip the loss has its gradient on-policy. A response is one action, hence the sum "
+        "over its tokens. The KL coefficient is that of the paper's summarisation task (0.1 in its dialogue task).",
+    ),
+    Algorithm(
+        name="reinforce_plus_plus",
+        title="REINFORCE++",
+        sources=("2501.03262",),
+        advantage="reinforce_plus_plus",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="token-mean",
+        kl_estimator="k1",
+        kl_coefficient=0.001,
+        kl_place="reward",
+        note="The KL coefficient is what implementations use.",
+    ),
+    Algorithm(
+        name="reinforce_plus_plus_baseline",
+        title="REINFORCE++ with baseline",
+        sources=("2501.03262",),
+        advantage="reinforce_plus_plus_baseline",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="token-mean",
+        kl_estimator="k2",
+        kl_coefficient=0.001,
+        note="The KL coefficient is what implementations use.",
+    ),
+    Algorithm(
+        name="ppo",
+        title="PPO",
+        sources=("1707.06347", "1506.02438", "2203.02155"),
+        advantage="gae",
+        loss="ppo_clip",
+        eps_low=0.2,
+        eps_high=0.2,
+        aggregation="token-mean",
+        kl_estimator="k1",
+        kl_coefficient=0.02,
+        kl_place="reward",
+        lam=0.95,
+        note="KL coefficient and discount are InstructGPT's. A dual clip at 3 (1912.09729) is an option.",
+    ),
+)
+
+ALGORITHMS: dict[str, Algorithm] = {entry.name: entry for entry in _ENTRIES}
+"""Every named algorithm, in the order of the list."""
+
+CORRECTIONS: dict[str, str] = {
+    "none": "stale tokens are taken for on-policy; the ratio is π_θ/π_prox",
+    "behaviour": "PPO on the recorded probabilities; the ratio is π_θ/μ (1707.06347)",
+    "decoupled": "ratio π_θ/π_prox, each token weighted by w = π_prox/μ (AReaL, 2505.24298)",
+    "tis": "decoupled with w cut down to 2 (truncated importance sampling, Yao et al. 2025)",
+    "icepop": "decoupled, tokens dropped unless 0.5 ≤ w ≤ 5 (IcePop, 2510.18855)",
+    "sequence": "decoupled with the product of w over the sequence, cut down to 2",
+    "geometric": "sequences dropped unless the geometric mean of w lies in 0.99 to 1.01",
+    "m2po": "ratio π_θ/μ; the most distant tokens dropped until their second moment is at most 0.04 (2510.01161)",
+}
+"""The kinds of `corrections.correct`, in one line each: μ sampled a token, π_prox is the policy as training of the
+batch began, π_θ the one being trained."""
+
+
+def algorithm(name: str) -> Algorithm:
+    """The algorithm called `name`.
+
+    Raises:
+        ValueError: there is none; the message names the nearest one.
+    """
+    if name in ALGORITHMS:
+        return ALGORITHMS[name]
+    near = get_close_matches(name, ALGORITHMS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"must be one of {', '.join(ALGORITHMS)}"
+    raise ValueError(f"algorithm = {name!r}: {hint}")

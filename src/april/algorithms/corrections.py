@@ -1,0 +1,224 @@
+"""Off-policy correction of tokens that older policies sampled, as one step that any policy loss takes.
+
+Three policies meet at each token: π_θ, being trained; π_prox, as training of this batch began; and μ, the one that
+sampled the token, whose log-probability was recorded then. w = π_prox/μ. A correction says which of them is the
+denominator of the loss's ratio, what each token's loss is multiplied by, and which tokens still count:
+
+    c = correct(kind, logp, prox, behaviour, mask, ages)
+    token_loss = ppo_clip(logp, c.old_logprobs, advantages, c.mask).loss * c.weights
+    loss = aggregate(token_loss, mask, mode, denominator)
+
+`aggregate` takes the whole `mask`, not `c.mask`: a token a correction removes adds nothing, and still counts in the
+denominator, as in the published objectives.
+
+Invariants:
+- on-policy (π_θ = π_prox = μ) every correction is the identity: weights 1, nothing masked or capped;
+- where π_prox = μ, all kinds agree (of M2PO as long as π_θ is inside its trust region);
+- weights carry no gradient, are finite, and are 0 wherever `Correction.mask` is False.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from april.algorithms.ratios import at_least_float32, bounded_exp, log_ratio, sequence_mean
+
+CorrectionKind = Literal["none", "behaviour", "decoupled", "tis", "icepop", "sequence", "geometric", "m2po"]
+
+
+class Correction(NamedTuple):
+    old_logprobs: Tensor
+    """Denominator of the policy loss's ratio, [B, T], without gradient."""
+    weights: Tensor
+    """What each token's loss is multiplied by, [B, T]; 0 where `mask` is False."""
+    mask: Tensor
+    """Tokens that still carry gradient, [B, T]; a subset of the loss mask."""
+    capped: Tensor
+    """Tokens whose weight was cut down to the cap, [B, T]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """`level`: whether w is a token's own, the product over its sequence, or the sequence's geometric mean."""
+
+    denominator: Literal["prox", "behaviour"] = "prox"
+    level: Literal["token", "sequence", "geometric"] | None = None
+    cap: float = float("inf")
+    low: float = 0.0
+    high: float = float("inf")
+
+
+_RULES: dict[str, _Rule] = {
+    "none": _Rule(),
+    "behaviour": _Rule("behaviour"),
+    "decoupled": _Rule(level="token"),
+    "tis": _Rule(level="token", cap=2.0),
+    "icepop": _Rule(level="token", low=0.5, high=5.0),
+    "sequence": _Rule(level="sequence", cap=2.0),
+    "geometric": _Rule(level="geometric", low=0.99, high=1.01),
+    "m2po": _Rule("behaviour"),
+}
+
+
+@torch.no_grad()
+def correct(
+    kind: CorrectionKind,
+    logp: Tensor,
+    prox: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    ages: Tensor | None = None,
+    *,
+    cap: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    tau: float = 0.04,
+    max_age: int | None = None,
+) -> Correction:
+    """The correction named `kind`. `max_age` goes with each of them.
+
+    - "none": stale tokens are taken for on-policy; the ratio is π_θ/π_prox.
+    - "behaviour": PPO on the recorded probabilities; the ratio is π_θ/μ.
+    - "decoupled": ratio π_θ/π_prox, weight w. AReaL, arXiv 2505.24298, equation 5 (decoupled PPO: arXiv 2110.00641).
+      AReaL's code drops tokens with w > 5: `high=5`.
+    - "tis": decoupled with weight min(w, cap), cap 2. Truncated importance sampling (Yao et al., "Your efficient RL
+      framework secretly brings you off-policy RL training", 2025).
+    - "icepop": decoupled with tokens dropped unless low ≤ w ≤ high, 0.5 and 5. IcePop: Ring-1T, arXiv 2510.18855.
+    - "sequence": weight min(W, cap), cap 2, with W the product of w over the sequence. The unbiased one, and the one
+      whose variance grows with length.
+    - "geometric": W^(1/length), sequences dropped unless 0.99 ≤ W^(1/length) ≤ 1.01.
+    - "m2po": ratio π_θ/μ; the tokens with the largest (log π_θ/μ)² are dropped until its mean over the batch is at
+      most `tau`. M2PO, arXiv 2510.01161: it takes the place of the clip (ε_low = ε_high = inf). The choice is made
+      over the tensors given: pass the whole batch, not a micro-batch.
+
+    Args:
+        logp: log π_θ of each token, [B, T]; only "m2po" looks at it. At the start of a step it is `prox`.
+        prox: log π_prox of each token, [B, T].
+        behaviour: log μ of each token, [B, T].
+        mask: True for trained policy tokens, [B, T].
+        ages: policy versions between the one that sampled a token and the one training starts from, [B, T].
+        cap: weights above are cut down to it; None is the kind's own, inf is none.
+        low: tokens (or sequences) with a smaller weight are dropped; None is the kind's own, 0 is none.
+        high: tokens (or sequences) with a larger weight are dropped; None is the kind's own, inf is none.
+        max_age: tokens older than this carry no gradient; None is no limit. Their samples' rewards still count in
+            the advantages of the others.
+
+    Raises:
+        ValueError: an unknown kind; a bound for a kind without weights; `max_age` without `ages`.
+    """
+    if kind not in _RULES:
+        raise ValueError(f"correction = {kind!r}: must be one of {', '.join(get_args(CorrectionKind))}")
+    rule = _RULES[kind]
+    if rule.level is None and not (cap is low is high is None):
+        raise ValueError(f'correction "{kind}" has no weights: cap, low and high do not apply to it')
+    kept = mask
+    if max_age is not None:
+        if ages is None:
+            raise ValueError("max_age needs the tokens' ages")
+        kept = kept & (ages <= max_age)
+    if kind == "m2po":
+        kept = _inside_second_moment(log_ratio(logp, behaviour, mask).square(), kept, tau)
+    weights = _weights(rule.level, log_ratio(prox, behaviour, mask), mask)
+    kept = kept & (weights >= (rule.low if low is None else low)) & (weights <= (rule.high if high is None else high))
+    ceiling = rule.cap if cap is None else cap
+    capped = kept & (weights > ceiling)
+    old = prox if rule.denominator == "prox" else behaviour
+    return Correction(old.detach(), weights.clamp(max=ceiling).masked_fill(~kept, 0.0), kept, capped)
+
+
+def _weights(level: str | None, log_w: Tensor, mask: Tensor) -> Tensor:
+    if level is None:
+        return torch.ones_like(log_w)
+    if level == "sequence":
+        log_w = log_w.sum(-1, keepdim=True).expand_as(log_w)
+    elif level == "geometric":
+        log_w = sequence_mean(log_w, mask)[:, None].expand_as(log_w)
+    return bounded_exp(log_w)
+
+
+def _inside_second_moment(squares: Tensor, mask: Tensor, tau: float) -> Tensor:
+    """The largest set of tokens in `mask`, smallest squares first, whose mean square is at most `tau`."""
+    chosen = torch.zeros_like(mask)
+    order = squares[mask].sort()
+    means = order.values.cumsum(0) / torch.arange(1, len(order.values) + 1, device=squares.device)
+    inside = torch.empty_like(means, dtype=torch.bool)
+    inside[order.indices] = means <= tau
+    chosen[mask] = inside
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostics:
+    """How far from on-policy the tokens were and what was done about it, by token age.
+
+    Sums, so that micro-batches add up exactly: `a + b` are the diagnostics of both together. Age k is in column k, all
+    ages from the last column's on are in the last.
+    """
+
+    sums: Tensor
+    """[6, ages]: numbers of tokens, of clipped, masked and capped ones; sums of w and of log μ/π_prox."""
+    k3: Tensor
+    """Sums of the k3 estimate of KL(μ ‖ π_prox), [ages]."""
+    largest: Tensor
+    """Largest w, [ages]; 0 where there is no token."""
+
+    def __add__(self, other: Diagnostics) -> Diagnostics:
+        return Diagnostics(self.sums + other.sums, self.k3 + other.k3, torch.maximum(self.largest, other.largest))
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers for a log, overall and under `age_<k>/` for each age that has tokens.
+
+        `tokens` (a count), `clipped`, `masked`, `capped` (fractions of trained tokens), `w_mean`, `w_max` (of
+        w = π_prox/μ, before cap and mask), `kl` and `kl_k3` (KL(μ ‖ π_prox) in nats, by its two estimates).
+        """
+        columns = torch.cat([self.sums, self.k3[None], self.largest[None]]).double().cpu()
+        overall = torch.cat([columns[:-1].sum(-1), columns[-1:].max(-1).values])
+        result = _named(overall.tolist(), "")
+        last = columns.shape[1] - 1
+        for age, column in enumerate(columns.T.tolist()):
+            if column[0]:
+                result |= _named(column, f"age_{age}{'+' if age == last else ''}/")
+        return result
+
+
+@torch.no_grad()
+def diagnostics(
+    correction: Correction,
+    prox: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    ages: Tensor | None = None,
+    clipped: Tensor | None = None,
+    oldest: int = 8,
+) -> Diagnostics:
+    """What `correction` met and did.
+
+    Args:
+        correction: what `correct` returned for these tokens.
+        prox: log π_prox of each token, [B, T].
+        behaviour: log μ of each token, [B, T].
+        mask: True for trained policy tokens, [B, T].
+        ages: policy versions since each token was sampled, [B, T]; all 0 if absent.
+        clipped: `PolicyLoss.clipped`, [B, T]; none if absent.
+        oldest: ages from this one on are reported together.
+    """
+    log_w = log_ratio(prox, behaviour, mask)[mask]
+    w = bounded_exp(log_w)
+    age = torch.zeros_like(log_w, dtype=torch.long) if ages is None else ages[mask].long().clamp(0, oldest)
+    hit = torch.zeros_like(mask) if clipped is None else clipped
+    rows = [torch.ones_like(w), hit[mask], ~correction.mask[mask], correction.capped[mask], w, -log_w, w - 1 - log_w]
+    stacked = torch.stack([at_least_float32(row) for row in rows])
+    sums = stacked.new_zeros(len(rows), oldest + 1).index_add_(1, age, stacked)
+    largest = w.new_zeros(oldest + 1).scatter_reduce_(0, age, w, "amax")
+    return Diagnostics(sums[:-1], sums[-1], largest)
+
+
+def _named(column: list[float], prefix: str) -> dict[str, float]:
+    tokens, *totals, largest = column
+    names = ("clipped", "masked", "capped", "w_mean", "kl", "kl_k3")
+    means = {prefix + name: total / max(tokens, 1.0) for name, total in zip(names, totals, strict=True)}
+    return {prefix + "tokens": tokens, **means, prefix + "w_max": largest}

@@ -1,0 +1,212 @@
+"""Policy losses of each token, and how a batch of them becomes one number.
+
+Every policy loss takes the same first four arguments:
+    logp        log π_θ of each token, [B, T], with gradient;
+    old_logp    log π_old of each token, [B, T]: the denominator of the ratio, chosen by `corrections.correct`;
+    advantages  [B], or [B, T] for one per token; gradient never flows into them;
+    mask        True for trained policy tokens, [B, T];
+and returns a `PolicyLoss`. Losses are to be minimised.
+
+Invariants:
+- outside the mask every loss is 0 and no gradient flows, whatever the padding holds;
+- a batch without a trained token has loss 0 and zero gradients;
+- with global denominators, `aggregate` over micro-batches sums to the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from april.algorithms.ratios import at_least_float32, bounded_exp, log_ratio, sequence_mean
+
+Aggregation = Literal["token-mean", "sequence-mean", "constant"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class PolicyLoss(NamedTuple):
+    loss: Tensor
+    """Loss of each token, [B, T]; 0 outside the mask."""
+    clipped: Tensor
+    """True where clipping took effect on a trained token, [B, T]."""
+    ratio: Tensor
+    """The importance ratio of each token, before clipping and without gradient, [B, T]; 1 outside the mask."""
+
+
+def ppo_clip(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> PolicyLoss:
+    """-min(r A, clip(r, 1 - ε_low, 1 + ε_high) A). PPO, arXiv 1707.06347, equation 7; two bounds: DAPO,
+    arXiv 2503.14476, equation 8.
+
+    Args:
+        dual_clip: for A < 0 the loss is at most -c A (arXiv 1912.09729, equation 5: c = 3). None: no such bound.
+    """
+    ratio = bounded_exp(log_ratio(logp, old_logp, mask))
+    return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high, dual_clip)
+
+
+def gspo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+) -> PolicyLoss:
+    """-min(s A, clip(s, 1 - ε_low, 1 + ε_high) A) with the sequence's ratio s = exp(mean log r) on each of its tokens.
+
+    GSPO, arXiv 2507.18071, equations 5 and 7. Aggregate with "sequence-mean". The clip range is far narrower than a
+    token's, since s is a geometric mean.
+
+    Raises:
+        ValueError: advantages are not one per sequence (`gspo_token` takes one per token).
+    """
+    if advantages.dim() != 1:
+        raise ValueError(f"gspo needs one advantage per sequence, got shape {list(advantages.shape)}: use gspo_token")
+    ratio = bounded_exp(sequence_mean(log_ratio(logp, old_logp, mask), mask))[:, None]
+    # A token outside the mask has ratio 1, like everywhere else.
+    ratio = torch.where(mask, ratio, ratio.new_ones(()))
+    return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high)
+
+
+def gspo_token(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+) -> PolicyLoss:
+    """GSPO with one advantage per token: s_t = sg[s] · π_θ / sg[π_θ]. arXiv 2507.18071, equations 13 and 14.
+
+    Same value as `gspo`, and same gradient where a sequence's advantages are all equal.
+    """
+    with torch.no_grad():
+        sequence = bounded_exp(sequence_mean(log_ratio(logp, old_logp, mask), mask))[:, None]
+    one = log_ratio(logp, logp.detach(), mask).exp()
+    ratio = torch.where(mask, sequence * one, one)
+    return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high)
+
+
+def cispo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = float("inf"),
+    eps_high: float = 4.0,
+) -> PolicyLoss:
+    """-sg[clip(r, 1 - ε_low, 1 + ε_high)] A log π_θ. CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
+
+    Clipping bounds the weight of a token's gradient and never removes the token. The paper has no lower bound and
+    publishes no ε_high: 4 (ratios up to 5) is what ScaleRL, arXiv 2510.13786, found to work.
+    """
+    ratio = bounded_exp(log_ratio(logp.detach(), old_logp, mask))
+    weight = ratio.clamp(1 - eps_low, 1 + eps_high)
+    held = at_least_float32(logp).masked_fill(~mask, 0.0)
+    loss = -weight * _per_token(advantages, mask, ratio.dtype) * held
+    return PolicyLoss(loss, (weight != ratio) & mask, ratio)
+
+
+def kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """An estimate of KL(π_θ ‖ π_ref) from each sampled token, [B, T], with gradient to `logp`; 0 outside the mask.
+
+    k1 = log π_θ/π_ref, k2 = k1²/2, k3 = e^{-k1} - 1 + k1 (Schulman, "Approximating KL divergence", 2020; k3 is
+    GRPO's, arXiv 2402.03300, equation 4). As a loss take k2 or k3: the expected gradient of k1 is 0, so k1 belongs in
+    the reward.
+    """
+    k1 = log_ratio(logp, ref_logp, mask)
+    if estimator == "k1":
+        return k1
+    if estimator == "k2":
+        return 0.5 * k1.square()
+    if estimator == "k3":
+        return bounded_exp(-k1) - 1 + k1
+    raise ValueError(f"estimator = {estimator!r}: must be k1, k2 or k3")
+
+
+def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
+    """The loss that rewards entropy: -H of each token, [B, T] -> [B, T]; to be weighted by a small coefficient."""
+    return -at_least_float32(entropy).masked_fill(~mask, 0.0)
+
+
+def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps: float = 0.2) -> Tensor:
+    """max((V - R)², (V_old + clip(V - V_old, ±ε) - R)²) / 2 of each token, [B, T]: PPO's loss of the value head.
+
+    The clipped form is that of the PPO implementations (arXiv 2005.12729, section 3). `eps=inf` is the plain square.
+    """
+    values, old_values, returns = (
+        at_least_float32(x).masked_fill(~mask, 0.0) for x in (values, old_values.detach(), returns.detach())
+    )
+    near = old_values + (values - old_values).clamp(-eps, eps)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+
+
+def aggregate(
+    loss: Tensor, mask: Tensor, mode: Aggregation = "token-mean", denominator: float | Tensor | None = None
+) -> Tensor:
+    """One number from the losses of the tokens.
+
+    - "token-mean": sum over trained tokens / number of trained tokens (DAPO, arXiv 2503.14476, equation 8);
+    - "sequence-mean": mean over each sequence's trained tokens, summed / number of sequences (GRPO, arXiv 2402.03300,
+      equation 3); a sequence without a trained token counts as 0;
+    - "constant": sum over trained tokens / `denominator` (Dr. GRPO, arXiv 2503.20783: sequences × response budget).
+
+    For gradient accumulation give the *whole* batch's denominator (trained tokens; sequences; sequences × budget):
+    the results of the micro-batches then add up to the loss of the whole batch, whatever their sizes.
+
+    Args:
+        loss: of each token, [B, T].
+        mask: True for trained policy tokens, [B, T].
+        denominator: what to divide by; that of `loss` itself if absent ("constant" has no such default).
+    """
+    held = loss.masked_fill(~mask, 0.0)
+    if mode == "token-mean":
+        total, own = held.sum(), mask.sum()
+    elif mode == "sequence-mean":
+        total, own = sequence_mean(held, mask).sum(), torch.tensor(len(mask), device=mask.device)
+    elif mode == "constant":
+        if denominator is None:
+            raise ValueError('aggregation "constant" needs a denominator: sequences in the batch × response budget')
+        total, own = held.sum(), mask.sum()
+    else:
+        raise ValueError(f'aggregation = {mode!r}: must be "token-mean", "sequence-mean" or "constant"')
+    if denominator is None:
+        return total / own.clamp(min=1)
+    return total / torch.as_tensor(denominator, device=total.device, dtype=total.dtype).clamp(min=1)
+
+
+def _per_token(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Advantages as [B, T] without gradient, 0 outside the mask."""
+    held = advantages.detach().to(dtype)
+    if held.dim() == 1:
+        held = held[:, None]
+    return torch.where(mask, held, held.new_zeros(()))
+
+
+def _clipped(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float, dual_clip: float | None = None
+) -> PolicyLoss:
+    plain = ratio * advantages
+    bounded = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+    objective = torch.minimum(plain, bounded)
+    clipped = bounded < plain
+    if dual_clip is not None:
+        floor = dual_clip * advantages
+        too_low = (advantages < 0) & (objective < floor)
+        objective = torch.where(too_low, floor, objective)
+        clipped = clipped | too_low
+    return PolicyLoss(-objective, clipped & mask, ratio.detach())
+
+
+LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo}
+"""The policy losses by the names the catalogue of algorithms uses."""

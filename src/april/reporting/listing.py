@@ -1,0 +1,42 @@
+"""The algorithms and corrections that a recipe can name, for people to read."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
+
+
+def print_algorithms(console: Console | None = None) -> None:
+    """Print both lists, each entry with what it sets and where that was published."""
+    console = console or Console(highlight=False)
+    console.print(Text("[algorithm] algorithm\n", style="bold"))
+    for entry in ALGORITHMS.values():
+        sources = ", ".join(f"arXiv {source}" for source in entry.sources)
+        console.print(Text.assemble((entry.name, "bold cyan"), f"  {entry.title} ({sources})"))
+        for line in (_settings(entry), entry.note):
+            if line:
+                console.print(Padding(Text(line), (0, 0, 0, 4)))
+    console.print(Text("\n[algorithm] correction, for tokens that an older policy sampled\n", style="bold"))
+    for name, text in CORRECTIONS.items():
+        console.print(Text(name, style="bold cyan"))
+        console.print(Padding(Text(text), (0, 0, 0, 4)))
+
+
+def _settings(entry: Algorithm) -> str:
+    low, high = ("none" if eps == UNBOUNDED else f"{eps:g}" for eps in (entry.eps_low, entry.eps_high))
+    kl = f"KL {entry.kl_coefficient:g} ({entry.kl_estimator}, in the {entry.kl_place})"
+    parts = [
+        f"advantage {entry.advantage}",
+        f"loss {entry.loss}",
+        f"eps_low {low}, eps_high {high}",
+        f"mean: {entry.aggregation}",
+        kl if entry.kl_coefficient else "",
+        "dynamic sampling" if entry.dynamic_sampling else "",
+        "overlong filter" if entry.overlong_filter else "",
+        "soft overlong penalty" if entry.soft_overlong_penalty else "",
+        "needs a value head, which april train does not have yet" if entry.value_head else "",
+    ]
+    return "; ".join(part for part in parts if part)

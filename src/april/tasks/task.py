@@ -1,0 +1,198 @@
+"""What a policy is trained on: problems, and how responses to them are scored.
+
+Invariants:
+- a problem is data that survives JSON; it travels in `Prompt.metadata`, and scoring needs nothing else, so a response
+  that was buffered before a restart is scored like any other;
+- the same settings make the same problems, in every process;
+- the prompt that the policy sees never ends with an end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from april.trajectory import Prompt
+
+if TYPE_CHECKING:
+    from april.tasks.scoring import Scorer
+
+Split = Literal["train", "eval"]
+Messages = list[dict[str, str]]
+"""A conversation: `{"role": ..., "content": ...}` in order."""
+ChatTemplate = Literal["auto", "always", "never"]
+"""Which prompts go through the tokenizer's chat template. `auto`: conversations do, plain text is tokenized as it is.
+`always`: plain text too, as a user message. `never`: none, and a conversation is an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A prompt and what its reward needs. `prompt`, `answer` and `metadata` are JSON types."""
+
+    id: str
+    prompt: str | Messages
+    answer: str | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> Problem:
+        """The problem that `encode` made `prompt` from."""
+        return cls(prompt.id, **prompt.metadata)
+
+    @property
+    def question(self) -> str:
+        """The prompt as text: for a conversation, its last message."""
+        return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+
+class Task(Protocol):
+    """Training problems 0 to `len(task) - 1`, `eval_size` problems that are kept out of training, and their scorer."""
+
+    name: str
+    eval_size: int
+    scorer: Scorer
+
+    def __len__(self) -> int: ...
+
+    def problem(self, index: int, split: Split = "train") -> Problem: ...
+
+    def score(self, problem: Problem, response: str) -> float:
+        """The reward of one response, in this process; `RewardWorkers(task.scorer)` scores in others."""
+        return self.scorer(problem, [response])[0]
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """The settings a task is made from: plain data, so that a worker process can make its own.
+
+    Args:
+        kind: where problems come from: a reasoning-gym dataset, or a file of records.
+        name: the reasoning-gym dataset.
+        params: that dataset's own parameters.
+        path: the file of records, `.jsonl`, `.json` or `.parquet`.
+        eval_path: a second file, to evaluate on; without it, part of `path` is held out.
+        prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
+        answer_column: the reference answer; None if the reward function needs none.
+        id_column: a unique name per record; by default file name and record number.
+        reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or the dotted path of a
+            function, `package.module:function`.
+        reward_scope: whether that function scores one response or all responses to a problem at once.
+        extract: what of a response the dataset's scorer or math-verify sees: what stands in `<answer_tag>` ("tag",
+            the default for a dataset's own scorer; a response without it scores 0) or all of it ("whole").
+        answer_tag: the tag's name.
+        seed: of the problems that are generated, or of the choice of those held out.
+        size: training problems; by default 10,000 are generated, or all records are used.
+        eval_size: held-out problems, or with a file their share if below 1. By default 128, but at most a tenth of a
+            file, and all of `eval_path`.
+        chat_template: see `ChatTemplate`.
+        system_prompt: goes before every prompt as a system message.
+    """
+
+    kind: Literal["reasoning_gym", "records"]
+    name: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    path: str | None = None
+    eval_path: str | None = None
+    prompt_column: str = "prompt"
+    answer_column: str | None = "answer"
+    id_column: str | None = None
+    reward: str = "task"
+    reward_scope: Literal["sample", "group"] = "sample"
+    extract: Literal["tag", "whole"] | None = None
+    answer_tag: str = "answer"
+    seed: int = 0
+    size: int | None = None
+    eval_size: float | None = None
+    chat_template: ChatTemplate = "auto"
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+        require(self.kind in ("reasoning_gym", "records"), "kind", 'must be "reasoning_gym" or "records"')
+        require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
+        require(self.kind != "records" or bool(self.path), "path", "give a .jsonl or .parquet file of records")
+        require(self.reward_scope in ("sample", "group"), "reward_scope", 'must be "sample" or "group"')
+        require(self.extract in (None, "tag", "whole"), "extract", 'must be "tag" or "whole"')
+        require(self.chat_template in ("auto", "always", "never"), "chat_template", "must be auto, always or never")
+        require(self.seed >= 0, "seed", "must not be negative")
+        require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
+        require(self.eval_size is None or self.eval_size >= 0, "eval_size", "must not be negative")
+        whole = self.eval_size is None or self.eval_size == int(self.eval_size)
+        share = self.kind == "records" and not self.eval_path and (self.eval_size or 0) < 1
+        require(whole or share, "eval_size", "must be a whole number, or the share below 1 of a file to hold out")
+        require(
+            not (self.system_prompt and self.chat_template == "never"),
+            "system_prompt",
+            'needs the chat template, but chat_template = "never"; write it into the prompts instead',
+        )
+
+    def prompt(self, prompt: str | Messages) -> str | Messages:
+        """`prompt` with the system prompt before it, where there is one."""
+        if not self.system_prompt:
+            return prompt
+        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+
+def build_task(spec: TaskSpec) -> Task:
+    """The task that `spec` describes.
+
+    Raises:
+        ValueError: a setting or a file is wrong; the message names the setting, or the file and line.
+    """
+    # Imported here so that a task pays only for the library it needs: reasoning-gym alone takes seconds to import.
+    if spec.kind == "reasoning_gym":
+        from april.tasks.reasoning_gym import ReasoningGymTask
+
+        return ReasoningGymTask(spec)
+    from april.tasks.records import RecordsTask
+
+    return RecordsTask(spec)
+
+
+def encode(problem: Problem, tokenizer: Any, chat_template: ChatTemplate = "auto") -> Prompt:
+    """The problem as the token ids a policy continues, with the problem itself in the metadata.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer. Plain text gets the special tokens that the tokenizer puts before text.
+
+    Raises:
+        ValueError: the prompt is empty, or it needs a chat template that is not there.
+    """
+    prompt = problem.prompt
+    if not prompt or not problem.question.strip():
+        raise ValueError(f"problem {problem.id!r} has an empty prompt")
+    if isinstance(prompt, str) and chat_template == "always":
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str):
+        token_ids = _without_eos(tokenizer(prompt).input_ids, tokenizer, prompt)
+    else:
+        token_ids = _apply_chat_template(problem.id, prompt, tokenizer, chat_template)
+    if not token_ids:
+        raise ValueError(f"problem {problem.id!r}: the tokenizer makes no token of its prompt {prompt!r}")
+    metadata = {"prompt": problem.prompt, "answer": problem.answer, "metadata": dict(problem.metadata)}
+    return Prompt(tuple(token_ids), problem.id, metadata)
+
+
+def _without_eos(token_ids: Sequence[int], tokenizer: Any, text: str) -> Sequence[int]:
+    """Some tokenizers end every text with an end-of-sequence token; after it a policy has nothing to say."""
+    added = token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
+    return token_ids[:-1] if added else token_ids
+
+
+def _apply_chat_template(id: str, messages: Messages, tokenizer: Any, chat_template: ChatTemplate) -> Sequence[int]:
+    if chat_template == "never":
+        raise ValueError(f'problem {id!r} is a conversation, but chat_template = "never"; set it to "auto"')
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"problem {id!r} is a conversation, but the tokenizer has no chat template: use a chat model's tokenizer, "
+            "or plain-text prompts without a system prompt"
+        )
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # The template writes every special token itself.
+    token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return token_ids

@@ -1,0 +1,219 @@
+"""Workers run the standard library's own functions: `operator.call(f, *args)` runs f in the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from april.reward import RewardError
+from april.tasks.isolation import RewardWorkers
+from april.tasks.scoring import Scorer
+from april.tasks.task import Problem, TaskSpec, build_task
+
+FOREVER = 1e9
+
+
+@pytest.fixture
+async def workers():
+    async with RewardWorkers(operator.call, workers=1, time_limit=60) as workers:
+        yield workers
+
+
+async def alive(pid: int) -> bool:
+    """Whether the process is there, asked for until it is gone or some seconds have passed."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        await asyncio.sleep(0.1)
+    return True
+
+
+async def test_calls_run_in_another_process(workers):
+    pids = {await workers(os.getpid) for _ in range(5)}
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+async def test_a_call_that_hangs_is_killed_and_its_worker_replaced():
+    async with RewardWorkers(operator.call, workers=1, time_limit=1) as workers:
+        pid = await workers(os.getpid)
+        with pytest.raises(TimeoutError, match="ran past its time limit of 1 s"):
+            await workers(time.sleep, FOREVER)
+        assert not await alive(pid)
+        assert await workers(os.getpid) != pid
+
+
+async def test_calls_that_wait_their_turn_do_not_run_out_of_time():
+    async with RewardWorkers(operator.call, workers=1, time_limit=2) as workers:
+        assert await asyncio.gather(*(workers(time.sleep, 0.5) for _ in range(6))) == [None] * 6
+
+
+async def test_other_calls_go_on_while_one_hangs():
+    async with RewardWorkers(operator.call, workers=2, time_limit=5) as workers:
+        hanging = asyncio.create_task(workers(time.sleep, FOREVER))
+        assert await asyncio.gather(*(workers(abs, -i) for i in range(50))) == list(range(50))
+        assert not hanging.done()
+        hanging.cancel()
+
+
+async def test_cancelling_a_call_kills_it(workers):
+    pid = await workers(os.getpid)
+    call = asyncio.create_task(workers(time.sleep, FOREVER))
+    await asyncio.sleep(0.3)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not await alive(pid)
+    assert await workers(abs, -1) == 1
+
+
+async def test_exceptions_keep_their_type_and_bring_the_workers_traceback(workers):
+    with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
+        await workers(operator.truediv, 1, 0)
+    assert "In the reward worker:\nTraceback" in caught.value.__notes__[0]
+
+
+async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers):
+    with pytest.raises(TimeoutError, match="mine"):
+        await workers(exec, "raise TimeoutError('mine')")
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("class Odd(Exception): pass\nraise Odd('x')", "Odd: x"),
+        ("raise SystemExit('bye')", "SystemExit: bye"),
+        ("import tomllib\nclass E(tomllib.TOMLDecodeError):\n def __init__(self, a, b): pass\nraise E(1, 2)", "E: "),
+    ],
+)
+async def test_exceptions_that_cannot_be_carried_over_are_told(workers, code, message):
+    with pytest.raises(RewardError, match=message):
+        await workers(exec, code, {"__name__": "user"})
+    assert await workers(abs, -1) == 1
+
+
+async def test_a_result_that_cannot_be_carried_over_fails_its_call_only(workers):
+    with pytest.raises(Exception, match=r"pickle|lambda"):
+        await workers(eval, "lambda: 0")
+    assert await workers(abs, -1) == 1
+
+
+async def test_a_process_that_dies_fails_its_call_only(workers):
+    with pytest.raises(RewardError, match=r"ended its process .exit code 3"):
+        await workers(os._exit, 3)
+    assert await workers(abs, -1) == 1
+
+
+async def test_a_worker_that_is_killed_between_calls_is_replaced(workers):
+    pid = await workers(os.getpid)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.sleep(0.5)
+    assert await workers(os.getpid) != pid
+
+
+async def test_a_memory_hog_gets_a_memory_error():
+    async with RewardWorkers(operator.call, workers=1, memory_limit=200 * 2**20) as workers:
+        assert len(await workers(bytes, 20 * 2**20)) == 20 * 2**20
+        with pytest.raises(MemoryError):
+            await workers(bytearray, 2**30)
+        assert await workers(abs, -1) == 1
+
+
+async def test_workers_see_no_secrets(monkeypatch):
+    shown = {"PATH": os.environ["PATH"], "TOKENIZERS_PARALLELISM": "false", "JUDGE_API_KEY": "wanted"}
+    hidden = {"HF_TOKEN": "x", "WANDB_API_KEY": "x", "AWS_SECRET_ACCESS_KEY": "x", "PGPASSWORD": "x", "my_token": "x"}
+    for name, value in {**shown, **hidden}.items():
+        monkeypatch.setenv(name, value)
+    async with RewardWorkers(operator.call, workers=1, keep_env=["JUDGE_API_KEY"]) as workers:
+        names = [*shown, *hidden, "OMP_NUM_THREADS"]
+        seen = dict(zip(names, await asyncio.gather(*(workers(os.getenv, name) for name in names)), strict=True))
+    assert seen == {**shown, **dict.fromkeys(hidden), "OMP_NUM_THREADS": "1"}
+
+
+async def test_workers_are_spawned_without_the_trainers_modules(workers):
+    assert "transformers" in sys.modules
+    assert not await workers(eval, "'transformers' in __import__('sys').modules")
+
+
+async def test_a_function_that_cannot_be_loaded_fails_every_call(tmp_path, monkeypatch):
+    (tmp_path / "gone_later.py").write_text("def reward(response, answer): return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import gone_later
+
+    (tmp_path / "gone_later.py").unlink()
+    async with RewardWorkers(gone_later.reward, workers=1) as workers:
+        for _ in range(2):
+            with pytest.raises(ModuleNotFoundError, match="gone_later"):
+                await workers("4", "4")
+
+
+async def test_closing_stops_what_hangs():
+    workers = RewardWorkers(operator.call, workers=1, time_limit=None)
+    pid = await workers(os.getpid)
+    call = asyncio.create_task(workers(time.sleep, FOREVER))
+    await asyncio.sleep(0.2)
+    await workers.close()
+    assert not await alive(pid)
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    with pytest.raises(RuntimeError, match="closed"):
+        await workers(abs, 1)
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import asyncio, operator, os, signal\n"
+        "from april.tasks.isolation import RewardWorkers\n"
+        "async def main():\n"
+        "    workers = RewardWorkers(operator.call, workers=1)\n"
+        "    print(await workers(os.getpid), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n"
+        "    asyncio.run(main())\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    output = subprocess.run([sys.executable, str(script)], stdout=subprocess.PIPE, env=env, timeout=60, check=False)
+    assert not asyncio.run(alive(int(output.stdout)))
+
+
+async def test_a_task_is_scored_by_workers_that_build_their_own_scorer():
+    task = build_task(TaskSpec("reasoning_gym", "gcd", size=20, eval_size=2))
+    problem = task.problem(0)
+    async with RewardWorkers(task.scorer, workers=1) as workers:
+        assert await workers(problem, [f"<answer>{problem.answer}</answer>", "?"]) == [1.0, 0.0]
+
+
+async def test_math_verify_runs_in_workers():
+    scorer = Scorer(TaskSpec("reasoning_gym", "gcd", reward="math-verify"))
+    async with RewardWorkers(scorer, workers=1) as workers:
+        assert await workers(Problem("p", "?", "1/2"), ["\\boxed{0.5}", "2"]) == [1.0, 0.0]
+
+
+async def test_a_reward_function_of_the_users_that_hangs(tmp_path, monkeypatch):
+    (tmp_path / "hanging.py").write_text(
+        "import time\ndef reward(response, answer):\n    time.sleep(1e9 if response == 'hang' else 0)\n    return 1.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    scorer = Scorer(TaskSpec("reasoning_gym", "gcd", reward="hanging:reward"))
+    async with RewardWorkers(scorer, workers=1, time_limit=1) as workers:
+        with pytest.raises(TimeoutError):
+            await workers(Problem("p", "?"), ["hang"])
+        assert await workers(Problem("p", "?"), ["fine"]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "limits", [{"workers": 0}, {"time_limit": 0}, {"time_limit": -1.0}, {"memory_limit": 0}], ids=str
+)
+def test_wrong_limits_are_named(limits):
+    with pytest.raises(ValueError, match=f"^{next(iter(limits))} = "):
+        RewardWorkers(operator.call, **limits)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import datetime
+import json
+import re
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.tasks.records import hold_out
+from april.tasks.task import Problem, TaskSpec, build_task
+
+RECORDS = [{"prompt": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
+
+
+def write(path, records) -> str:
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def task(path, **settings):
+    return build_task(TaskSpec("records", path=str(path), **settings))
+
+
+def problems(task, split="train") -> list[Problem]:
+    return [task.problem(i, split) for i in range(len(task) if split == "train" else task.eval_size)]
+
+
+def test_jsonl_and_parquet_make_the_same_problems(tmp_path):
+    lines = write(tmp_path / "sums.jsonl", RECORDS)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), tmp_path / "sums.parquet", row_group_size=7)
+    from_lines, from_parquet = task(lines), task(tmp_path / "sums.parquet")
+    assert problems(from_lines) == problems(from_parquet)
+    assert problems(from_lines, "eval") == problems(from_parquet, "eval")
+    first = problems(from_lines)[0]
+    assert (first.id, first.metadata.keys()) == ("sums:1", {"level"})
+
+
+def test_records_are_scored_by_math_verify(tmp_path):
+    sums = task(write(tmp_path / "sums.jsonl", RECORDS))
+    problem = problems(sums)[3]
+    assert sums.score(problem, f"It is \\boxed{{{problem.answer}.0}}.") == 1.0
+    assert sums.score(problem, "It is \\boxed{-1}.") == 0.0
+
+
+def test_columns_ids_and_nested_columns(tmp_path):
+    row = {"uid": 7, "chat": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": 5}, "kind": "x"}
+    path = write(tmp_path / "a.jsonl", [row])
+    only = task(
+        path, prompt_column="chat", answer_column="reward_model.ground_truth", id_column="uid", system_prompt="Think."
+    ).problem(0)
+    assert (only.id, only.answer, only.question) == ("7", "5", "hi")
+    assert only.prompt == [{"role": "system", "content": "Think."}, *row["chat"]]
+    assert only.metadata == {"reward_model": {"ground_truth": 5}, "kind": "x"}
+
+
+def test_parquet_values_without_a_json_type_become_text(tmp_path):
+    table = pyarrow.table({"prompt": ["hi"], "answer": [4], "day": [datetime.date(2026, 1, 2)]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    only = task(tmp_path / "a.parquet").problem(0)
+    assert (only.answer, only.metadata) == ("4", {"day": "2026-01-02"})
+
+
+def test_answers_may_be_missing_for_a_reward_function(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "write a poem"}])
+    poem = task(path, answer_column=None, reward="builtins:len").problem(0)
+    assert poem.answer is None
+
+
+GOOD = {"prompt": "p", "answer": "a"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "message"),
+    [
+        ([GOOD, '{"prompt": "p", '], {}, "a.jsonl:2: not valid JSON"),
+        ([GOOD, "", "[1]"], {}, "a.jsonl:3: a record must be a JSON object"),
+        ([{"question": "q", "answer": "a"}], {}, "a.jsonl:1: prompt_column = 'prompt': .*'question', 'answer'"),
+        ([GOOD, {"prompt": "p"}], {}, "a.jsonl:2: answer_column = 'answer'"),
+        ([GOOD, {"prompt": "p", "answer": None}], {}, "a.jsonl:2: the answer in column 'answer' is empty"),
+        ([GOOD, {"prompt": "  ", "answer": "a"}], {}, "a.jsonl:2: the prompt in column 'prompt' is empty"),
+        ([{"prompt": [], "answer": "a"}], {}, "a.jsonl:1: the prompt in column 'prompt' is empty"),
+        ([{"prompt": 5, "answer": "a"}], {}, "a.jsonl:1: the prompt in column 'prompt' must be text"),
+        ([{"prompt": [{"role": "user"}], "answer": "a"}], {}, "a.jsonl:1: .* messages with role and content"),
+        ([{**GOOD, "n": 1}, {**GOOD, "n": 1}], {"id_column": "n"}, "a.jsonl:2: the id '1' belongs to line 1 already"),
+        ([GOOD], {"id_column": "n"}, "a.jsonl:1: id_column = 'n'"),
+        ([], {}, "the file holds no records"),
+        ([GOOD], {"eval_size": 1}, "eval_size = 1: of 1 records some must be left"),
+        ([GOOD, GOOD], {"eval_size": 1}, "no record is left to train on"),
+        ([GOOD], {"answer_column": None}, "answer_column = None"),
+    ],
+)
+def test_broken_files_are_named_by_file_and_line(tmp_path, lines, settings, message):
+    with pytest.raises(ValueError, match=message):
+        task(write(tmp_path / "a.jsonl", lines), **settings)
+
+
+def test_bytes_that_are_no_text_are_named_by_file_and_line(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(json.dumps(GOOD).encode() + b'\n{"prompt": "\xff\xfe\xff"}\n')
+    with pytest.raises(ValueError, match=r"a.jsonl:2: not valid JSON"):
+        task(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.jsonl", "there is no such file"), ("a.csv", "must end in .jsonl"), ("a.parquet", "not a Parquet file")],
+)
+def test_wrong_files_are_named(tmp_path, name, message):
+    if name != "none.jsonl":
+        write(tmp_path / name, [GOOD])
+    with pytest.raises(ValueError, match=f"{re.escape(name)}.*{message}"):
+        task(tmp_path / name)
+
+
+@pytest.mark.parametrize(("eval_size", "count"), [(None, 4), (0, 0), (5, 5), (0.25, 10)])
+def test_how_many_are_held_out(tmp_path, eval_size, count):
+    sums = task(write(tmp_path / "sums.jsonl", RECORDS), eval_size=eval_size)
+    assert (sums.eval_size, len(sums)) == (count, 40 - count)
+
+
+def test_a_file_to_evaluate_on(tmp_path):
+    train, held_out = write(tmp_path / "train.jsonl", RECORDS), write(tmp_path / "test.jsonl", RECORDS[:6])
+    sums = task(train, eval_path=held_out)
+    assert (len(sums), sums.eval_size) == (40, 6)
+    assert [p.id for p in problems(sums, "eval")] == [f"test:{n}" for n in range(1, 7)]
+    sums = task(train, eval_path=held_out, size=3, eval_size=2)
+    assert (len(sums), sums.eval_size) == (3, 2)
+    with pytest.raises(ValueError, match=r"eval_path = .*none.jsonl"):
+        task(train, eval_path=str(tmp_path / "none.jsonl"))
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 5))
+def test_held_out_prompts_are_never_trained_on(prompts, count, seed):
+    everything = [Problem(str(i), prompt) for i, prompt in enumerate(prompts)]
+    train, held_out = hold_out(everything, min(count, len(prompts)), seed)
+    assert len(held_out) == min(count, len(prompts))
+    kept_out = {p.prompt for p in held_out}
+    assert train == [p for p in everything if p.prompt not in kept_out]
+    assert (train, held_out) == hold_out(everything, min(count, len(prompts)), seed)
+
+
+def test_the_seed_chooses_who_is_held_out(tmp_path):
+    path = write(tmp_path / "sums.jsonl", RECORDS)
+    chosen = [[p.id for p in problems(task(path, seed=seed), "eval")] for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1] != chosen[2]

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import pytest
+
+from april.reward import RewardError
+from april.tasks.math import math_verify
+from april.tasks.scoring import RewardFunction, Scorer, load_function
+from april.tasks.task import Problem, TaskSpec
+
+PROBLEM = Problem("p1", "2 + 2?", "4", {"level": 3, "source": "book"})
+
+FUNCTIONS = """
+import asyncio
+
+def exact(response, answer):
+    return float(response == answer)
+
+def by_level(text, gold, *, level):
+    return level * (text == gold)
+
+def shortness(response):
+    return -len(response)
+
+def everything(response, **offered):
+    return len(offered)
+
+async def patient(response, answer, source):
+    await asyncio.sleep(0)
+    return 1.0 if source == "book" else 0.0
+
+def ranks(responses, answer):
+    return [sorted(responses).index(r) for r in responses]
+ranks.reward_scope = "group"
+
+def plain_ranks(responses, answer):
+    return [sorted(responses).index(r) for r in responses]
+
+def needs_more(response, answer, difficulty):
+    return 0.0
+
+class Judge:
+    def __call__(self, response, answer):
+        return 0.5
+judge = Judge()
+
+def nothing(response, answer): return None
+def not_a_number(response, answer): return float("nan")
+def too_few(responses, answer): return [1.0]
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def my_rewards(tmp_path, monkeypatch):
+    """A module of the user's in the current directory, which is not on `sys.path`."""
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    (tmp_path / "broken_rewards.py").write_text("import a_module_that_is_missing\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [p for p in __import__("sys").path if p])
+    yield
+    __import__("sys").modules.pop("my_rewards", None)
+
+
+def scorer(reward: str, **settings) -> Scorer:
+    return Scorer(TaskSpec("reasoning_gym", "gcd", reward=reward, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "reward"),
+    [
+        ("exact", "4", 1.0),
+        ("exact", "5", 0.0),
+        ("by_level", "4", 3.0),
+        ("shortness", "four", -4.0),
+        ("everything", "4", 5.0),
+        ("patient", "4", 1.0),
+        ("judge", "4", 0.5),
+    ],
+)
+def test_a_function_is_given_what_its_signature_names(name, response, reward):
+    score = scorer(f"my_rewards:{name}")
+    assert score.scope == "sample"
+    assert score(PROBLEM, [response]) == [reward]
+
+
+def test_module_dot_function_works_too():
+    assert load_function("my_rewards.exact") is load_function("my_rewards:exact")
+    assert load_function("math:dist") is math.dist
+
+
+def test_functions_without_a_signature_get_response_and_answer():
+    function = RewardFunction("builtins:max")
+    assert function.signature is None
+    assert function(PROBLEM, "3") == "4"
+
+
+@pytest.mark.parametrize(("name", "settings"), [("ranks", {}), ("plain_ranks", {"reward_scope": "group"})])
+def test_whole_group_rewards(name, settings):
+    score = scorer(f"my_rewards:{name}", **settings)
+    assert score.scope == "group"
+    assert score(PROBLEM, ["c", "a", "b"]) == [2.0, 0.0, 1.0]
+
+
+async def test_an_async_function_is_scored_from_a_thread_of_a_running_loop():
+    assert await asyncio.to_thread(scorer("my_rewards:patient"), PROBLEM, ["4"]) == [1.0]
+
+
+@pytest.mark.parametrize("name", ["nothing", "not_a_number"])
+def test_rewards_that_are_no_finite_numbers_name_the_problem(name):
+    with pytest.raises(RewardError, match=f"problem 'p1', reward 'my_rewards:{name}'.*no finite number"):
+        scorer(f"my_rewards:{name}")(PROBLEM, ["4"])
+
+
+def test_a_group_reward_of_the_wrong_length_names_the_problem():
+    with pytest.raises(RewardError, match=r"problem 'p1'.*1 rewards for 2 samples"):
+        scorer("my_rewards:too_few", reward_scope="group")(PROBLEM, ["4", "5"])
+
+
+def test_a_parameter_that_the_problem_does_not_have():
+    with pytest.raises(RewardError, match=r"problem 'p1'.*'difficulty'.*level, source"):
+        scorer("my_rewards:needs_more")(PROBLEM, ["4"])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("my_reward:exact", "no module 'my_reward'"),
+        ("my_rewards.sub:exact", "no module 'my_rewards.sub'"),
+        ("my_rewards:exakt", "my_rewards.py has no 'exakt'"),
+        ("my_rewards:number", "a int, which cannot be called"),
+        ("exact", 'must be "task", "math-verify" or the path of a function'),
+        ("my_rewards:", "must be"),
+    ],
+)
+def test_wrong_paths_say_what_is_missing(path, message):
+    with pytest.raises(ValueError, match=message):
+        scorer(path)
+
+
+def test_an_import_that_fails_inside_the_module_is_not_hidden():
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_missing"):
+        scorer("broken_rewards:exact")
+
+
+def test_extract_does_not_go_with_a_function_of_ones_own():
+    with pytest.raises(ValueError, match="extract = 'tag'"):
+        scorer("my_rewards:exact", extract="tag")
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("4", "so it is \\boxed{4}", 1.0),
+        ("4", "The answer is 4.", 1.0),
+        ("4", "4, no: 5", 0.0),
+        ("4", "no idea", 0.0),
+        ("4", "", 0.0),
+        ("1/2", "$\\frac{2}{4}$", 1.0),
+        ("1/2", "0.5", 1.0),
+        ("1,234", "\\boxed{1234}", 1.0),
+        ("2x+3", "$3 + 2x$", 1.0),
+        ("2x+3", "$2$", 0.0),
+        ("$2x+3$", "$3 + 2x$", 1.0),
+        ("\\boxed{\\sqrt{2}}", "$2^{1/2}$", 1.0),
+        ("5\\pi", "\\boxed{5}", 0.0),
+        ("\\{1,2\\}", "\\boxed{\\{2,1\\}}", 1.0),
+        ("\\text{Friday}", "\\boxed{Friday}", 1.0),
+        ("She sells 16 - 3 = 13 eggs.\n#### 13", "13 eggs", 1.0),
+        ("She sells 16 - 3 = 13 eggs.\n#### 13", "16", 0.0),
+        ("\\$18.90", "\\boxed{18.9}", 1.0),
+    ],
+)
+def test_math_verify_compares_by_meaning(answer, response, reward):
+    assert math_verify(Problem("m", "?", answer), response) == reward
+
+
+def test_math_verify_reads_the_tag_if_told_to():
+    assert scorer("math-verify", extract="tag")(PROBLEM, ["5 <answer>4</answer>", "4"]) == [1.0, 0.0]
+
+
+def test_math_verify_scores_in_any_thread():
+    rewards = []
+    thread = threading.Thread(target=lambda: rewards.append(math_verify(PROBLEM, "\\boxed{4}")))
+    thread.start()
+    thread.join()
+    assert rewards == [1.0]
+
+
+@pytest.mark.parametrize("answer", [None, "", "####"])
+def test_a_problem_without_a_readable_answer_is_named(answer):
+    with pytest.raises(RewardError, match="problem 'm': math-verify finds no answer"):
+        math_verify(Problem("m", "?", answer), "4")

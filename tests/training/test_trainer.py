@@ -1,0 +1,218 @@
+"""`april train` as a user runs it: a real model, a real tokenizer, real problems, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from april.cli import main
+from april.reporting.metrics import read_metrics
+from tests import tiny
+
+RECIPE = """
+[model]
+path = "policy"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 4
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 3
+max_response_length = 48
+max_staleness = 2
+stop_token_ids = [20, 21, 22, 23]
+reward_workers = 0
+[engine]
+max_running = 12
+context_length = 256
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = 6
+learning_rate = 3e-3
+eval_samples = 2
+eval_interval = 3
+save_interval = 3
+threads = 1
+[reporting]
+output = "OUT"
+"""
+TIMES = ("seconds", "per_second", "occupancy")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.save(tmp_path / "policy")
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
+    return path
+
+
+def april(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "april", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The run's metrics without those that measure time."""
+    return [
+        {name: value for name, value in line.items() if not any(word in name for word in TIMES)}
+        for line in read_metrics(run)
+    ]
+
+
+def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> None:
+    done = april("train", recipe)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    for name in ("accuracy_before", "accuracy_after", "consumed_tokens_per_second", "rollout_seconds", "versions"):
+        assert name in summary
+    assert summary["steps"] == 6
+    assert summary["discarded_tokens"] == 0
+    assert summary["max_staleness_seen"] <= 2
+    assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
+    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["buffered_tokens"]
+    assert summary["recipe"]["rollout"]["n_samples_per_prompt"] == 3
+    assert [line["step"] for line in metrics(run)] == list(range(7))
+    assert list(run.glob("tensorboard/events*"))
+    assert "<svg" in (run / "report.html").read_text()
+    checkpoint = run / "checkpoints" / "step-000006"
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.isfinite(policy(torch.tensor([[5, 6]])).logits).all()
+    assert AutoTokenizer.from_pretrained(checkpoint).decode([5]) == "!"
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, on_update: str) -> None:
+    """Bit-equal metrics, on one thread, to the run that was never stopped."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert april("train", recipe, "--output", straight, "--on-update", on_update).returncode == 0
+    first = april("train", recipe, "--output", stopped, "--on-update", on_update, "--steps", 3)
+    assert first.returncode == 0, first.stderr
+    second = april("train", "--resume", stopped, "--steps", 6)
+    assert second.returncode == 0, second.stderr
+    assert metrics(stopped) == metrics(straight)
+
+
+def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "april", "train", str(recipe), "--steps", "100000", "--eval-interval", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    while time.monotonic() < deadline and len(read_metrics(run)) < 3:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert f"april train --resume {run}" in out
+    assert "Traceback" not in err
+    state = json.loads(next((run / "checkpoints").glob("*/april.json")).read_text())
+    steps = state["totals"]["step"]
+    assert steps >= 2
+    assert state["rollout"]["buffer"]["groups"], "what was unfinished is in the checkpoint"
+
+    resumed = april("train", "--resume", run, "--steps", steps + 2)
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in metrics(run)] == list(range(steps + 3))
+    assert json.loads((run / "summary.json").read_text())["discarded_tokens"] == 0
+
+
+def test_synchronous_runs_are_on_policy(recipe: Path, tmp_path: Path) -> None:
+    assert april("train", recipe, "--no-partial-rollout", "--steps", 2).returncode == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["off_policy_token_share"] == summary["mean_staleness"] == 0
+    assert summary["generated_tokens"] == summary["consumed_tokens"]
+
+
+def test_the_users_own_records_and_reward_function(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"question": f"{a}+1=", "result": str(a + 1), "bonus": 0.25}) + "\n" for a in range(30))
+    )
+    (tmp_path / "my_reward.py").write_text(
+        "def score(response, answer, bonus):\n    return bonus if answer in response else 0.0\n"
+    )
+    text = recipe.read_text()
+    start, end = text.index("[task]"), text.index("[rollout]")
+    task = (
+        '[task]\nkind = "records"\npath = "data.jsonl"\nprompt_column = "question"\nanswer_column = "result"\n'
+        'reward = "my_reward:score"\neval_size = 4\n'
+    )
+    recipe.write_text(text[:start] + task + text[end:].replace("reward_workers = 0", "reward_workers = 1"))
+    done = april("train", recipe, "--steps", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert all(0 <= line["reward"] <= 0.25 for line in metrics(tmp_path / "run")[1:])
+
+
+def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    raise RuntimeError('no parser')\n")
+    done = april("train", recipe, "--task.reward", "my_reward:score", "--eval-interval", 0, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no parser" in done.stderr
+    assert "gcd" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (("rollout_batch_size = 3", "rollout_batch_size = 9"), (), "recipe.toml:10: rollout.over_sampling_batch_size"),
+        ((), ("--over-sampling-batch-size", "2"), "less than rollout_batch_size = 3"),
+        ((), ("--max-staleness", "0"), "cannot keep max_staleness = 0"),
+        ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
+        (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
+        (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),
+        (("steps = 6", 'steps = "six"'), (), "training.steps = 'six'"),
+        (("steps = 6", "steps = "), (), "no valid TOML"),
+        ((), ("--task.name", "gdc"), "gcd"),
+        ((), ("--model.path", "/nowhere"), "no such directory"),
+        ((), ("--task.kind", "records", "--task.path", "nothing.jsonl"), "no such file"),
+        ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
+        ((), ("--correction", "tiss"), "correction"),
+        ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),
+        ((), ("--rollout-batch-siz", "3"), "--rollout-batch-size"),
+        ((), ("--temperature", "hot"), "--temperature"),
+        ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
+        ((), ("--trackers", "wandb"), "april-rl[wandb]"),
+    ],
+)
+def test_bad_settings_are_one_clear_line_before_anything_starts(
+    recipe: Path,
+    tmp_path: Path,
+    change: tuple[str, str],
+    flags: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if change:
+        recipe.write_text(recipe.read_text().replace(*change))
+    monkeypatch.setattr(sys, "argv", ["april", "train", str(recipe), *flags])
+    with pytest.raises(SystemExit) as status:
+        main()
+    assert status.value.code == 2
+    assert message in "".join(capsys.readouterr())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_never_overwritten(recipe: Path, tmp_path: Path) -> None:
+    assert april("train", recipe, "--steps", 1).returncode == 0
+    refused = april("train", recipe, "--steps", 1)
+    assert refused.returncode == 2
+    assert "there is a run already" in refused.stderr
+    assert april("train", recipe, "--steps", 1, "--if-exists", "rename").returncode == 0
+    assert (tmp_path / "run.1" / "summary.json").is_file()
