@@ -1,0 +1,116 @@
+"""How many streamed chunks a second the scheduler takes from an engine that costs nothing, with 2,000 samples under way.
+
+Two engines that do no work: one that hands out a chunk for every sample at each poll, as the embedded engine does, and
+one async generator per sample (`StreamEngine`), as a server's client does. One core; the bar is 50,000 chunks/s.
+
+    python benchmarks/scheduler_throughput.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from record import save, spread
+
+from april import Capacity, Chunk, FinishReason, Prompt, RolloutScheduler, Sample, SamplingParams, StreamEngine
+
+GROUPS, SIZE, LENGTH = 250, 8, 100
+
+
+class FreeEngine:
+    """One token for every sample in flight at each poll."""
+
+    def __init__(self) -> None:
+        self.capacity = Capacity(GROUPS * SIZE, 1 << 20)
+        self.flight: dict[str, tuple[int, int]] = {}
+
+    @property
+    def running(self) -> int:
+        return len(self.flight)
+
+    def submit(self, sample: Sample) -> None:
+        # Lengths from 50 to 150 tokens, so that groups complete one after the other.
+        self.flight[sample.id] = (sample.length, LENGTH // 2 + sample.seed % LENGTH)
+
+    async def poll(self) -> list[Chunk]:
+        await asyncio.sleep(0)
+        chunks = []
+        for id, (length, end) in list(self.flight.items()):
+            if length + 1 >= end:
+                del self.flight[id]
+                chunks.append(Chunk(id, (5,), (-1.0,), 0, FinishReason.STOP))
+            else:
+                self.flight[id] = (length + 1, end)
+                chunks.append(Chunk(id, (5,), (-1.0,), 0))
+        return chunks
+
+    async def interrupt(self) -> list[Chunk]:
+        self.flight.clear()
+        return []
+
+    async def update_weights(self, version: int, weights: Any = None) -> None: ...
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+async def generate(sample: Sample) -> AsyncIterator[Chunk]:
+    end = LENGTH // 2 + sample.seed % LENGTH
+    for length in range(sample.length, end):
+        await asyncio.sleep(0)
+        yield Chunk(sample.id, (5,), (-1.0,), 0, FinishReason.STOP if length + 1 == end else None)
+
+
+async def score(prompt: Prompt, sample: Sample) -> float:
+    return 1.0
+
+
+async def measure(engine: Any, steps: int) -> float:
+    """Chunks a second over `steps` steps of 125 groups, 250 under way."""
+    prompts = (Prompt((1, 2), str(i)) for i in itertools.count())
+    settings = SamplingParams(max_tokens=2 * LENGTH)
+    scheduler = RolloutScheduler(
+        engine,
+        prompts,
+        score,
+        rollout_batch_size=GROUPS // 2,
+        over_sampling_batch_size=GROUPS,
+        n_samples_per_prompt=SIZE,
+        sampling=settings,
+    )
+    async with scheduler:
+        began = time.perf_counter()
+        chunks = 0
+        for _ in range(steps):
+            chunks += (await scheduler.collect()).sampled_tokens
+            await scheduler.update_weights()
+        return chunks / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=7, help="measurements of each engine, in turn")
+    parser.add_argument("--steps", type=int, default=4, help="steps in a measurement")
+    args = parser.parse_args()
+    engines = {
+        "polled engine": FreeEngine,
+        "one stream a sample": lambda: StreamEngine(generate, Capacity(GROUPS * SIZE, 1 << 20)),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(args.runs):
+        for name, make in engines.items():
+            rates[name].append(asyncio.run(measure(make(), args.steps)))
+    results = {name: spread(values) for name, values in rates.items()}
+    for name, result in results.items():
+        print(f"{name}: {result['median']:,.0f} chunks/s ({result['min']:,.0f} to {result['max']:,.0f})")
+    print(save(__file__, {"samples_under_way": GROUPS * SIZE, "chunks_per_second": results}))
+
+
+if __name__ == "__main__":
+    main()
