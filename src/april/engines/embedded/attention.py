@@ -1,0 +1,302 @@
+"""Attention of one engine step: rows of many sequences in one forward pass, each reading its own keys and values.
+
+Invariants:
+- a step's tokens are packed into one row [1, tokens]: first one per decoding sequence, tier by tier, in the order of
+  the tier's rows, then the chunks that prefill;
+- keys and values of every token of the step are in the cache before any query of the same layer reads it;
+- what a query sees depends on its sequence alone: its own position and earlier ones, within the layer's window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from april.engines.embedded.kv_cache import KVCache, Tier
+from april.engines.embedded.sequence import Sequence
+
+IMPLEMENTATION = "april_embedded"
+
+_PADDING_WORTH_A_CALL = 64
+
+
+class LayerCall(NamedTuple):
+    """What a model's layer asks of attention: `query` [1, heads, tokens, head size], keys and values with KV heads."""
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float | None
+    window: int | None
+    softcap: float | None
+
+
+class Attention(Protocol):
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        """Outputs [1, tokens, heads, value size]."""
+        ...
+
+
+def _dispatch(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    april_attention: Attention | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if april_attention is None:
+        raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's embedded engine only")
+    layer = getattr(module, "layer_idx", -1)
+    return april_attention.attend(LayerCall(layer, query, key, value, scaling, sliding_window, softcap)), None
+
+
+# No mask function is registered beside it: transformers then builds no masks, and the step makes its own.
+AttentionInterface.register(IMPLEMENTATION, _dispatch)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Grouped-query attention, [batch, heads, queries, head size]; causal where there is no mask.
+
+    `softcap` bounds the scores by softcap · tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2) and needs a
+    mask.
+    """
+    if softcap is None:
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+    assert mask is not None
+    batch, heads, queries, size = query.shape
+    groups = query.reshape(batch, key.shape[1], -1, queries, size)
+    scores = groups @ key.unsqueeze(2).transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
+    scores = torch.tanh(scores / softcap) * softcap + mask.unsqueeze(1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+    return (weights @ value.unsqueeze(2)).reshape(batch, heads, queries, -1)
+
+
+def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [batch, 1, queries, keys] for queries at `positions` [batch, queries]."""
+    key_positions = torch.arange(keys, device=positions.device)
+    hidden = key_positions > positions[..., None]
+    if window is not None:
+        hidden |= key_positions <= positions[..., None] - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    # The lowest finite number, because a query that pads a batch may see nothing at all.
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
+
+
+@dataclass(slots=True)
+class _Write:
+    """Where keys and values of the step's tokens `start` to `stop` go."""
+
+    tier: Tier
+    start: int
+    stop: int
+    index: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Decode:
+    """Tokens `start` to `stop` of the step: the decoding sequences of a tier, one each, at `positions` [sequences]."""
+
+    tier: Tier
+    start: int
+    stop: int
+    keys: int
+    positions: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def attend(self, call: LayerCall, query: torch.Tensor) -> torch.Tensor:
+        keys, values = self.tier.keys[call.layer], self.tier.values[call.layer]
+        n = self.stop - self.start
+        window = None if call.window is None or call.window >= self.keys else call.window
+        mask = self.masks.get(window)
+        if mask is None:
+            mask = self.masks[window] = causal_mask(self.positions[:, None], self.keys, window, query.dtype)
+        # The query heads that share a KV head become its queries, so keys and values are never repeated.
+        grouped = query[self.start : self.stop].reshape(n, keys.shape[1], -1, query.shape[-1])
+        out = attend(grouped, keys[:n, :, : self.keys], values[:n, :, : self.keys], mask, call.scaling, call.softcap)
+        return out.reshape(n, query.shape[1], -1)
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """Chunks of several sequences of a tier, padded to one another: tokens `start` to `stop` of the step.
+
+    `padded` [chunks * longest] picks the tokens of the padded batch, `packed` [tokens] picks from it what is no
+    padding; both None where nothing is padded. `rows` are the rows in the tier to read keys and values from; None if
+    the chunks are the whole sequences so far, so that the step's own keys and values are all there is to see.
+    """
+
+    tier: Tier
+    start: int
+    stop: int
+    chunks: int
+    longest: int
+    keys: int
+    positions: torch.Tensor
+    rows: torch.Tensor | None
+    padded: torch.Tensor | None
+    packed: torch.Tensor | None
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def attend(self, call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if self.rows is None:
+            keys, values = self._batch(key), self._batch(value)
+        else:
+            keys = self.tier.keys[call.layer][:, :, : self.keys].index_select(0, self.rows)
+            values = self.tier.values[call.layer][:, :, : self.keys].index_select(0, self.rows)
+        out = attend(self._batch(query), keys, values, self._mask(call, query.dtype), call.scaling, call.softcap)
+        flat = out.transpose(1, 2).reshape(self.chunks * self.longest, query.shape[1], -1)
+        return flat if self.packed is None else flat.index_select(0, self.packed)
+
+    def _batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        picked = tokens[self.start : self.stop] if self.padded is None else tokens[self.padded]
+        return picked.view(self.chunks, self.longest, *picked.shape[1:]).transpose(1, 2)
+
+    def _mask(self, call: LayerCall, dtype: torch.dtype) -> torch.Tensor | None:
+        window = None if call.window is None or call.window >= self.keys else call.window
+        if self.rows is None and window is None and call.softcap is None:
+            return None
+        if window not in self.masks:
+            self.masks[window] = causal_mask(self.positions, self.keys, window, dtype)
+        return self.masks[window]
+
+
+class Step:
+    """One forward pass: every decoding sequence's last token, and `chunks` of sequences that prefill.
+
+    Attributes:
+        sequences: the sequences whose next token this pass computes.
+        tokens, positions: [1, tokens], what the model reads.
+        sampled: the tokens whose logits are wanted, in the order of `sequences`; None for all of them.
+    """
+
+    def __init__(self, cache: KVCache, chunks: Iterable[tuple[Sequence, int]], device: torch.device) -> None:
+        decoding = [tier for tier in cache.tiers if tier.decoding]
+        self.sequences = [sequence for tier in decoding for sequence in tier.decoding]
+        tokens = [sequence.tokens[-1] for sequence in self.sequences]
+        positions = [sequence.kv_length for sequence in self.sequences]
+        rows = [row for tier in decoding for row in range(len(tier.decoding))]
+        decoded = len(tokens)
+        groups = _batches(chunks)
+        sampled: list[int] = []
+        for group in groups:
+            for sequence, size in group:
+                start = sequence.kv_length
+                tokens += sequence.tokens[start : start + size]
+                positions += range(start, start + size)
+                rows += [sequence.row] * size
+                if size == sequence.missing:
+                    self.sequences.append(sequence)
+                    sampled.append(len(tokens) - 1)
+        packed = torch.tensor([tokens, positions, rows]).to(device)
+        self.tokens, self.positions = packed[:1], packed[1:2]
+        self._rows = packed[2]
+        self.sampled: torch.Tensor | None = None
+        if groups:
+            self.sampled = torch.tensor([*range(decoded), *sampled], dtype=torch.long).to(device)
+        self._writes: list[_Write] = []
+        self._decodes: list[_Decode] = []
+        self._prefills: list[_Prefill] = []
+        start = 0
+        for tier in decoding:
+            stop = start + len(tier.decoding)
+            self._write(tier, start, stop)
+            keys = _aligned(max(positions[start:stop]) + 1, tier)
+            self._decodes.append(_Decode(tier, start, stop, keys, self.positions[0, start:stop]))
+            start = stop
+        for group in groups:
+            stop = start + sum(size for _, size in group)
+            prefill = _prefill(group, start, stop, device)
+            self._write(prefill.tier, start, stop)
+            self._prefills.append(prefill)
+            start = stop
+
+    def _write(self, tier: Tier, start: int, stop: int) -> None:
+        heads = torch.arange(tier.shape.heads, device=self._rows.device)
+        rows, positions = self._rows[start:stop, None], self.positions[0, start:stop, None]
+        index = ((rows * tier.shape.heads + heads) * tier.length + positions).flatten()
+        self._writes.append(_Write(tier, start, stop, index))
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        for write in self._writes:
+            span = slice(write.start, write.stop)
+            write.tier.write(call.layer, write.index, key[span], value[span])
+        parts = [decode.attend(call, query) for decode in self._decodes]
+        parts += [prefill.attend(call, query, key, value) for prefill in self._prefills]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+
+def _aligned(keys: int, tier: Tier) -> int:
+    """Some kernels want masks whose rows are multiples of eight; a tier's length is one."""
+    return min(-(-keys // 8) * 8, tier.length)
+
+
+def _batches(chunks: Iterable[tuple[Sequence, int]]) -> list[list[tuple[Sequence, int]]]:
+    """Chunks that share an attention call: of one tier, all fresh or none, padded to one another at little cost."""
+
+    def kind(chunk: tuple[Sequence, int]) -> tuple[int, bool]:
+        sequence, _ = chunk
+        assert sequence.tier is not None
+        return sequence.tier.length, sequence.kv_length > 0
+
+    def span(chunk: tuple[Sequence, int]) -> tuple[int, int]:
+        sequence, size = chunk
+        return size, sequence.kv_length
+
+    batches: list[list[tuple[Sequence, int]]] = []
+    ordered = sorted(chunks, key=lambda chunk: (*kind(chunk), *span(chunk)))
+    for _, similar in groupby(ordered, key=kind):
+        batch: list[tuple[Sequence, int]] = []
+        total = 0
+        for chunk in similar:
+            size = chunk[1]
+            padding = (len(batch) + 1) * size - (total + size)
+            if batch and padding > _PADDING_WORTH_A_CALL + total // 8:
+                batches.append(batch)
+                batch, total = [], 0
+            batch.append(chunk)
+            total += size
+        batches.append(batch)
+    return batches
+
+
+def _prefill(group: list[tuple[Sequence, int]], start: int, stop: int, device: torch.device) -> _Prefill:
+    tier = group[0][0].tier
+    assert tier is not None
+    sizes = torch.tensor([size for _, size in group])
+    begins = torch.tensor([sequence.kv_length for sequence, _ in group])
+    longest = int(sizes.max())
+    offsets = torch.arange(longest)
+    positions = begins[:, None] + offsets
+    padded = packed = None
+    if int(sizes.sum()) < len(group) * longest:
+        real = offsets < sizes[:, None]
+        firsts = start + sizes.cumsum(0) - sizes
+        padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
+        packed = real.flatten().nonzero()[:, 0].to(device)
+    fresh = not bool(begins.any())
+    rows = None if fresh else torch.tensor([sequence.row for sequence, _ in group]).to(device)
+    keys = longest if fresh else _aligned(int((begins + sizes).max()), tier)
+    return _Prefill(tier, start, stop, len(group), longest, keys, positions.to(device), rows, padded, packed)

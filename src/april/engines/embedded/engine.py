@@ -1,0 +1,433 @@
+"""The embedded engine: what runs in a step.
+
+Invariants:
+- every sample in flight is either waiting or admitted, and at most `max_running` are admitted; samples are admitted in
+  the order of submission, and who is preempted goes back to the front;
+- a forward pass carries one token of every decoding sequence and at most `prefill_chunk` tokens that prefill, so a
+  long prompt never makes the others wait longer than that;
+- the sequences that need the KV cache most give it up last: parked ones go first, then waiting ones, then the youngest
+  admitted; nothing that was sampled is ever lost or drawn again;
+- an admitted sequence waits for a `leader` only if that one was admitted before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from april.engine import Capacity, Chunk, EngineError, KVPolicy
+from april.engines.embedded.attention import Step
+from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
+from april.engines.embedded.policy import NamedTensors, Policy
+from april.engines.embedded.sampling import sample as draw_tokens
+from april.engines.embedded.sequence import Sequence
+from april.trajectory import FinishReason, Sample, SamplingParams
+
+_SHARE_OF_FREE_MEMORY = 0.4
+
+
+class EmbeddedEngine:
+    """Continuous batching in this process over a Hugging Face causal language model, as a rule the one in training.
+
+    The model's parameters are shared, not copied, so an optimiser step is visible at once; call `update_weights` after
+    it. Everything runs inline in `poll`, on the caller's thread.
+
+    Args:
+        model: any causal language model whose layers are attention through transformers' AttentionInterface. It is
+            left as it is.
+        max_running: decode slots, samples that decode together.
+        context_length: prompt and response tokens of a sample; by default what the model's configuration allows and
+            the KV cache can hold.
+        kv_cache_bytes: memory for keys and values, taken as it is needed; by default 40 % of what is free now. When it
+            is used up, samples wait.
+        on_update: what happens to the KV cache of interrupted samples when the weights change.
+        prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
+        dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
+        stream_interval: decode steps per `poll`. More than one makes fewer, longer chunks; a finished sample is handed
+            out at once all the same.
+
+    Raises:
+        TypeError, ValueError: the model or a setting is not supported; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        max_running: int = 64,
+        context_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        on_update: KVPolicy = "keep",
+        prefill_chunk: int = 1024,
+        dtype: torch.dtype | None = None,
+        stream_interval: int = 1,
+    ) -> None:
+        for name, value in (
+            ("max_running", max_running),
+            ("prefill_chunk", prefill_chunk),
+            ("stream_interval", stream_interval),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        if on_update not in ("recompute", "keep"):
+            raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
+        self._policy = Policy(model, dtype)
+        self._on_update = on_update
+        self._prefill_chunk = prefill_chunk
+        self._interval = stream_interval
+        token_bytes = self._policy.shape.bytes(self._policy.dtype)
+        budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._policy.device)
+        context = self._context_length(context_length, budget, token_bytes)
+        self.capacity = Capacity(max_running, context, budget // token_bytes)
+        self.version = 0
+        self._epoch = 0
+        self._cache = KVCache(self._policy.shape, context, budget, self._policy.dtype, self._policy.device)
+        self._in_flight: dict[str, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._admitted: dict[Sequence, None] = {}
+        self._prefilling: list[Sequence] = []
+        self._following: list[Sequence] = []
+        self._parked: dict[str, Sequence] = {}
+        self._residents: dict[tuple[int, ...], dict[Sequence, None]] = {}
+        self._finished: list[Sequence] = []
+        self._settings: dict[SamplingParams, SamplingParams] = {}
+
+    def _context_length(self, asked: int | None, budget: int, token_bytes: int) -> int:
+        longest = self._policy.longest_context() if asked is None else asked
+        known = getattr(self._policy.config, "max_position_embeddings", longest)
+        if not 2 <= longest <= known:
+            raise ValueError(f"context_length = {asked}: must be 2 to {known}, what the model was configured for")
+        held = [length for length in tier_lengths(longest) if length * token_bytes <= budget]
+        if not held:
+            least = tier_lengths(longest)[0] * token_bytes
+            raise ValueError(f"kv_cache_bytes = {budget}: one short sample takes {least} bytes; raise it")
+        context = longest if asked is not None else min(longest, held[-1])
+        self._policy.check_context(context)
+        return context
+
+    @property
+    def running(self) -> int:
+        return len(self._admitted)
+
+    # ------------------------------------------------------------------ the protocol
+
+    def submit(self, sample: Sample) -> None:
+        tokens = [*sample.prompt_ids, *sample.response_ids]
+        limit = min(len(sample.prompt_ids) + sample.sampling.max_tokens, self.capacity.context_length)
+        self._validate(sample, tokens, limit)
+        sequence = Sequence.of(sample, tokens, limit)
+        parked = self._parked.pop(sample.id, None)
+        if parked is not None:
+            self._unregister(parked)
+            parked.resume(sequence)
+            self._register(parked)
+            sequence = parked
+        # Budgets and stop tokens are the sequence's; rows that share the rest are drawn together.
+        shared = replace(sample.sampling, max_tokens=1, stop_token_ids=())
+        sequence.sampling = self._settings.setdefault(shared, shared)
+        self._in_flight[sample.id] = sequence
+        self._waiting.append(sequence)
+
+    def _validate(self, sample: Sample, tokens: list[int], limit: int) -> None:
+        context, vocabulary = self.capacity.context_length, self._policy.vocabulary
+        if sample.finish is not None:
+            raise ValueError(f"sample {sample.id} has finished ({sample.finish}): there is nothing to continue")
+        if sample.id in self._in_flight:
+            raise ValueError(f"sample {sample.id} is in flight already")
+        if not sample.prompt_ids:
+            raise ValueError(f"sample {sample.id} has an empty prompt: the first token needs something to follow")
+        if len(sample.prompt_ids) >= context:
+            raise ValueError(
+                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens leaves no room for a response in a "
+                f"context of {context} tokens; shorten it or raise context_length"
+            )
+        if len(tokens) >= limit:
+            raise ValueError(
+                f"sample {sample.id}: no budget left: {sample.length} response tokens of max_tokens = "
+                f"{sample.sampling.max_tokens}, {len(tokens)} tokens of a context of {context}"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            wrong = next(token for token in tokens if not 0 <= token < vocabulary)
+            raise ValueError(f"sample {sample.id}: token id {wrong} is outside the vocabulary of {vocabulary}")
+        longest = self._cache.tier_for(limit - 1)
+        if longest.row_bytes > self._cache.budget:
+            raise ValueError(
+                f"sample {sample.id}: up to {limit} tokens take {longest.row_bytes} bytes of KV cache, and "
+                f"kv_cache_bytes = {self._cache.budget}; raise it or lower max_tokens"
+            )
+
+    async def poll(self) -> list[Chunk]:
+        """One forward pass, or as many as it takes to sample something (`stream_interval` of them at most)."""
+        steps = 0
+        # A cancelled poll is cancelled here, where nothing is half done.
+        while self._in_flight:
+            await asyncio.sleep(0)
+            if not self._in_flight:
+                break
+            try:
+                steps += self._step()
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error
+            if self._finished or steps >= self._interval:
+                break
+        return self._take()
+
+    async def interrupt(self) -> list[Chunk]:
+        chunks = self._take()
+        for sequence in self._in_flight.values():
+            sequence.leader = None
+            if sequence.kv_length > 0:
+                self._parked[sequence.id] = sequence
+            elif sequence.tier is not None:
+                self._release(sequence)
+        for tier in self._cache.tiers:
+            tier.hold_all()
+        for held in (self._in_flight, self._waiting, self._admitted, self._prefilling, self._following):
+            held.clear()
+        return chunks
+
+    async def update_weights(self, version: int, weights: NamedTensors | None = None) -> None:
+        """Go over to policy `version`.
+
+        `weights` is None if the parameters of the model given at the start were changed in place; else tensors by
+        name, which are copied into them.
+        """
+        if self._in_flight:
+            raise EngineError("weights change only while nothing is in flight: interrupt first")
+        self._policy.load(weights)
+        self.version = version
+        self._epoch += 1
+        if self._on_update == "recompute":
+            self._drop(list(self._parked))
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        self._drop(list(self._parked) if sample_ids is None else sample_ids)
+        if not self._parked and not self._in_flight:
+            self._cache.release()
+
+    async def close(self) -> None:
+        await self.interrupt()
+        self.forget()
+
+    def _take(self) -> list[Chunk]:
+        chunks = [sequence.take(self.version) for sequence in self._finished]
+        chunks += [sequence.take(self.version) for sequence in self._in_flight.values() if sequence.pending]
+        self._finished = []
+        return chunks
+
+    # ------------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
+        """One forward pass; true if it sampled anything."""
+        self._admit()
+        chunks = self._chunks()
+        step = Step(self._cache, chunks, self._policy.device)
+        logits = self._policy.logits(step.tokens, step.positions, step, step.sampled)
+        for sequence, size in chunks:
+            sequence.kv_length += size
+        self._lead()
+        if step.sequences:
+            self._sample(step.sequences, logits)
+        return bool(step.sequences)
+
+    def _chunks(self) -> list[tuple[Sequence, int]]:
+        chunks, left = [], self._prefill_chunk
+        for sequence in self._prefilling:
+            if left == 0:
+                break
+            size = min(sequence.missing, left)
+            chunks.append((sequence, size))
+            left -= size
+        return chunks
+
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
+        settings = [sequence.sampling for sequence in sequences]
+        tokens, logprobs = draw_tokens(logits, settings, [next(sequence.uniforms) for sequence in sequences])
+        if math.isnan(sum(logprobs)):
+            raise EngineError(f"policy version {self.version} computes logits that are not numbers")
+        ended, full = [], []
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            length = sequence.kv_length = len(sequence.tokens)
+            sequence.tokens.append(token)
+            sequence.pending.append(logprob)
+            if token in sequence.stop:
+                sequence.finish = FinishReason.STOP
+                ended.append(sequence)
+            elif length + 1 == sequence.limit:
+                sequence.finish = FinishReason.LENGTH
+                ended.append(sequence)
+            elif length == sequence.tier.length:  # type: ignore[union-attr]
+                full.append(sequence)
+        # Rows move from here on, and take with them what every sequence's length says it has.
+        for sequence in ended:
+            self._end(sequence)
+        self._decode_prefilled()
+        for sequence in full:
+            self._grow(sequence)
+
+    def _decode_prefilled(self) -> None:
+        prefilling = []
+        for sequence in self._prefilling:
+            if sequence.finish is not None:
+                continue
+            if sequence.missing > 1:
+                prefilling.append(sequence)
+            else:
+                _tier(sequence).decode(sequence)
+        self._prefilling = prefilling
+
+    def _end(self, sequence: Sequence) -> None:
+        self._finished.append(sequence)
+        del self._in_flight[sequence.id], self._admitted[sequence]
+        self._release(sequence)
+
+    # ------------------------------------------------------------------ who runs
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._admitted) < self.capacity.slots:
+            sequence = self._waiting[0]
+            if not self._seat(sequence):
+                break
+            self._waiting.popleft()
+            self._admitted[sequence] = None
+            if sequence.leader is not None:
+                self._following.append(sequence)
+            else:
+                self._start(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        if sequence.missing == 1:
+            _tier(sequence).decode(sequence)
+        else:
+            self._prefilling.append(sequence)
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give `sequence` a row that holds its tokens; false if it has to wait for one."""
+        needed = self._cache.tier_for(len(sequence.tokens))
+        if sequence.tier is not None and sequence.tier.length >= needed.length:
+            return True
+        # Without this reserve a sample is admitted into the room that another asks for in the next step.
+        reserve = self._cache.growth()
+        while not self._cache.fits(needed, reserve):
+            if not self._evict(sequence):
+                return False
+        if sequence.tier is not None:
+            self._cache.outgrow(sequence, needed)
+        else:
+            self._place(sequence, needed)
+        return True
+
+    def _place(self, sequence: Sequence, tier: Tier) -> None:
+        """A row of `tier` for a sequence that has none, with its prompt copied from one that has it, or soon will."""
+        self._cache.place(sequence, tier)
+        sequence.kv_epoch = self._epoch
+        shared = len(sequence.prompt) - 1
+        for other in self._residents.get(sequence.prompt, ()) if shared else ():
+            if other.kv_epoch != self._epoch:
+                continue
+            if other.kv_length >= shared:
+                self._copy_prompt(other, sequence)
+                break
+            if other in self._admitted and other.leader is None:
+                sequence.leader = other
+        self._register(sequence)
+
+    def _copy_prompt(self, source: Sequence, sequence: Sequence) -> None:
+        sequence.leader = None
+        sequence.kv_length = len(sequence.prompt) - 1
+        _tier(sequence).copy(source, sequence.row, sequence.kv_length)
+
+    def _lead(self) -> None:
+        """Copy prompts that have become ready to the sequences that wait for them."""
+        following = []
+        for sequence in self._following:
+            leader = sequence.leader
+            assert leader is not None
+            if leader.kv_length < len(sequence.prompt) - 1:
+                following.append(sequence)
+                continue
+            self._copy_prompt(leader, sequence)
+            self._start(sequence)
+        self._following = following
+
+    # ------------------------------------------------------------------ room in the cache
+
+    def _evict(self, keep: Sequence) -> bool:
+        """Give up the KV cache of one sequence that is not admitted: the one parked longest, else the last to run."""
+        for sequence in [*self._parked.values(), *reversed(self._waiting)]:
+            if sequence.tier is None or sequence is keep:
+                continue
+            self._release(sequence)
+            self._parked.pop(sequence.id, None)
+            return True
+        if not self._admitted and keep.tier is not None:
+            self._release(keep)
+            return True
+        return False
+
+    def _grow(self, sequence: Sequence) -> None:
+        """Move a decoding sequence whose row is full to a longer one, if need be at the cost of younger sequences."""
+        if sequence not in self._admitted:
+            return
+        longer = self._cache.tier_for(len(sequence.tokens))
+        while not self._cache.fits(longer):
+            if self._evict(sequence):
+                continue
+            youngest = next(reversed(self._admitted))
+            self._preempt(youngest)
+            if youngest is sequence:
+                return
+        self._cache.outgrow(sequence, longer)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the front of the queue; its tokens stay, its KV cache goes."""
+        del self._admitted[sequence]
+        for working in (self._prefilling, self._following):
+            if sequence in working:
+                working.remove(sequence)
+        sequence.leader = None
+        self._release(sequence)
+        self._waiting.appendleft(sequence)
+
+    @torch.inference_mode()
+    def _release(self, sequence: Sequence) -> None:
+        _tier(sequence).remove(sequence)
+        sequence.kv_length = 0
+        self._unregister(sequence)
+
+    def _drop(self, sample_ids: Iterable[str]) -> None:
+        for sample_id in sample_ids:
+            sequence = self._parked.pop(sample_id, None)
+            if sequence is not None:
+                self._release(sequence)
+
+    def _register(self, sequence: Sequence) -> None:
+        self._residents.setdefault(sequence.prompt, {})[sequence] = None
+
+    def _unregister(self, sequence: Sequence) -> None:
+        residents = self._residents[sequence.prompt]
+        del residents[sequence]
+        if not residents:
+            del self._residents[sequence.prompt]
+
+
+def _tier(sequence: Sequence) -> Tier:
+    assert sequence.tier is not None
+    return sequence.tier
+
+
+def _default_budget(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    else:
+        free = 8 * 2**30
+    return int(free * _SHARE_OF_FREE_MEMORY)

@@ -1,0 +1,175 @@
+"""The trained module as the engine sees it.
+
+Invariants:
+- the module given is never touched: the engine runs a second tree of modules over the same parameters, with its own
+  train flag, attention implementation and buffers;
+- no model is served that was not seen to compute, with the engine's attention, what its own attention computes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall, attend, causal_mask
+from april.engines.embedded.kv_cache import KVShape
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_PROBE_TOKENS = 12
+
+
+class Policy:
+    """`model` over its own parameters, or over a copy of them in `dtype` where that differs.
+
+    Raises:
+        TypeError: `model` is no Hugging Face model.
+        ValueError: the engine does not support its architecture; the message names what is in the way.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"the embedded engine runs a Hugging Face causal language model, not {type(model).__name__}; of a "
+                "wrapped model (PEFT, DDP) pass the model inside"
+            )
+        self.name = type(model).__name__
+        self.config: Any = model.config.get_text_config()
+        self._refuse_layers()
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.dtype = dtype or parameter.dtype
+        self.shared = self.dtype == parameter.dtype
+        self._source = model
+        self.module: Any
+        memo: dict[int, Any] = {id(p): p for p in model.parameters()} if self.shared else {}
+        self.module = copy.deepcopy(model, memo)
+        self.module.eval()
+        if not self.shared:
+            self.module.to(dtype=self.dtype)
+            self.module.requires_grad_(False)
+        self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
+        self.shape, self._windows = self._verify()
+
+    @torch.inference_mode()
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary] after `rows` of the packed tokens [1, tokens]; after all of them if None."""
+        output = self.module(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=0 if rows is None else rows,
+            april_attention=attention,
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    @torch.no_grad()
+    def load(self, weights: NamedTensors | None) -> None:
+        """Copy `weights`, named as in the model's state dict, in; None: the given module's own have changed.
+
+        Raises:
+            KeyError: a name that the model does not have.
+        """
+        if weights is None:
+            if self.shared:
+                return
+            weights = self._source.named_parameters(remove_duplicate=False)
+        own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers())
+        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            if name not in own:
+                raise KeyError(f"{self.name} has no parameter named {name!r}")
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
+
+    def longest_context(self) -> int:
+        """Tokens up to which positions mean what they meant in training."""
+        longest = getattr(self.config, "max_position_embeddings", None)
+        if longest is None:
+            raise ValueError(f"{self.name} does not say how long its context is: pass context_length")
+        return int(longest)
+
+    def check_context(self, context_length: int) -> None:
+        """Refuse a context in which positions or windows would be treated otherwise than the model treats them."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = rope.values() if all(isinstance(kind, Mapping) for kind in rope.values()) else (rope,)
+        for kind in kinds:
+            original = kind.get("original_max_position_embeddings") or self.longest_context()
+            if kind.get("rope_type") in _LENGTH_DEPENDENT_ROPE and context_length > original:
+                raise ValueError(
+                    f"{self.name}: rotary embeddings of type {kind['rope_type']!r} change with the length of a batch "
+                    f"beyond {original} tokens, which continuous batching cannot follow: pass context_length={original}"
+                )
+        sliding = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.shape.layers
+        for layer, kind in enumerate(types):
+            if kind != "sliding_attention" or sliding is None or context_length <= sliding:
+                continue
+            if self._windows[layer] != sliding:
+                raise ValueError(
+                    f"{self.name}: layer {layer} has a sliding window that it does not hand to its attention: pass "
+                    f"context_length={sliding}"
+                )
+
+    def _refuse_layers(self) -> None:
+        for layer, kind in enumerate(getattr(self.config, "layer_types", None) or ()):
+            if kind not in _KNOWN_LAYERS:
+                raise ValueError(
+                    f"{self.name}: layer {layer} is of type {kind!r}; the embedded engine supports "
+                    f"{' and '.join(sorted(_KNOWN_LAYERS))}"
+                )
+
+    @torch.inference_mode()
+    def _verify(self) -> tuple[KVShape, list[int | None]]:
+        """Run a few tokens through both attentions, and see that each layer came by once and the logits agree."""
+        tokens = torch.arange(1, _PROBE_TOKENS + 1, device=self.device)[None] % self.vocabulary
+        positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
+        self.module.set_attn_implementation("eager")
+        expected = self.module(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float()
+        probe = _Probe(positions)
+        try:
+            self.module.set_attn_implementation(IMPLEMENTATION)
+            found = self.logits(tokens, positions, probe).float()
+        except (TypeError, KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{self.name} does not compute attention through transformers' AttentionInterface, which the embedded "
+                f"engine needs ({error})"
+            ) from error
+        layers = int(self.config.num_hidden_layers)
+        if [call.layer for call in probe.calls] != list(range(layers)):
+            raise ValueError(
+                f"{self.name}: {layers} layers, of which {len(probe.calls)} called transformers' AttentionInterface; "
+                "the embedded engine needs every layer to be attention and to call it once"
+            )
+        shapes = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in probe.calls}
+        if len(shapes) > 1:
+            raise ValueError(f"{self.name}: layers with different KV heads or head sizes: {sorted(shapes)}")
+        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+        if not difference <= tolerance:
+            raise ValueError(
+                f"{self.name}: logits differ from its own attention's by {difference:.1e} (relative): its layers "
+                "attend in a way that the embedded engine does not know"
+            )
+        return KVShape(layers, *shapes.pop()), [call.window for call in probe.calls]
+
+
+class _Probe:
+    """Plain causal attention over one sequence that remembers who called."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.calls: list[LayerCall] = []
+        self._positions = positions
+
+    def attend(self, call: LayerCall) -> torch.Tensor:
+        self.calls.append(call)
+        mask = causal_mask(self._positions, self._positions.shape[1], call.window, call.query.dtype)
+        return attend(call.query, call.key, call.value, mask, call.scaling, call.softcap).transpose(1, 2).contiguous()

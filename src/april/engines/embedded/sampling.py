@@ -1,0 +1,134 @@
+"""Drawing tokens.
+
+Invariants:
+- a token is the inverse of its row's cumulative distribution at its own uniform number, in the order of the vocabulary,
+  so what is drawn for a row depends on nothing but its logits, its settings and that number;
+- the log-probability is that of the distribution drawn from: softmax(logits / temperature), renormalised over what
+  top-k, then top-p, then min-p leave; at temperature 0, log softmax(logits).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from april.trajectory import SamplingParams
+
+_BLOCK = 256
+_WHOLE = 2048
+_NUCLEUS = 1024
+_BELOW_ONE = 1 - 2.0**-52
+
+
+def sample(
+    logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Draw a token per row of `logits` [rows, vocabulary], which is overwritten.
+
+    Returns:
+        token ids and log-probabilities (nats), one per row.
+    """
+    numbers = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
+    first = sampling[0]
+    if all(params is first for params in sampling):
+        return _on_host(draw(logits, first, numbers))
+    rows: dict[SamplingParams, list[int]] = {}
+    for row, params in enumerate(sampling):
+        rows.setdefault(params, []).append(row)
+    drawn = torch.empty(2, len(sampling), dtype=torch.float64, device=logits.device)
+    for params, members in rows.items():
+        index = torch.tensor(members, device=logits.device)
+        drawn[:, index] = draw(logits[index], params, numbers[index])
+    return _on_host(drawn)
+
+
+def _on_host(drawn: torch.Tensor) -> tuple[list[int], list[float]]:
+    tokens, logprobs = drawn.tolist()
+    return [int(token) for token in tokens], logprobs
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor) -> torch.Tensor:
+    """Token ids and log-probabilities [2, rows], float64, of rows that share their settings; overwrites `logits`."""
+    weights = logits.float()
+    if params.temperature == 0:
+        tokens = weights.argmax(-1)
+        logprobs = weights.gather(1, tokens[:, None])[:, 0] - weights.logsumexp(-1)
+        return torch.stack((tokens.double(), logprobs.double()))
+    if params.temperature != 1:
+        weights.div_(params.temperature)
+    weights.sub_(weights.amax(-1, keepdim=True))
+    _truncate(weights, params)
+    weights.exp_()
+    tokens, total = _invert(weights, uniforms.clamp(max=_BELOW_ONE))
+    logprobs = weights.gather(1, tokens[:, None])[:, 0].log() - total.log()
+    return torch.stack((tokens.double(), logprobs.double()))
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """First index at which each row's cumulative weight exceeds `uniforms` of its total; the totals [rows].
+
+    A large vocabulary is summed in blocks, and only the block where the index lies is accumulated element by element.
+    """
+    size = weights.shape[1]
+    if size <= _WHOLE:
+        index, total, _ = _search(weights, uniforms)
+        return index, total
+    whole = size // _BLOCK * _BLOCK
+    blocks = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if whole < size:
+        blocks = torch.cat((blocks, weights[:, whole:].sum(-1, keepdim=True)), 1)
+    block, total, within = _search(blocks, uniforms)
+    index = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    members = weights.gather(1, index.clamp(max=size - 1)).masked_fill_(index >= size, 0)
+    offset, _, _ = _search(members, within)
+    return block * _BLOCK + offset, total
+
+
+def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Index per row, total per row, and how far into that index's own weight, in [0, 1), the number fell."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    target = (uniforms * total)[:, None]
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
+    upper = cumulative.gather(1, index)
+    lower = cumulative.gather(1, (index - 1).clamp_(min=0)).masked_fill_(index == 0, 0)
+    within = ((target - lower) / (upper - lower)).clamp_(0, _BELOW_ONE)
+    return index[:, 0], total, within[:, 0]
+
+
+def _truncate(scores: torch.Tensor, params: SamplingParams) -> None:
+    """Set the scores [rows, vocabulary], whose maximum is 0 in each row, to -inf where a token may not be drawn."""
+    size = scores.shape[1]
+    top_k = params.top_k if 0 < params.top_k < size else 0
+    if top_k or params.top_p < 1:
+        values, index = _largest(scores, top_k, params.top_p)
+        if params.top_p < 1:
+            probabilities = values.double().exp()
+            probabilities /= probabilities.sum(-1, keepdim=True) if top_k else _mass(scores)
+            before = probabilities.cumsum(-1) - probabilities
+            before[:, 0] = 0
+            values = values.masked_fill(before >= params.top_p, -math.inf)
+        scores.fill_(-math.inf).scatter_(1, index, values)
+    if params.min_p > 0:
+        scores.masked_fill_(scores < math.log(params.min_p), -math.inf)
+
+
+def _mass(scores: torch.Tensor) -> torch.Tensor:
+    return scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _largest(scores: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` largest scores, or, if `top_k` is 0, enough of the largest to hold `top_p`; descending, with indices.
+
+    A nucleus is small as a rule, and finding a thousand candidates costs far less than sorting the vocabulary.
+    """
+    if top_k:
+        return scores.topk(top_k, dim=-1)
+    if scores.shape[1] > _WHOLE:
+        values, index = scores.topk(_NUCLEUS, dim=-1)
+        held = values.exp().sum(-1, keepdim=True, dtype=torch.float64)
+        if bool((held > top_p * _mass(scores)).all()):
+            return values, index
+    return scores.sort(dim=-1, descending=True, stable=True)

@@ -1,0 +1,98 @@
+"""One sample as the engine sees it: its tokens, how many of them are in the KV cache, and where.
+
+Invariants:
+- `tokens` is prompt and response so far; keys and values of the first `kv_length` of them are in the cache;
+- a sequence decodes when only its last token is missing from the cache; it prefills while more are missing;
+- uniform number i of a sample is a function of (seed, i) alone, i being the index of the response token it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from april.engine import Chunk
+from april.trajectory import FinishReason, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from april.engines.embedded.kv_cache import Tier
+
+_BLOCK = 64
+_WORDS_PER_COUNTER = 4
+
+
+def uniforms(seed: int, start: int = 0) -> Iterator[float]:
+    """Uniform numbers in [0, 1) number `start`, `start` + 1, ... of the stream that `seed` names.
+
+    Philox-4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is the index, so the
+    stream can be entered anywhere.
+    """
+    counter, skip = divmod(start, _WORDS_PER_COUNTER)
+    generator = np.random.Generator(np.random.Philox(key=seed & (2**128 - 1), counter=counter))
+    generator.random(skip)
+    while True:
+        yield from generator.random(_BLOCK).tolist()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A sample that is waiting, running or parked.
+
+    Args:
+        limit: prompt and response tokens at which the response is truncated.
+        kv_epoch: the engine's count of weight updates when its first keys and values were computed.
+        leader: sequence with the same prompt that is being prefilled, and whose keys and values this one waits for.
+        pending: log-probabilities of the last tokens, which were not handed out yet.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    sampling: SamplingParams
+    seed: int
+    limit: int
+    stop: frozenset[int]
+    uniforms: Iterator[float]
+    kv_length: int = 0
+    kv_epoch: int = -1
+    tier: Tier | None = None
+    row: int = -1
+    leader: Sequence | None = None
+    pending: list[float] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+    @classmethod
+    def of(cls, sample: Sample, tokens: list[int], limit: int) -> Sequence:
+        return cls(
+            sample.id,
+            sample.prompt_ids,
+            tokens,
+            sample.sampling,
+            sample.seed,
+            limit,
+            frozenset(sample.sampling.stop_token_ids),
+            uniforms(sample.seed, len(tokens) - len(sample.prompt_ids)),
+        )
+
+    def resume(self, other: Sequence) -> None:
+        """Become `other`, keeping the keys and values of the tokens that both begin with."""
+        shared = min(self.kv_length, len(other.tokens) - 1)
+        if self.tokens != other.tokens:
+            shared = next((i for i in range(shared) if self.tokens[i] != other.tokens[i]), shared)
+        self.kv_length = shared
+        self.prompt, self.tokens, self.limit = other.prompt, other.tokens, other.limit
+        self.sampling, self.stop = other.sampling, other.stop
+        self.seed, self.uniforms = other.seed, other.uniforms
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values are not in the cache; the forward pass that computes the last one samples."""
+        return len(self.tokens) - self.kv_length
+
+    def take(self, version: int) -> Chunk:
+        """What was sampled since the last time."""
+        logprobs, self.pending = self.pending, []
+        return Chunk(self.id, self.tokens[-len(logprobs) :], logprobs, version, self.finish)

@@ -1,0 +1,301 @@
+"""What a person sees while a run goes on: a live display in a terminal, one plain line per step in a log.
+
+Invariants:
+- the caller never waits for the display: `rollout` only stores a few numbers, a thread draws them four times a second;
+- a log gets no control codes, and nothing but ASCII.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from april.reporting.charts import clock, compact
+
+REFRESH_PER_SECOND = 4
+HEADER_EVERY = 25
+WIDTH = 100
+"""The live display is no wider than this, in columns."""
+HISTORY = 512
+RATE_OVER = 20
+"""Steps whose duration the time left is judged by."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Rollout(NamedTuple):
+    """Where the rollout of the current step stands."""
+
+    done_groups: int
+    total_groups: int
+    running: int
+    slots: int
+    tokens: int
+
+
+class Column(NamedTuple):
+    """A column of the plain lines."""
+
+    title: str
+    width: int
+    text: Callable[[Mapping[str, Any]], str]
+
+
+class Progress:
+    """Shows a run's progress on `file`: live if that is a terminal, else as plain lines.
+
+    Use as a context manager; leaving it, also by an exception, leaves the last state on the screen.
+
+    Args:
+        total_steps: the run's last step.
+        title: shown on the live display.
+        clock: seconds that only ever grow; elapsed time is what metrics say, else what this says.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        file: TextIO | None = None,
+        title: str = "april",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        file = sys.stdout if file is None else file
+        self.total_steps = total_steps
+        self._title = title
+        self._clock = clock
+        self._started = clock()
+        self._before = 0.0
+        self._first: Mapping[str, Any] = {}
+        self._latest: dict[str, Any] = {}
+        self._rollout: Rollout | None = None
+        self._phase = ""
+        self._lines = 0
+        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._accuracies: deque[float] = deque(maxlen=HISTORY)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_OVER + 1)
+        terminal = file.isatty()
+        self._console = Console(file=file, force_terminal=terminal, highlight=False)
+        capable = not self._console.is_dumb_terminal and self._console.encoding.startswith("utf")
+        self._live = (
+            Live(
+                console=self._console,
+                get_renderable=self.render,
+                refresh_per_second=REFRESH_PER_SECOND,
+                vertical_overflow="crop",
+            )
+            if terminal and capable
+            else None
+        )
+        self._file = file
+
+    def __enter__(self) -> Self:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._rollout, self._phase = None, "done" if self._step >= self.total_steps else "stopped"
+        if self._live:
+            self._live.stop()
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Show a step's metrics, named as in `metrics.jsonl`; a value that is missing keeps its latest."""
+        if not self._ends:
+            # A resumed run begins with the seconds that went before it.
+            self._before = float(metrics.get("seconds") or self.elapsed) - self.elapsed
+        known = {name: value for name, value in metrics.items() if value is not None}
+        if "accuracy" in known:
+            self._first = self._first or {"accuracy": known["accuracy"]}
+            self._accuracies.append(known["accuracy"])
+        if "reward" in known:
+            self._rewards.append(known["reward"])
+        self._latest = {**self._latest, **known}
+        self._ends.append((self._step, float(known.get("seconds", self.elapsed))))
+        self._rollout, self._phase = None, ""
+        if self._live:
+            self._live.refresh()
+        else:
+            self._print_line()
+
+    def rollout(self, done_groups: int, total_groups: int, running: int, slots: int, tokens: int) -> None:
+        """Where the current step's rollout stands; cheap enough to call at every chunk.
+
+        Args:
+            done_groups: complete groups, of the `total_groups` the step needs.
+            running: samples decoding, of the engine's `slots`.
+            tokens: sampled in this step so far.
+        """
+        self._rollout = Rollout(done_groups, total_groups, running, slots, tokens)
+
+    def phase(self, name: str) -> None:
+        """Say what happens outside the rollout: "training", "evaluating"."""
+        self._rollout, self._phase = None, name
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live display."""
+        if self._live:
+            self._console.print(Text(text))
+        else:
+            self._write(text)
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, over all its resumptions."""
+        return self._before + self._clock() - self._started
+
+    @property
+    def time_left(self) -> float | None:
+        """Seconds to the last step at the pace of the latest ones; None before there is a pace."""
+        if len(self._ends) < 2:
+            return None
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        pace = (ended - began) / max(1, last - first)
+        return max(0.0, pace * (self.total_steps - last) - max(0.0, self.elapsed - ended))
+
+    @property
+    def _step(self) -> int:
+        return int(self._latest.get("step", 0))
+
+    def _print_line(self) -> None:
+        if self._lines % HEADER_EVERY == 0:
+            self._write("  ".join(column.title.rjust(column.width) for column in self._columns))
+        self._lines += 1
+        self._write("  ".join(column.text(self._latest).rjust(column.width) for column in self._columns))
+
+    def _write(self, text: str) -> None:
+        self._file.write(text + "\n")
+        self._file.flush()
+
+    @property
+    def _columns(self) -> Sequence[Column]:
+        left = self.time_left
+        steps = len(str(self.total_steps))
+        return (
+            Column("step", 2 * steps + 1, lambda m: f"{m.get('step', 0):>{steps}}/{self.total_steps}"),
+            Column("reward", 6, lambda m: _number(m, "reward", ".3f")),
+            Column("accuracy", 8, lambda m: _number(m, "accuracy", ".3f")),
+            Column("len mean/p99", 12, lambda m: _pair(m, "response_length_mean", "response_length_p99", ".0f")),
+            Column("consumed tok/s", 14, lambda m: _number(m, "consumed_tokens_per_second", ",.0f")),
+            Column("engine full", 11, lambda m: _number(m, "engine_occupancy", ".0%")),
+            Column("stale mean/max", 14, lambda m: _pair(m, "staleness_mean", "staleness_max", ".2f", ".0f")),
+            Column("off-policy", 10, lambda m: _number(m, "off_policy_token_share", ".0%")),
+            Column("elapsed", 7, lambda m: clock(m.get("seconds", self.elapsed))),
+            Column("left", 7, lambda m: "-" if left is None else clock(left)),
+        )
+
+    def render(self) -> RenderableType:
+        """The live display as it stands."""
+        width = min(self._console.width, WIDTH)
+        return Panel(
+            Group(self._overall(width - 6), Text(), self._figures(width - 6), Text(), self._current(width - 6)),
+            title=Text(f" {self._title} ", style="bold"),
+            title_align="left",
+            box=box.ROUNDED,
+            border_style="dim",
+            padding=(0, 2),
+            width=width,
+        )
+
+    def _overall(self, width: int) -> RenderableType:
+        left = self.time_left
+        times = f"{clock(self.elapsed)} elapsed · {'–' if left is None else clock(left)} left"
+        head = Text(f"step {self._step}/{self.total_steps}  ", style="bold")
+        # A fixed field, so that the bar keeps its length while the clock gains digits.
+        tail = max(28, len(times) + 2)
+        head.append_text(_bar(self._step, self.total_steps, max(8, width - len(head) - tail), "cyan"))
+        return head.append(times.rjust(tail), style="dim")
+
+    def _figures(self, width: int) -> RenderableType:
+        m = self._latest
+        gained = ""
+        if len(self._accuracies) > 1:
+            gained = f"from {self._first['accuracy']:.3f}"
+        half = (width - 2) // 2
+        spark = max(6, half - 30)
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", width=8)
+        table.add_column(width=5, style="bold", justify="right")
+        table.add_column(width=spark, no_wrap=True, overflow="crop")
+        table.add_column(width=11, style="dim", no_wrap=True)
+        table.add_column(style="dim", width=16, no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis")
+        length = _pair(m, "response_length_mean", "response_length_p99", ",.0f")
+        stale = _pair(m, "staleness_mean", "staleness_max", ".2f", ".0f")
+        speed, full = _number(m, "consumed_tokens_per_second", ",.0f"), _number(m, "engine_occupancy", ".0%")
+        rows = (
+            (
+                "reward",
+                _number(m, "reward", ".3f"),
+                self._rewards,
+                "green",
+                "",
+                "response length",
+                length,
+                "mean / p99",
+            ),
+            ("accuracy", _number(m, "accuracy", ".3f"), self._accuracies, "yellow", gained)
+            + ("consumed", speed, "tokens/s"),
+        )
+        for name, value, history, colour, aside, other, figure, unit in rows:
+            curve = Text(sparkline(list(history), spark), style=colour)
+            table.add_row(name, value, curve, aside, other, _figure(figure, unit))
+        table.add_row("", "", "", "", "engine", _figure(full, "of slots decoding"))
+        table.add_row("", "", "", "", "staleness", _figure(stale, "mean / max"))
+        off_policy = _number(m, "off_policy_token_share", ".0%")
+        table.add_row("", "", "", "", "off-policy", _figure(off_policy, "of tokens"))
+        return table
+
+    def _current(self, width: int) -> RenderableType:
+        now = self._rollout
+        if now is None or now.done_groups >= now.total_groups:
+            phase = self._phase or ("rollout complete" if now else "between steps" if self._latest else "starting")
+            return Text(phase, style="dim")
+        line = Text("rollout   ", style="dim")
+        bars = max(6, (width - 58) // 2)
+        line.append_text(_bar(now.done_groups, now.total_groups, bars, "green"))
+        line.append(f"  {now.done_groups:>3}/{now.total_groups} groups   ", style="default")
+        line.append_text(_bar(now.running, now.slots, bars, "magenta"))
+        line.append(f"  {now.running:>3}/{now.slots} slots", style="default")
+        return line.append(f"   {compact(now.tokens)} tokens", style="dim")
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as one character each from lowest to highest block, averaged down to at most `width` of them."""
+    count = min(width, len(values))
+    parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
+    means = [sum(part) / len(part) for part in parts]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(top * (mean - low) / (high - low)) if high > low else top // 2] for mean in means)
+
+
+def _bar(done: float, total: float, width: int, colour: str) -> Text:
+    """A bar in half characters."""
+    halves = round(2 * width * min(1.0, done / total)) if total else 0
+    filled = "━" * (halves // 2) + "╸" * (halves % 2)
+    return Text(filled, style=colour).append("━" * (width - len(filled)), style="bright_black")
+
+
+def _number(metrics: Mapping[str, Any], name: str, form: str) -> str:
+    value = metrics.get(name)
+    return "-" if value is None else format(value, form)
+
+
+def _pair(metrics: Mapping[str, Any], first: str, second: str, form: str, second_form: str | None = None) -> str:
+    return f"{_number(metrics, first, form)} / {_number(metrics, second, second_form or form)}"
+
+
+def _figure(value: str, unit: str) -> Text:
+    return Text(value, style="bold").append(f"  {unit}", style="dim not bold")

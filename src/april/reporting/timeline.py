@@ -1,0 +1,119 @@
+"""One step's samples over time as inline SVG: which ran, waited, were interrupted, resumed; and how full the engine was.
+
+A row is a sample. Rows are in the order in which samples got a slot, so that a full engine shows as a staircase whose
+steps are slots becoming free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from april.reporting.charts import LEFT, RIGHT, Scale, clock_ticks, ticks
+from april.reporting.trace import Span, StepTrace, decoding_start, duration, load
+
+WIDTH = 1112
+LOAD_HEIGHT = 56
+ROWS_TOP = LOAD_HEIGHT + 26
+ROWS_HEIGHT = 560
+AXIS_HEIGHT = 40
+
+LEGEND = (
+    ("c-blue", "finished"),
+    ("c-green", "resumed and finished"),
+    ("c-amber", "interrupted (a green start: had been resumed)"),
+    ("c-wait", "waiting for a slot"),
+)
+
+
+def timeline(record: StepTrace) -> str:
+    """The step as SVG, with a tooltip on every bar. Bars of one group carry its id in `data-g`."""
+    spans = record["spans"]
+    rows = _rows(spans)
+    end = duration(record) or 1.0
+    pitch = min(9.0, max(1.4, ROWS_HEIGHT / max(1, len(rows))))
+    floor = ROWS_TOP + pitch * len(rows) + 4
+    height = round(floor + AXIS_HEIGHT)
+    # A little room on the right keeps the line where the step was satisfied off the edge.
+    x = Scale(0.0, 1.012 * end, LEFT, WIDTH - RIGHT)
+    body = [_axis(x, floor, height), _engine(record, x)]
+    thick = pitch * (0.78 if pitch > 3 else 0.9)
+    for row, sample in enumerate(rows):
+        body += [_bar(span, x, ROWS_TOP + row * pitch, thick) for span in sample]
+    if record["interrupt_at"] is not None:
+        at = x(record["interrupt_at"])
+        body.append(f'<path class="satisfied" d="M{at},{ROWS_TOP - 10}V{floor}"/>')
+        text = f"step satisfied at {record['interrupt_at']:.3g} s"
+        body.append(f'<text class="note" x="{at - 5}" y="{ROWS_TOP - 3}" text-anchor="end">{text}</text>')
+    label = f"Timeline of the {len(rows)} samples of step {record['step']}"
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
+
+
+def _rows(spans: Sequence[Span]) -> list[list[Span]]:
+    rows: dict[str, list[Span]] = {}
+
+    first_free = min((span["end"] for span in spans if span["queued"] is not None), default=0.0)
+
+    def order(span: Span) -> tuple[bool, float, bool, float]:
+        # What ran before any slot became free started together, whatever prefill took: resumed samples, then new.
+        start = decoding_start(span)
+        return span["queued"] is None, start if start >= first_free else -1.0, not span["resumed"], span["end"]
+
+    for span in sorted(spans, key=order):
+        rows.setdefault(span["sample"], []).append(span)
+    return list(rows.values())
+
+
+def _bar(span: Span, x: Scale, top: float, thick: float) -> str:
+    start, end = x(decoding_start(span)), x(span["end"])
+    parts = []
+    queued_from = x(span["start"])
+    if start - queued_from >= 0.5:
+        middle = top + thick / 2
+        parts.append(f'<path class="wait" d="M{queued_from:g},{middle:.1f}H{start:g}"/>')
+    if span["queued"] is not None:
+        interrupted = span["outcome"] == "interrupted"
+        style = "c-amber" if interrupted else "c-green" if span["resumed"] else "c-blue"
+        width = max(0.8, end - start)
+        shape = f'y="{top:.1f}" height="{thick:.1f}"'
+        parts.append(f'<rect class="{style}" x="{start:g}" {shape} width="{width:.1f}"/>')
+        if interrupted and span["resumed"]:
+            parts.append(f'<rect class="c-green" x="{start:g}" {shape} width="{min(6.0, width / 2):.1f}"/>')
+    return f'<g data-g="{int(span["group"])}"><title>{escape(_describe(span))}</title>{"".join(parts)}</g>'
+
+
+def _describe(span: Span) -> str:
+    if span["queued"] is None:
+        return f"sample {span['sample']}: never got a slot"
+    origin = "resumed, " if span["resumed"] else ""
+    waited = f", after {span['queued']:.2f} s in the queue" if span["queued"] >= 0.01 else ""
+    tokens = f"tokens {span['before']:,} to {span['after']:,}"
+    return f"sample {span['sample']}: {origin}{span['outcome']} at {span['end']:.2f} s{waited}; {tokens}"
+
+
+def _engine(record: StepTrace, x: Scale) -> str:
+    """Samples decoding over time, above the rows, against the engine's slots."""
+    points = load(record["spans"])
+    most = max([record["slots"], *(decoding for _, decoding, _ in points)], default=1) or 1
+    y = Scale(0, most, LOAD_HEIGHT, 8)
+    path = f"M{x(0)},{y(0)}" + "".join(f"H{x(time):g}V{y(decoding):g}" for time, decoding, _ in points) + "Z"
+    slots = y(record["slots"])
+    return (
+        f'<path class="area c-load" d="{path}"/><path class="grid" d="M{LEFT},{slots}H{WIDTH - RIGHT}"/>'
+        f'<path class="base" d="M{LEFT},{y(0)}H{WIDTH - RIGHT}"/>'
+        f'<text x="{LEFT - 8}" y="{slots + 3.5:.1f}" text-anchor="end">{record["slots"]}</text>'
+        f'<text x="{LEFT - 8}" y="{y(0) + 3.5:.1f}" text-anchor="end">0</text>'
+        f'<text class="note" x="{LEFT + 6}" y="{slots + 14:.1f}">slots decoding</text>'
+    )
+
+
+def _axis(x: Scale, floor: float, height: int) -> str:
+    marks = clock_ticks(0, x.high, 8) if x.high >= 4 else ticks(0, x.high, 8)
+    stubs = "".join(f"M{x(tick)},{floor:.1f}v4" for tick in marks)
+    grid = "".join(f"M{x(tick)},{ROWS_TOP}V{floor:.1f}" for tick in marks)
+    names = "".join(f'<text x="{x(tick)}" y="{floor + 17:.1f}" text-anchor="middle">{tick:g}</text>' for tick in marks)
+    title = "seconds since the step began"
+    return (
+        f'<path class="grid" d="{grid}"/><path class="base" d="M{LEFT},{floor:.1f}H{WIDTH - RIGHT}{stubs}"/>{names}'
+        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 6}" text-anchor="middle">{title}</text>'
+    )

@@ -1,0 +1,174 @@
+"""What every sample did in each step: `trace.jsonl` in the run directory, and the same as a Chrome trace.
+
+Times are seconds from the step's start, up to the moment the step was satisfied and what still ran was interrupted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict
+
+from april.reporting.step_log import StepLog, scan
+
+FILE_NAME = "trace.jsonl"
+
+Outcome = Literal["finished", "interrupted", "waiting"]
+"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot."""
+
+
+class Span(TypedDict):
+    """One sample's stay in the engine, from `submit` until it finished or was interrupted."""
+
+    sample: str
+    """`Sample.id`: group and index."""
+    group: int
+    start: float
+    end: float
+    before: int
+    """Response tokens the sample had when the span started; positive if it was resumed halfway."""
+    after: int
+    """Response tokens it had at the end."""
+    queued: float | None
+    """Seconds in the engine's queue before it decoded; None if it never did."""
+    outcome: Outcome
+    resumed: bool
+    """The sample came from the buffer rather than from a new prompt."""
+
+
+class StepTrace(TypedDict):
+    step: int
+    lengths: list[int]
+    """Response length of each sample the step trained on."""
+    truncated: list[bool]
+    """For each of them, whether its budget ran out."""
+    tokens_by_age: list[int]
+    """Tokens trained on that were sampled 0, 1, 2, … weight updates earlier."""
+    slots: int
+    spans: list[Span]
+    interrupt_at: float | None
+    """When the step was satisfied and the rest interrupted; None if nothing was left to interrupt."""
+    end: NotRequired[float]
+
+
+class TraceWriter(StepLog):
+    """Appends one `StepTrace` per step to `trace.jsonl`; for `resume_step` see `StepLog`."""
+
+    def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
+        super().__init__(Path(directory) / FILE_NAME, resume_step)
+
+
+def read_trace(directory: Path | str) -> Iterator[StepTrace]:
+    """The run's step traces, one at a time: a long run's trace is larger than its report. Nothing if there is none."""
+    path = Path(directory) / FILE_NAME
+    if path.exists():
+        for _, _, record in scan(path):
+            yield StepTrace(**record)  # type: ignore[typeddict-item]
+
+
+def write_chrome_trace(
+    directory: Path | str, path: Path | str | None = None, steps: Iterable[int] | None = None
+) -> Path:
+    """Write a run's trace in the Trace Event format, which Perfetto and chrome://tracing open.
+
+    Args:
+        directory: the run directory.
+        path: the file to write; by default `chrome_trace.json` in the run directory.
+        steps: the steps to export; all of them by default.
+    """
+    target = Path(path) if path is not None else Path(directory) / "chrome_trace.json"
+    wanted = None if steps is None else set(steps)
+    records = [record for record in read_trace(directory) if wanted is None or record["step"] in wanted]
+    target.write_text(json.dumps(chrome_trace(records), separators=(",", ":")), encoding="utf-8")
+    return target
+
+
+def chrome_trace(records: Sequence[StepTrace]) -> dict[str, Any]:
+    """Step traces as one Trace Event object, one step after the other without the training in between.
+
+    The process "steps" shows each rollout and where it was interrupted; the process "engine" has one thread per slot
+    and counts the samples decoding and waiting. Timestamps are in microseconds.
+    """
+    events: list[dict[str, Any]] = [
+        _name("process_name", 1, 0, "steps"),
+        _name("process_name", 2, 0, "engine"),
+    ]
+    lanes = 0
+    offset = 0.0
+    for record in records:
+        end = duration(record)
+        events.append(_complete(f"step {record['step']}", 1, 0, offset, end, {"samples": len(record["spans"])}))
+        if record["interrupt_at"] is not None:
+            events.append(
+                {"ph": "i", "s": "g", "name": "step satisfied", "pid": 1, "tid": 0}
+                | {"ts": _microseconds(offset + record["interrupt_at"])}
+            )
+        for lane, span in assign_slots(record["spans"]):
+            lanes = max(lanes, lane + 1)
+            start, label = decoding_start(span), "resumed" if span["resumed"] else "new"
+            events.append(
+                _complete(span["sample"], 2, lane + 1, offset + start, span["end"] - start, dict(span))
+                | {"cat": f"{span['outcome']},{label}"}
+            )
+        for time, decoding, waiting in load(record["spans"]):
+            count = {"decoding": decoding, "waiting": waiting}
+            events.append(
+                {"ph": "C", "name": "samples", "pid": 2, "tid": 0, "ts": _microseconds(offset + time), "args": count}
+            )
+        offset += end
+    events += [_name("thread_name", 2, lane + 1, f"slot {lane}") for lane in range(lanes)]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def duration(record: StepTrace) -> float:
+    """Seconds from the step's start to its end."""
+    return float(record.get("end") or max((span["end"] for span in record["spans"]), default=0.0))
+
+
+def decoding_start(span: Span) -> float:
+    """When the sample left the queue; the end of the span if it never did."""
+    return span["end"] if span["queued"] is None else min(span["start"] + span["queued"], span["end"])
+
+
+def assign_slots(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span that decoded with a lane for it, the lowest that is free: no two on a lane overlap."""
+    free: list[int] = []
+    busy: list[tuple[float, int]] = []
+    decoded = (span for span in spans if span["queued"] is not None)
+    for span in sorted(decoded, key=lambda span: (decoding_start(span), span["end"])):
+        while busy and busy[0][0] <= decoding_start(span):
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        lane = heapq.heappop(free) if free else len(busy)
+        heapq.heappush(busy, (span["end"], lane))
+        yield lane, span
+
+
+def load(spans: Iterable[Span]) -> list[tuple[float, int, int]]:
+    """(time, samples decoding, samples waiting) at every change, in time order."""
+    changes: dict[float, list[int]] = {}
+    for span in spans:
+        start = decoding_start(span)
+        for time, decoding, waiting in ((span["start"], 0, 1), (start, 1, -1), (span["end"], -1, 0)):
+            change = changes.setdefault(time, [0, 0])
+            change[0] += decoding
+            change[1] += waiting
+    points, decoding, waiting = [], 0, 0
+    for time in sorted(changes):
+        decoding, waiting = decoding + changes[time][0], waiting + changes[time][1]
+        points.append((time, decoding, waiting))
+    return points
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _complete(name: str, pid: int, tid: int, start: float, length: float, args: Mapping[str, Any]) -> dict[str, Any]:
+    event = {"ph": "X", "name": name, "pid": pid, "tid": tid, "args": dict(args)}
+    return event | {"ts": _microseconds(start), "dur": _microseconds(length)}
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}

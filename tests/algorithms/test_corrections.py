@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from april.algorithms.corrections import Correction, CorrectionKind, correct, diagnostics
+from april.algorithms.losses import LOSSES, aggregate, ppo_clip
+from tests.algorithms.reference import STEADY, trained
+
+KINDS = get_args(CorrectionKind)
+WEIGHTED = ["decoupled", "tis", "icepop", "sequence", "geometric"]
+
+
+def batch(shape: tuple[int, int], seed: int, spread: float = 0.6) -> tuple[Tensor, ...]:
+    """logp, prox, behaviour, mask and ages, of tokens that grow older towards the front as in a partial rollout."""
+    rng = np.random.default_rng(seed)
+    behaviour = -rng.random(shape) * 3 - 0.01
+    prox = behaviour + rng.normal(size=shape) * spread
+    logp = prox + rng.normal(size=shape) * 0.1
+    ages = np.sort(rng.integers(0, 4, shape), axis=1)[:, ::-1].copy()
+    return tuple(map(torch.tensor, (logp, prox, behaviour, rng.random(shape) < 0.7, ages)))
+
+
+def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor) -> np.ndarray:
+    """The weights with the published bounds, sample by sample; 0 for what is dropped."""
+    log_w, result = (prox - behaviour).numpy(), np.zeros(mask.shape)
+    for i in range(len(mask)):
+        tokens = trained(mask.numpy(), i)
+        product = np.exp(sum(log_w[i, t] for t in tokens))
+        for t in tokens:
+            w = np.exp(log_w[i, t])
+            mean = product ** (1 / len(tokens))
+            result[i, t] = {
+                "none": 1.0,
+                "behaviour": 1.0,
+                "decoupled": w,
+                "tis": min(w, 2.0),
+                "icepop": w if 0.5 <= w <= 5.0 else 0.0,
+                "sequence": min(product, 2.0),
+                "geometric": mean if 0.99 <= mean <= 1.01 else 0.0,
+                "m2po": 1.0,
+            }[kind]
+    if kind == "m2po":
+        squares = np.where(mask, (logp - behaviour).numpy() ** 2, -1.0)
+        while (result > 0).any() and squares[result > 0].mean() > 0.04:
+            result[np.unravel_index(np.where(result > 0, squares, -1.0).argmax(), result.shape)] = 0.0
+    return result
+
+
+def corrected_loss(kind: str, logp: Tensor, c: Correction, mask: Tensor, loss: str = "ppo_clip") -> Tensor:
+    advantages = torch.linspace(-1, 2, len(mask), dtype=torch.float64)
+    return aggregate(LOSSES[loss](logp, c.old_logprobs, advantages, c.mask).loss * c.weights, mask)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@STEADY
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(0, 6)),
+    seed=st.integers(0, 2**16),
+    spread=st.sampled_from([0.01, 0.2, 1.5]),
+)
+def test_weights_and_denominator_match_the_papers(kind: str, shape: tuple[int, int], seed: int, spread: float) -> None:
+    logp, prox, behaviour, mask, _ = batch(shape, seed, spread)
+    c = correct(kind, logp, prox, behaviour, mask)
+    wanted = expected(kind, logp, prox, behaviour, mask)
+    np.testing.assert_allclose(c.weights, wanted, atol=1e-9, rtol=1e-9)
+    assert torch.equal(c.mask, torch.tensor(wanted > 0))
+    assert torch.equal(c.old_logprobs, behaviour if kind in ("behaviour", "m2po") else prox)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@STEADY
+@given(shape=st.tuples(st.integers(1, 4), st.integers(0, 6)), seed=st.integers(0, 2**16))
+def test_on_policy_every_correction_is_the_identity(kind: str, shape: tuple[int, int], seed: int) -> None:
+    logp, _, _, mask, ages = batch(shape, seed)
+    c = correct(kind, logp, logp, logp, mask, ages)
+    assert torch.equal(c.weights, mask.double())
+    assert torch.equal(c.mask, mask)
+    assert torch.equal(c.old_logprobs, logp)
+    assert not c.capped.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@STEADY
+@given(shape=st.tuples(st.integers(1, 4), st.integers(0, 6)), seed=st.integers(0, 2**16))
+def test_with_one_version_all_forms_agree(loss: str, shape: tuple[int, int], seed: int) -> None:
+    _, prox, _, mask, _ = batch(shape, seed)
+    moved = prox + 0.15 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tanh()
+    results = []
+    for kind in KINDS:
+        live = moved.clone().requires_grad_()
+        value = corrected_loss(kind, live, correct(kind, live, prox, prox, mask), mask, loss)
+        value.backward()
+        results.append((value.detach(), live.grad))
+    for value, gradient in results[1:]:
+        assert torch.equal(value, results[0][0])
+        assert torch.equal(gradient, results[0][1])
+
+
+def test_each_kind_differs_from_the_others_off_policy() -> None:
+    logp, prox, behaviour, mask, _ = batch((4, 12), 0)
+    values = {corrected_loss(kind, logp, correct(kind, logp, prox, behaviour, mask), mask).item() for kind in KINDS}
+    assert len(values) == len(KINDS)
+
+
+def test_decoupled_loss_is_areals_objective() -> None:
+    logp, prox, behaviour, mask, _ = batch((3, 5), 4)
+    advantages = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+    c = correct("decoupled", logp, prox, behaviour, mask)
+    got = ppo_clip(logp, c.old_logprobs, advantages, c.mask).loss * c.weights
+    w, r, a = (prox - behaviour).exp().numpy(), (logp - prox).exp().numpy(), advantages[:, None].numpy()
+    wanted = -w * np.minimum(r * a, np.clip(r, 0.8, 1.2) * a)
+    np.testing.assert_allclose(got, np.where(mask, wanted, 0.0), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_carry_no_gradient(kind: str) -> None:
+    logp, prox, behaviour, mask, _ = batch((3, 5), 5)
+    tensors = [x.clone().requires_grad_() for x in (logp, prox, behaviour)]
+    c = correct(kind, *tensors, mask)
+    assert not c.weights.requires_grad
+    assert not c.old_logprobs.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_beyond_the_age_carry_no_gradient(kind: str) -> None:
+    logp, prox, behaviour, mask, ages = batch((4, 8), 6, spread=0.01)
+    live = logp.clone().requires_grad_()
+    c = correct(kind, live, prox, behaviour, mask, ages, max_age=1)
+    for loss in LOSSES:
+        live.grad = None
+        corrected_loss(kind, live, c, mask, loss).backward()
+        assert not live.grad[ages > 1].any()
+        assert live.grad[c.mask].any()
+    assert torch.equal(c.mask, correct(kind, logp, prox, behaviour, mask).mask & (ages <= 1)) or kind == "m2po"
+
+
+def test_max_age_needs_ages() -> None:
+    logp, prox, behaviour, mask, _ = batch((2, 2), 0)
+    with pytest.raises(ValueError, match="needs the tokens' ages"):
+        correct("none", logp, prox, behaviour, mask, max_age=1)
+
+
+def test_bounds_can_be_set_and_lifted() -> None:
+    prox, zero, mask = torch.tensor([[0.1, 3.0, -3.0]]), torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    free = correct("tis", prox, prox, zero, mask, cap=float("inf"))
+    torch.testing.assert_close(free.weights, prox.exp())
+    capped = correct("decoupled", prox, prox, zero, mask, cap=1.5)
+    torch.testing.assert_close(capped.weights, prox.exp().clamp(max=1.5))
+    assert capped.capped.tolist() == [[False, True, False]]
+    areal = correct("decoupled", prox, prox, zero, mask, high=5.0)
+    assert areal.mask.tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("kind", ["none", "behaviour", "m2po"])
+def test_a_bound_without_weights_is_a_mistake(kind: str) -> None:
+    logp, prox, behaviour, mask, _ = batch((2, 2), 0)
+    with pytest.raises(ValueError, match=f'"{kind}" has no weights'):
+        correct(kind, logp, prox, behaviour, mask, cap=2.0)
+
+
+def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
+    logp, prox, behaviour, mask, _ = batch((2, 2), 0)
+    with pytest.raises(ValueError, match="'ris': must be one of none, behaviour, decoupled, tis"):
+        correct("ris", logp, prox, behaviour, mask)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_ratios_of_fifty_stay_finite(kind: str, dtype: torch.dtype) -> None:
+    prox = torch.tensor([[0.0, -50.0, -1.0], [0.0, 0.0, 0.0]], dtype=dtype)
+    behaviour = torch.tensor([[-50.0, 0.0, -1.0], [-50.0, -50.0, -50.0]], dtype=dtype)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    live = prox.clone().requires_grad_()
+    c = correct(kind, live, prox, behaviour, mask)
+    loss = corrected_loss(kind, live, c, mask)
+    loss.backward()
+    assert c.weights.isfinite().all()
+    assert loss.isfinite()
+    assert live.grad.isfinite().all()
+    metrics = diagnostics(c, prox, behaviour, mask).metrics()
+    assert all(np.isfinite(list(metrics.values())))
+
+
+def test_the_product_over_a_long_response_stays_finite_without_a_cap() -> None:
+    prox, mask = torch.zeros(1, 1000), torch.ones(1, 1000, dtype=torch.bool)
+    for behaviour in (prox - 1.0, prox + 1.0):
+        weights = correct("sequence", prox, prox, behaviour, mask, cap=float("inf")).weights
+        assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_train_on_is_zero_not_nan(kind: str) -> None:
+    live = torch.full((2, 3), float("nan"), requires_grad=True)
+    nan, mask = torch.full((2, 3), float("nan")), torch.zeros(2, 3, dtype=torch.bool)
+    c = correct(kind, live, nan, nan, mask)
+    loss = corrected_loss(kind, live, c, mask)
+    loss.backward()
+    assert loss.item() == 0
+    assert not live.grad.any()
+    metrics = diagnostics(c, nan, nan, mask).metrics()
+    assert set(metrics.values()) == {0.0}
+
+
+def test_a_correction_that_drops_everything_leaves_zero() -> None:
+    logp, prox, behaviour, mask, ages = batch((3, 4), 7)
+    live = logp.clone().requires_grad_()
+    loss = corrected_loss("none", live, correct("none", live, prox, behaviour, mask, ages + 9, max_age=3), mask)
+    loss.backward()
+    assert loss.item() == 0
+    assert not live.grad.any()
+
+
+def test_diagnostics_are_what_numpy_counts_at_each_age() -> None:
+    logp, prox, behaviour, mask, ages = batch((6, 10), 8, spread=1.0)
+    c = correct("icepop", logp, prox, behaviour, mask, ages, cap=2.0, max_age=2)
+    clipped = ppo_clip(logp, c.old_logprobs, torch.ones(6), c.mask, eps_low=0.05, eps_high=0.05).clipped
+    metrics = diagnostics(c, prox, behaviour, mask, ages, clipped).metrics()
+    log_w = (prox - behaviour).numpy()
+    for prefix, chosen in [("", mask), *((f"age_{age}/", mask & (ages == age)) for age in range(4))]:
+        tokens = chosen.numpy()
+        w = np.exp(log_w[tokens])
+        wanted = {
+            "tokens": tokens.sum(),
+            "clipped": clipped.numpy()[tokens].mean(),
+            "masked": (~c.mask).numpy()[tokens].mean(),
+            "capped": (c.weights == 2.0).numpy()[tokens].mean(),
+            "w_mean": w.mean(),
+            "w_max": w.max(),
+            "kl": -log_w[tokens].mean(),
+            "kl_k3": (w - 1 - np.log(w)).mean(),
+        }
+        for name, value in wanted.items():
+            np.testing.assert_allclose(metrics[prefix + name], value, rtol=1e-9, err_msg=prefix + name)
+    assert metrics["clipped"] > 0
+    assert metrics["capped"] > 0
+    assert metrics["age_3/masked"] == 1.0
+
+
+def test_diagnostics_of_micro_batches_add_up() -> None:
+    logp, prox, behaviour, mask, ages = batch((6, 10), 9)
+    c = correct("tis", logp, prox, behaviour, mask, ages)
+    whole = diagnostics(c, prox, behaviour, mask, ages).metrics()
+
+    def part(rows: slice) -> object:
+        share = Correction(*(x[rows] for x in c))
+        return diagnostics(share, prox[rows], behaviour[rows], mask[rows], ages[rows])
+
+    parts = (part(slice(0, 1)) + part(slice(1, 6))).metrics()
+    assert parts.keys() == whole.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(parts[name], value, rtol=1e-9)
+
+
+def test_old_ages_are_reported_together() -> None:
+    ages, mask, zero = torch.tensor([[0, 3, 7]]), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3)
+    metrics = diagnostics(correct("none", zero, zero, zero, mask), zero, zero, mask, ages, oldest=3).metrics()
+    assert metrics["age_3+/tokens"] == 2
+    assert "age_1/tokens" not in metrics
