@@ -107,22 +107,36 @@ class EngineSettings:
     """What generates them.
 
     Args:
-        engine: What generates: april's own engine on the policy being trained, or servers.
-        urls: vllm, sglang: running servers; unset: april starts one itself.
-        max_running: embedded: samples that decode together (engine slots).
+        engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
+            servers (vllm, sglang).
+        max_running: Samples that decode together: engine slots, of each server.
         context_length: Prompt and response tokens of a sample together; unset: what the model allows.
-        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: enough for
-            every slot.
-        on_update: What becomes of an unfinished sample's KV cache when the weights change: computed anew under the new
-            weights, or kept. The recorded log-probabilities are exact in both.
+        on_update: What becomes of an unfinished sample's KV cache when the weights change: computed anew under the
+            new weights, or kept. The recorded log-probabilities are exact in both.
+        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
+            free.
+        stream_interval: embedded: decode steps between two looks at what was sampled; finished samples show at once.
+        urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
+        replicas: vllm, sglang: servers to start.
+        server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
+        server_args: vllm, sglang: more options of the servers that april starts.
+        weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
+            (broadcast: gloo on CPUs, nccl on GPUs).
+        ready_timeout: vllm, sglang: seconds a server may take to start.
     """
 
-    engine: Literal["embedded", "vllm", "sglang"] = "embedded"
-    urls: tuple[str, ...] = ()
+    engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
     max_running: int = 64
     context_length: int | None = None
-    kv_cache_gb: float | None = None
     on_update: Literal["recompute", "keep"] = "recompute"
+    kv_cache_gb: float | None = None
+    stream_interval: int = 8
+    urls: tuple[str, ...] = ()
+    replicas: int = 1
+    server_python: str | None = None
+    server_args: tuple[str, ...] = ()
+    weight_transfer: Literal["disk", "broadcast"] = "disk"
+    ready_timeout: float = 900.0
 
 
 @dataclass(kw_only=True)
@@ -407,8 +421,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield str(error)
     if (name := recipe.algorithm.correction) not in CORRECTIONS:
         yield f"algorithm.correction = {name!r}: {_nearest(name, list(CORRECTIONS))}"
-    if engine.urls and engine.engine == "embedded":
-        yield 'engine.urls is set but engine = "embedded": choose "vllm" or "sglang", or remove urls'
+    if engine.urls and engine.engine not in ("vllm", "sglang"):
+        yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
+    if engine.engine == "vllm-inproc" and engine.on_update == "keep":
+        yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
 
@@ -423,6 +439,9 @@ POSITIVE = {
     "max_running",
     "context_length",
     "kv_cache_gb",
+    "stream_interval",
+    "replicas",
+    "ready_timeout",
     "steps",
     "updates_per_step",
     "learning_rate",

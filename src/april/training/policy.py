@@ -1,9 +1,7 @@
-"""The policy being trained, and the engine that generates with it."""
+"""The policy being trained: its model, its tokenizer, its device."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from april.config import ConfigError, ModelSettings, Recipe
-from april.engine import Engine
+from april.config import ConfigError, ModelSettings
 
 
 def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tuple[Any, Any]:
@@ -44,22 +41,3 @@ def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     declared = model.generation_config.eos_token_id
     several = declared if isinstance(declared, list | tuple) else [declared]
     return tuple(sorted({int(id) for id in (*several, tokenizer.eos_token_id) if id is not None}))
-
-
-@asynccontextmanager
-async def engine_of(recipe: Recipe, model: Any, directory: Path) -> AsyncIterator[Engine]:
-    """The engine that the recipe names, ready and closed afterwards."""
-    from april.engines.embedded import EmbeddedEngine
-
-    settings = recipe.engine
-    engine = EmbeddedEngine(
-        model,
-        max_running=settings.max_running,
-        context_length=settings.context_length,
-        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
-        on_update=settings.on_update,
-    )
-    try:
-        yield engine
-    finally:
-        await engine.close()

@@ -35,8 +35,9 @@ from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, build_task, encode
 from april.training.checkpoint import load_state, save_checkpoint
 from april.training.learner import Learner
-from april.training.policy import engine_of, load_policy, stop_tokens
+from april.training.policy import load_policy, stop_tokens
 from april.training.scoring import Rewards
+from april.training.serving import WeightHandover, engine_of
 from april.trajectory import FinishReason, Group, Prompt
 
 RECIPE = "recipe.json"
@@ -104,7 +105,9 @@ class Trainer:
                 self.learner.load_state_dict(learner_state)
                 self.scheduler.load_state_dict(state["rollout"])
                 self.totals = Totals(**state["totals"])
-                await self.engine.update_weights(self.scheduler.version, self._weights())
+            self.weights = WeightHandover(recipe, self.model, self.tokenizer, self.directory)
+            version = self.scheduler.version
+            await self.engine.update_weights(version, self.weights(version))
             config, name = recipe.to_dict(), self.directory.name
             trackers, project = recipe.reporting.trackers, recipe.reporting.project
             self.metrics = stack.enter_context(
@@ -194,7 +197,7 @@ class Trainer:
         totals = self.totals
         began = self._clock()
         learned = self.learner.train(step, totals.step + 1)
-        await self.scheduler.update_weights(self._weights())
+        await self.scheduler.update_weights(self.weights(step.version + 1))
         train_seconds = self._clock() - began
         totals.step += 1
         totals.consumed_tokens += step.consumed_tokens
@@ -265,10 +268,6 @@ class Trainer:
             "eval_reward": float(rewards.mean()),
             "eval_seconds": self._clock() - began,
         }
-
-    def _weights(self) -> Any:
-        """Where the engine finds the new weights: the embedded one shares the policy's parameters."""
-        return None
 
     def _save(self) -> Path:
         self._phase("saving")

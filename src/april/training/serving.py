@@ -1,0 +1,155 @@
+"""The engine that generates for a run, and how the policy's weights reach it.
+
+Invariants:
+- an engine starts every run, and every resumed one, from the weights that are trained, whatever it was started with;
+- servers that april starts end with the run, however it ends;
+- weights on disk are kept as long as a server may still be asked to load them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from april.config import ConfigError, EngineSettings, Recipe
+from april.engine import Engine
+
+API_KEY = "APRIL_ENGINE_API_KEY"
+"""The environment variable that holds the key of servers that want one."""
+
+
+@asynccontextmanager
+async def engine_of(recipe: Recipe, model: Any, directory: Path) -> AsyncIterator[Engine]:
+    """The engine that the recipe names, ready; closed afterwards."""
+    settings = recipe.engine
+    async with AsyncExitStack() as stack:
+        engine: Engine
+        if settings.engine == "embedded":
+            engine = _embedded(settings, model)
+        elif settings.engine == "vllm-inproc":
+            engine = _in_process(recipe)
+        else:
+            engine = await _servers(recipe, directory, stack)
+        stack.push_async_callback(engine.close)
+        yield engine
+
+
+def _embedded(settings: EngineSettings, model: Any) -> Engine:
+    from april.engines.embedded import EmbeddedEngine
+
+    return EmbeddedEngine(
+        model,
+        max_running=settings.max_running,
+        context_length=settings.context_length,
+        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        on_update=settings.on_update,
+        stream_interval=settings.stream_interval,
+    )
+
+
+def _in_process(recipe: Recipe) -> Engine:
+    from april.engines.vllm_inproc import VLLMInProcess
+
+    settings = recipe.engine
+    context = {} if settings.context_length is None else {"max_model_len": settings.context_length}
+    return VLLMInProcess.load(
+        recipe.model.path, dtype=recipe.model.dtype, max_num_seqs=settings.max_running, enforce_eager=True, **context
+    )
+
+
+async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> Engine:
+    """Running servers by their URLs, or servers started here; several of them as one pool."""
+    try:
+        from april.engines.launch import launch_sglang, launch_vllm
+        from april.engines.pool import EnginePool
+        from april.engines.sglang import SGLangEngine
+        from april.engines.vllm import VLLMEngine
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'engine.engine = "{recipe.engine.engine}" needs {error.name}: pip install "april-rl[servers]"'
+        ) from None
+    settings = recipe.engine
+    vllm = settings.engine == "vllm"
+    urls = list(settings.urls)
+    for index in range(0 if urls else settings.replicas):
+        common: dict[str, Any] = {
+            "log_dir": directory / "servers",
+            "python": settings.server_python or sys.executable,
+            "ready_timeout": settings.ready_timeout,
+            "name": f"{settings.engine}-{index}",
+        }
+        arguments = [*_limits(recipe, vllm), *settings.server_args]
+        if vllm:
+            broadcast = settings.weight_transfer == "broadcast"
+            started = launch_vllm(recipe.model.path, arguments=arguments, broadcast=broadcast, **common)
+        else:
+            started = launch_sglang(recipe.model.path, arguments=arguments, **common)
+        urls.append((await stack.enter_async_context(started)).url)
+    kind = VLLMEngine if vllm else SGLangEngine
+    engines: list[Engine] = []
+    for url in urls:
+        engine = await kind.connect(url, on_update=settings.on_update, api_key=os.environ.get(API_KEY))
+        if len(urls) > 1:
+            stack.push_async_callback(engine.close)
+        engines.append(engine)
+    return engines[0] if len(engines) == 1 else EnginePool(engines)
+
+
+def _limits(recipe: Recipe, vllm: bool) -> list[str]:
+    """What the recipe says of a server's size, as its own options."""
+    settings = recipe.engine
+    arguments = ["--dtype", recipe.model.dtype]
+    arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(settings.max_running)]
+    if settings.context_length is not None:
+        arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
+    return arguments
+
+
+class WeightHandover:
+    """What `update_weights` is given to bring an engine to the policy's current weights.
+
+    Args:
+        directory: the run's directory; weights for servers go to its folder `weights`.
+    """
+
+    def __init__(self, recipe: Recipe, model: Any, tokenizer: Any, directory: Path) -> None:
+        self._engine = recipe.engine.engine
+        self._transfer = recipe.engine.weight_transfer
+        self._model = model
+        self._tokenizer = tokenizer
+        self._directory = directory / "weights"
+        self._broadcast: Any = None
+
+    def __call__(self, version: int) -> Any:
+        """The weights as policy `version`, in the form the engine takes."""
+        if self._engine == "embedded":
+            return None
+        if self._engine == "vllm-inproc":
+            return dict(self._model.state_dict())
+        if self._transfer == "broadcast":
+            return self._over_a_group()
+        return self._on_disk(version)
+
+    def _over_a_group(self) -> Any:
+        if self._broadcast is None:
+            from april.engines.broadcast import Broadcast
+
+            tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+            device = next(iter(tensors.values())).device.type
+            self._broadcast = Broadcast(tensors, backend="nccl" if device == "cuda" else "gloo")
+        return self._broadcast
+
+    def _on_disk(self, version: int) -> Path:
+        path = (self._directory / f"v{version}").resolve()
+        self._model.save_pretrained(path)
+        self._tokenizer.save_pretrained(path)
+        # The version before stays: a replica that comes back in the middle of an update may be loading it.
+        for old in self._directory.glob("v*"):
+            if int(old.name[1:]) < version - 1:
+                shutil.rmtree(old)
+        return path

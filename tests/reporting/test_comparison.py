@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from april.reporting.comparison import ROWS, compare_runs
+
+
+def record(arm: str, seed: int, **values: float | None) -> dict[str, object]:
+    return {"arm": arm, "seed": seed, **dict.fromkeys(ROWS, 1.0), **values}
+
+
+def test_arms_are_compared_seed_by_seed() -> None:
+    rates = {"synchronous": (100.0, 200.0, 300.0), "partial": (150.0, 500.0, 330.0)}
+    runs = [
+        record(arm, seed, consumed_tokens_per_second=rate)
+        for arm, values in rates.items()
+        for seed, rate in enumerate(values)
+    ]
+    out = io.StringIO()
+    result = compare_runs(runs, Console(file=out, width=200))
+    partial = result["partial"]["consumed_tokens_per_second"]
+    assert (partial["median"], partial["min"], partial["max"]) == (330, 150, 500)
+    assert partial["ratio"] == {"median": 1.5, "min": 1.1, "max": 2.5, "runs": 3}
+    assert "× 1.50 (1.10 to 2.50)" in out.getvalue()
+
+
+def test_a_target_that_was_never_reached_says_so() -> None:
+    runs = [record("a", 0, time_to_target=10.0), record("b", 0, time_to_target=None), record("a", 1), record("b", 1)]
+    out = io.StringIO()
+    result = compare_runs(runs, Console(file=out, width=200))
+    assert result["b"]["time_to_target"]["runs"] == 1
+    assert "1.0, 1 of 2 runs" in out.getvalue()
