@@ -58,7 +58,7 @@ class Workload:
     prompt: tuple[int, int] = (16, 64)
     sigma: float = 1.0
     share: int = 1
-    page_size: int = 32
+    page_size: int = 256
     batch_tokens: int = 512
 
 
@@ -69,7 +69,7 @@ MEDIUM |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 
 WORKLOADS = [
     Workload("5M", SMALL, requests=96, slots=32, median=64, longest=512),
-    Workload("50M", MEDIUM, requests=48, slots=16, median=40, longest=320),
+    Workload("50M", MEDIUM, requests=48, slots=16, median=40, longest=320, page_size=32),
     Workload("group", SMALL, requests=96, slots=32, median=32, longest=64, prompt=(256, 256), sigma=0.3, share=8),
 ]
 
@@ -184,20 +184,26 @@ def seconds(arm: Arm, expected: int) -> float:
     return elapsed
 
 
-def compare(work: Workload, rounds: int) -> dict[str, Any]:
-    """Every arm once to warm up, then `rounds` times in turn."""
-    model, requests = build(work), requests_of(work)
-    useful = sum(request.budget for request in requests)
+def arms_of(model: PreTrainedModel, work: Workload, requests: list[Request]) -> dict[str, Arm]:
     arms = {
         "embedded": embedded(model, work, requests),
         "generate": static_generate(model, work, requests),
         "continuous": continuous(model, work, requests),
     }
     if work.share > 1:
-        arms["unshared"] = embedded(model, replace(work, share=1), requests_of(work, distinct=True))
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for arm in arms.values():
+        distinct = requests_of(work, distinct=True)[: len(requests)]
+        arms["unshared"] = embedded(model, replace(work, share=1), distinct)
+    return arms
+
+
+def compare(work: Workload, rounds: int) -> dict[str, Any]:
+    """Every arm on a few requests to warm up, then on all of them `rounds` times in turn."""
+    model, requests = build(work), requests_of(work)
+    useful = sum(request.budget for request in requests)
+    for arm in arms_of(model, work, requests[:4]).values():
         arm()
+    arms = arms_of(model, work, requests)
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(rounds):
         for name, arm in arms.items():
             times[name].append(seconds(arm, useful))

@@ -1,4 +1,4 @@
-"""How many streamed chunks a second the scheduler takes from an engine that costs nothing, with 2,000 samples under way.
+"""How many streamed chunks a second the scheduler takes from a costless engine, with 2,000 samples under way.
 
 Two engines that do no work: one that hands out a chunk for every sample at each poll, as the embedded engine does, and
 one async generator per sample (`StreamEngine`), as a server's client does. One core; the bar is 50,000 chunks/s.

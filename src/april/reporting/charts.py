@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 import numpy as np
 
@@ -254,8 +255,8 @@ def histogram(
         body.append(f'<path class="marker" d="M{at},{TOP}V{floor}"/>')
         text = f'<text class="note" x="{at + shift:.1f}" y="{below}" text-anchor="{anchor}">{name} {value:,.0f}</text>'
         body.append(text)
-    centres = [(a + b) / 2 for a, b in zip(edges, edges[1:], strict=False)]
-    heads = [f"{a:,.0f} to {b:,.0f} tokens" for a, b in zip(edges, edges[1:], strict=False)]
+    centres = [(a + b) / 2 for a, b in pairwise(edges)]
+    heads = [f"{a:,.0f} to {b:,.0f} tokens" for a, b in pairwise(edges)]
     series = [Series("responses", counts.tolist(), "c-blue"), Series("truncated", cut.tolist(), "c-red")]
     return _figure(label, size, body, [], _hover(Axis(centres, "", heads), x, series, lambda n: f"{n:,.0f}"))
 

@@ -32,7 +32,7 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
     """Print the comparison and return it as JSON types.
 
     Args:
-        records: one per run: `arm`, `seed`, and the values of `ROWS`; None where a run has none (a target never reached).
+        records: one per run: `arm`, `seed`, and the values of `ROWS`; None for a target never reached.
     """
     arms = list(dict.fromkeys(record["arm"] for record in records))
     base = {record["seed"]: record for record in records if record["arm"] == arms[0]}

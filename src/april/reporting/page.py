@@ -34,7 +34,8 @@ border-radius:10px;overflow:hidden;margin-bottom:18px}
 .tile{background:var(--card);padding:14px 18px}
 .tile b{display:block;font-size:23px;line-height:1.3;font-weight:600;letter-spacing:-.01em;white-space:nowrap}
 .tile span{display:block;font-size:13px;color:var(--soft)}
-section{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 18px 14px;margin-bottom:18px}
+section{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:18px 18px 14px}
+section{margin-bottom:18px}
 .row{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,430px),1fr))}
 .row.thirds{grid-template-columns:repeat(auto-fit,minmax(min(100%,290px),1fr))}
 .row>div{min-width:0}

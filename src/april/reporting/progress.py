@@ -245,8 +245,16 @@ class Progress:
                 length,
                 "mean / p99",
             ),
-            ("accuracy", _number(m, "accuracy", ".3f"), self._accuracies, "yellow", gained)
-            + ("consumed", speed, "tokens/s"),
+            (
+                "accuracy",
+                _number(m, "accuracy", ".3f"),
+                self._accuracies,
+                "yellow",
+                gained,
+                "consumed",
+                speed,
+                "tokens/s",
+            ),
         )
         for name, value, history, colour, aside, other, figure, unit in rows:
             curve = Text(sparkline(list(history), spark), style=colour)

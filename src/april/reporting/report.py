@@ -120,7 +120,7 @@ def _sections(run: Run) -> list[Section]:
 def _subtitle(run: Run) -> str:
     settings = _flat(run.summary.get("recipe", {}))
     partial = next((value for key, value in settings.items() if key.split(".")[-1] == "partial_rollout"), None)
-    kind = {True: "active partial rollouts", False: "synchronous rollouts"}.get(partial)
+    kind = None if partial is None else "active partial rollouts" if partial else "synchronous rollouts"
     steps = run.summary.get("steps", run.steps[-1]["step"] if run.steps else 0)
     parts = [f"{steps:,} step{'' if steps == 1 else 's'}"]
     if run.metrics and "seconds" in run.metrics[-1]:
@@ -472,7 +472,8 @@ def _traced_steps(path: Path) -> list[TracedStep]:
 def _load(directory: Path, step: TracedStep) -> trace.StepTrace:
     with (directory / trace.FILE_NAME).open("rb") as file:
         file.seek(step.offset)
-        return trace.StepTrace(**json.loads(file.readline()))  # type: ignore[typeddict-item]
+        record: trace.StepTrace = json.loads(file.readline())
+        return record
 
 
 def _axis(records: Sequence[Metrics]) -> Axis:
@@ -487,7 +488,8 @@ def _heads(records: Sequence[Metrics]) -> list[str]:
 
 
 def _values(records: Sequence[Metrics], name: str) -> list[Value]:
-    return [float(value) if _is_number(value := record.get(name)) else None for record in records]
+    values = (record.get(name) for record in records)
+    return [float(value) if value is not None and _is_number(value) else None for value in values]
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""One step's samples over time as inline SVG: which ran, waited, were interrupted, resumed; and how full the engine was.
+"""One step's samples over time as inline SVG: which ran, waited, were interrupted, resumed; how full the engine was.
 
 A row is a sample. Rows are in the order in which samples got a slot, so that a full engine shows as a staircase whose
 steps are slots becoming free.

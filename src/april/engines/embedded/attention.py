@@ -104,38 +104,41 @@ def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: t
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
-@dataclass(slots=True)
 class _Write:
-    """Where keys and values of the step's tokens `start` to `stop` go."""
+    """Puts keys and values of the step's tokens `start` to `stop` into the cache, at the flat `index`."""
 
-    tier: Tier
-    start: int
-    stop: int
-    index: torch.Tensor
+    def __init__(self, tier: Tier, start: int, stop: int, index: torch.Tensor) -> None:
+        self._span = slice(start, stop)
+        self._index = index
+        self._keys, self._values = tier.flat()
+
+    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._keys[layer].index_copy_(0, self._index, key[self._span].flatten(0, 1))
+        self._values[layer].index_copy_(0, self._index, value[self._span].flatten(0, 1))
 
 
-@dataclass(slots=True)
 class _Decode:
     """Tokens `start` to `stop` of the step: the decoding sequences of a tier, one each, at `positions` [sequences]."""
 
-    tier: Tier
-    start: int
-    stop: int
-    keys: int
-    positions: torch.Tensor
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    def __init__(self, tier: Tier, start: int, stop: int, keys: int, positions: torch.Tensor) -> None:
+        self._span = slice(start, stop)
+        self._length = keys
+        self._positions = positions[:, None]
+        self._keys, self._values = tier.views(stop - start, keys)
+        self._grouped = (stop - start, tier.shape.heads, -1, tier.shape.key_size)
+        self._masks: dict[int | None, torch.Tensor] = {}
 
     def attend(self, call: LayerCall, query: torch.Tensor) -> torch.Tensor:
-        keys, values = self.tier.keys[call.layer], self.tier.values[call.layer]
-        n = self.stop - self.start
-        window = None if call.window is None or call.window >= self.keys else call.window
-        mask = self.masks.get(window)
+        layer, window = call.layer, call.window
+        if window is not None and window >= self._length:
+            window = None
+        mask = self._masks.get(window)
         if mask is None:
-            mask = self.masks[window] = causal_mask(self.positions[:, None], self.keys, window, query.dtype)
+            mask = self._masks[window] = causal_mask(self._positions, self._length, window, query.dtype)
         # The query heads that share a KV head become its queries, so keys and values are never repeated.
-        grouped = query[self.start : self.stop].reshape(n, keys.shape[1], -1, query.shape[-1])
-        out = attend(grouped, keys[:n, :, : self.keys], values[:n, :, : self.keys], mask, call.scaling, call.softcap)
-        return out.reshape(n, query.shape[1], -1)
+        grouped = query[self._span].reshape(self._grouped)
+        out = attend(grouped, self._keys[layer], self._values[layer], mask, call.scaling, call.softcap)
+        return out.flatten(1, 2)
 
 
 @dataclass(slots=True)
@@ -241,8 +244,7 @@ class Step:
     def attend(self, call: LayerCall) -> torch.Tensor:
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
         for write in self._writes:
-            span = slice(write.start, write.stop)
-            write.tier.write(call.layer, write.index, key[span], value[span])
+            write.store(call.layer, key, value)
         parts = [decode.attend(call, query) for decode in self._decodes]
         parts += [prefill.attend(call, query, key, value) for prefill in self._prefills]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)

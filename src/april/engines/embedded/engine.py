@@ -81,6 +81,7 @@ class EmbeddedEngine:
         self._on_update = on_update
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
+        self._unseen = 0
         token_bytes = self._policy.shape.bytes(self._policy.dtype)
         budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._policy.device)
         context = self._context_length(context_length, budget, token_bytes)
@@ -114,8 +115,6 @@ class EmbeddedEngine:
     @property
     def running(self) -> int:
         return len(self._admitted)
-
-    # ------------------------------------------------------------------ the protocol
 
     def submit(self, sample: Sample) -> None:
         tokens = [*sample.prompt_ids, *sample.response_ids]
@@ -163,22 +162,22 @@ class EmbeddedEngine:
             )
 
     async def poll(self) -> list[Chunk]:
-        """One forward pass, or as many as it takes to sample something (`stream_interval` of them at most)."""
-        steps = 0
+        """Forward passes until there is something to hand out: a finished sample, or `stream_interval` decode steps."""
         # A cancelled poll is cancelled here, where nothing is half done.
         while self._in_flight:
             await asyncio.sleep(0)
             if not self._in_flight:
                 break
             try:
-                steps += self._step()
+                self._unseen += self._step()
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error
-            if self._finished or steps >= self._interval:
+            if self._finished or self._unseen >= self._interval:
                 break
         return self._take()
 
     async def interrupt(self) -> list[Chunk]:
+        self._unseen = self._interval
         chunks = self._take()
         for sequence in self._in_flight.values():
             sequence.leader = None
@@ -217,11 +216,11 @@ class EmbeddedEngine:
 
     def _take(self) -> list[Chunk]:
         chunks = [sequence.take(self.version) for sequence in self._finished]
-        chunks += [sequence.take(self.version) for sequence in self._in_flight.values() if sequence.pending]
         self._finished = []
+        if self._unseen >= self._interval:
+            chunks += [sequence.take(self.version) for sequence in self._in_flight.values() if sequence.pending]
+            self._unseen = 0
         return chunks
-
-    # ------------------------------------------------------------------ one step
 
     @torch.inference_mode()
     def _step(self) -> bool:
@@ -287,8 +286,6 @@ class EmbeddedEngine:
         self._finished.append(sequence)
         del self._in_flight[sequence.id], self._admitted[sequence]
         self._release(sequence)
-
-    # ------------------------------------------------------------------ who runs
 
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self.capacity.slots:
@@ -356,8 +353,6 @@ class EmbeddedEngine:
             self._copy_prompt(leader, sequence)
             self._start(sequence)
         self._following = following
-
-    # ------------------------------------------------------------------ room in the cache
 
     def _evict(self, keep: Sequence) -> bool:
         """Give up the KV cache of one sequence that is not admitted: the one parked longest, else the last to run."""

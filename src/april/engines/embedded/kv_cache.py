@@ -63,12 +63,13 @@ class Tier:
             new[:, :used].copy_(old[:, :used])
             setattr(self, name, new)
 
-    def write(self, layer: int, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store `keys` and `values`, [tokens, KV heads, head size], at `index` [tokens * KV heads] of the flat rows."""
-        self.keys[layer].view(-1, self.shape.key_size).index_copy_(0, index, keys.reshape(-1, self.shape.key_size))
-        self.values[layer].view(-1, self.shape.value_size).index_copy_(
-            0, index, values.reshape(-1, self.shape.value_size)
-        )
+    def views(self, rows: int, length: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keys and values of each layer, [rows, KV heads, length, head size], of the first rows and positions."""
+        return self.keys[:, :rows, :, :length].unbind(0), self.values[:, :rows, :, :length].unbind(0)
+
+    def flat(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Keys and values of each layer as [rows * KV heads * length, head size]."""
+        return self.keys.flatten(1, 3).unbind(0), self.values.flatten(1, 3).unbind(0)
 
     def append(self, sequence: Sequence) -> None:
         """Give `sequence` the first free row, held."""

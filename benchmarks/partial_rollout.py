@@ -1,0 +1,153 @@
+"""Partial against synchronous rollouts at the same N, the same samples per prompt and the same engine slots.
+
+The rollout phase of the quickstart recipe, with its policy, its problems and its lengths; nothing is trained, so that
+every arm generates from the same distribution, but the weights are handed over after every step as if they had changed.
+All arms run in one process in turn, a block of steps each, round after round. Reported: consumed tokens/s of each arm,
+its ratio to the synchronous arm of the same round, and the share of the step that is neither the engine's forward
+passes nor rewards: the scheduler's overhead.
+
+    OMP_NUM_THREADS=2 python benchmarks/partial_rollout.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from record import save, spread
+
+from april import RolloutScheduler
+from april.config import Recipe, load_recipe
+from april.engines.embedded import EmbeddedEngine
+from april.tasks.prompts import PromptStream
+from april.tasks.task import build_task
+from april.training.policy import load_policy, stop_tokens
+from april.training.scoring import Rewards
+
+
+class Arm:
+    """One way of collecting, with an engine of its own and the time it has taken."""
+
+    def __init__(
+        self, recipe: Recipe, name: str, over_sampling: int | None, on_update: str, slots: int, policy: Any, task: Any
+    ) -> None:
+        model, tokenizer = policy
+        rollout = recipe.rollout
+        self.name = name
+        self.engine = EmbeddedEngine(
+            model, max_running=slots, context_length=recipe.engine.context_length, on_update=on_update
+        )
+        self.rewards = Rewards(task.scorer, tokenizer, rollout)
+        self.scheduler = RolloutScheduler(
+            self.engine,
+            PromptStream(task, tokenizer, seed=1),
+            self.score,
+            rollout_batch_size=rollout.rollout_batch_size,
+            over_sampling_batch_size=over_sampling,
+            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            sampling=recipe.sampling(stop_tokens(model, tokenizer)),
+            partial_rollout=over_sampling is not None,
+            max_staleness=rollout.max_staleness,
+        )
+        self.passes = self.scoring = 0.0
+        self.staleness: list[float] = []
+        self.off_policy: list[float] = []
+        self.occupancy: list[float] = []
+        forward = self.engine._step
+
+        def timed() -> bool:
+            began = time.perf_counter()
+            sampled = forward()
+            self.passes += time.perf_counter() - began
+            return sampled
+
+        self.engine._step = timed  # type: ignore[method-assign]
+
+    async def score(self, prompt: Any, sample: Any) -> float:
+        began = time.perf_counter()
+        reward = await self.rewards(prompt, sample)
+        self.scoring += time.perf_counter() - began
+        return reward
+
+    async def block(self, steps: int) -> dict[str, float]:
+        """Consumed and generated tokens per second of `steps` steps, and the scheduler's share of the time."""
+        self.passes = self.scoring = 0.0
+        consumed = generated = 0
+        began = time.perf_counter()
+        for _ in range(steps):
+            step = await self.scheduler.collect()
+            await self.scheduler.update_weights()
+            consumed += step.consumed_tokens
+            generated += step.sampled_tokens
+            self.staleness.append(float(step.staleness.mean()))
+            self.off_policy.append(step.off_policy_token_share)
+            self.occupancy.append(step.occupancy)
+        seconds = time.perf_counter() - began
+        return {
+            "consumed": consumed / seconds,
+            "generated": generated / seconds,
+            "overhead": 1 - (self.passes + self.scoring) / seconds,
+        }
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    recipe = load_recipe(Path(args.recipe))
+    policy = load_policy(recipe.model)
+    task = build_task(recipe.task)
+    batch_size = recipe.rollout.rollout_batch_size
+    results = {}
+    for slots in args.slots:
+        arms = [Arm(recipe, "synchronous", None, "keep", slots, policy, task)]
+        for ratio in args.ratios:
+            for on_update in ("keep", "recompute"):
+                name = f"partial, N'/N = {ratio:g}, {on_update}"
+                arms.append(Arm(recipe, name, round(ratio * batch_size), on_update, slots, policy, task))
+        rounds: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
+        for arm in arms:  # first steps differ: buffers are empty, caches and kernels cold
+            await arm.block(args.warm_up)
+        for _ in range(args.rounds):
+            for arm in arms:
+                rounds[arm.name].append(await arm.block(args.steps))
+        base = rounds["synchronous"]
+        results[f"{slots} slots"] = {
+            arm.name: {
+                "consumed_tokens_per_second": spread([r["consumed"] for r in rounds[arm.name]]),
+                "generated_tokens_per_second": spread([r["generated"] for r in rounds[arm.name]]),
+                "consumed_ratio_to_synchronous": spread(
+                    [r["consumed"] / b["consumed"] for r, b in zip(rounds[arm.name], base, strict=True)]
+                ),
+                "scheduler_overhead": spread([r["overhead"] for r in rounds[arm.name]]),
+                "mean_staleness": sum(arm.staleness) / len(arm.staleness),
+                "off_policy_token_share": sum(arm.off_policy) / len(arm.off_policy),
+                "occupancy": sum(arm.occupancy) / len(arm.occupancy),
+            }
+            for arm in arms
+        }
+        for name, result in results[f"{slots} slots"].items():
+            ratio, rate = result["consumed_ratio_to_synchronous"], result["consumed_tokens_per_second"]["median"]
+            print(
+                f"{slots} slots, {name}: {rate:,.0f} consumed tokens/s, {ratio['median']:.2f} x ({ratio['min']:.2f} to "
+                f"{ratio['max']:.2f}), occupancy {result['occupancy']:.0%}, staleness {result['mean_staleness']:.2f}, "
+                f"overhead {result['scheduler_overhead']['median']:.2%}",
+                flush=True,
+            )
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="examples/gcd/recipe.toml")
+    parser.add_argument("--slots", type=int, nargs="+", default=[128], help="engine slots to measure at")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1.25, 1.5, 2.0], help="N'/N of the partial arms")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=3, help="steps of an arm in a round")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of each arm before the first round")
+    args = parser.parse_args()
+    print(save(__file__, {"results": asyncio.run(measure(args)), "settings": vars(args)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""What the benchmarks of this folder share: a small policy made from a config, and a real server on it.
+
+`scripts/setup_vllm.sh` and `scripts/setup_sglang.sh` make the servers' environments.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torch
+from record import save as save_record
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from april.engines.http import ServerEngine
+from april.engines.launch import Server, launch_sglang, launch_vllm
+from april.engines.sglang import SGLangEngine
+from april.engines.vllm import VLLMEngine
+
+ROOT = Path(__file__).parents[2]
+CONTEXT = 2048
+ENGINES: Mapping[str, type[ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
+
+
+def make_policy(path: Path) -> Path:
+    """A Qwen3 of 3.7M parameters in float32, with random weights."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncContextManager[Server]:
+    """A server with one thread: the client has the other core."""
+    python = Path(os.environ.get(f"APRIL_{engine.upper()}_PYTHON", ROOT / ".servers" / engine / "bin" / "python"))
+    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if engine == "vllm":
+        arguments = [
+            *("--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32", "--block-size", "32"),
+            *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots)),
+            *("--kv-cache-memory-bytes", str(2**29)),
+        ]
+        return launch_vllm(model, log_dir=log_dir, python=python, arguments=arguments, environment=environment)
+    arguments = [
+        *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--sleep-on-idle"),
+        *("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", str(slots)),
+        *("--max-total-tokens", "131072", "--mem-fraction-static", "0.1"),
+    ]
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    return launch_sglang(model, log_dir=log_dir, python=python, arguments=arguments, environment=environment)
+
+
+def save(script: str, results: Mapping[str, Any]) -> Path:
+    command = " ".join(["python", f"benchmarks/servers/{Path(script).name}", *sys.argv[1:]])
+    return save_record(script, {"servers": VERSIONS, **results, "command": command})

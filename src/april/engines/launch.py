@@ -1,0 +1,200 @@
+"""Servers that april starts itself: on a free port of the loopback interface, gone when the block ends.
+
+Invariants:
+- a server and everything it spawned is one process group, and no process of it outlives the block, however it ends;
+- the server's log is in the run directory from its first line on, and its tail is in the error if it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from april.engine import EngineError
+
+LOG_TAIL = 30
+GRACE = 10.0
+"""Seconds a server has to end itself before it is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server: where it listens, where its log is, and the process (leader of its group)."""
+
+    name: str
+    url: str
+    log: Path
+    process: asyncio.subprocess.Process
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        with open(self.log, errors="replace") as lines:
+            return "".join(deque(lines, LOG_TAIL))
+
+
+def launch_vllm(
+    model: str | Path,
+    *,
+    log_dir: str | Path,
+    python: str | Path = sys.executable,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    port: int = 0,
+    ready_timeout: float = 900.0,
+    name: str = "vllm",
+    broadcast: bool = False,
+) -> AbstractAsyncContextManager[Server]:
+    """vLLM on `model`, with everything `VLLMEngine` needs; the log is `log_dir/<name>.log`.
+
+    Args:
+        model: directory or hub name.
+        log_dir: the run directory.
+        python: interpreter of the environment vLLM is installed in.
+        arguments: more options of the server; they come last, so they win.
+        environment: more environment variables.
+        port: 0 takes a free one.
+        ready_timeout: seconds the server may take until it answers.
+        name: of the log file, and in errors.
+        broadcast: make the server able to take weights from an `april.engines.broadcast.Broadcast`.
+
+    Raises:
+        EngineError: the server died or did not become ready; with the tail of its log.
+    """
+    port = port or free_port()
+    command = [
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        *arguments,
+    ]
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **(environment or {})}
+    if broadcast:
+        # The server's environment need not have april: it gets the one module it needs on a path of its own.
+        plugin = Path(log_dir).absolute() / f"{name}-plugin"
+        plugin.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(__file__).with_name("vllm_receiver.py"), plugin / "april_vllm_receiver.py")
+        path = [str(plugin), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+        command += [
+            *("--worker-extension-cls", "april_vllm_receiver.WorkerExtension"),
+            *("--weight-transfer-config", '{"backend": "april"}'),
+        ]
+    return launch(name, command, port, Path(log_dir), variables, ready_timeout)
+
+
+def launch_sglang(
+    model: str | Path,
+    *,
+    log_dir: str | Path,
+    python: str | Path = sys.executable,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    port: int = 0,
+    ready_timeout: float = 900.0,
+    name: str = "sglang",
+) -> AbstractAsyncContextManager[Server]:
+    """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`."""
+    port = port or free_port()
+    command = [
+        *(str(python), "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--incremental-streaming-output", "--skip-server-warmup"),
+        *arguments,
+    ]
+    return launch(name, command, port, Path(log_dir), environment or {}, ready_timeout)
+
+
+@asynccontextmanager
+async def launch(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    log_dir: Path,
+    environment: Mapping[str, str],
+    ready_timeout: float,
+    health_path: str = "/health",
+) -> AsyncIterator[Server]:
+    """Run any server that answers 200 at `health_path` once it is ready."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    path = log_dir / f"{name}.log"
+    with open(path, "wb") as output:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineError(f"{name} could not be started: {error}") from error
+    server = Server(name, f"http://127.0.0.1:{port}", path, process)
+    try:
+        await _ready(server, health_path, ready_timeout)
+        yield server
+    finally:
+        await _stop(process)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _ready(server: Server, health_path: str, timeout: float) -> None:
+    client = aiohttp.ClientTimeout(total=10)
+    try:
+        async with asyncio.timeout(timeout), aiohttp.ClientSession(server.url, timeout=client) as session:
+            while True:
+                if server.process.returncode is not None:
+                    raise EngineError(
+                        f"{server.name} died while starting (exit status {server.process.returncode}); the end of its "
+                        f"log, {server.log}:\n{server.tail()}"
+                    )
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with session.get(health_path) as response:
+                        if response.status == 200:
+                            return
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        raise EngineError(
+            f"{server.name} was not ready after {timeout:g} s (ready_timeout); the end of its log, "
+            f"{server.log}:\n{server.tail()}"
+        ) from None
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End the whole process group: politely, then not. Cancelling this does not spare the group."""
+    try:
+        if _signal_group(process.pid, signal.SIGTERM):
+            async with asyncio.timeout(GRACE):
+                await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        # What the server spawned may survive its leader.
+        _signal_group(process.pid, signal.SIGKILL)
+        await asyncio.shield(process.wait())
+
+
+def _signal_group(group: int, number: signal.Signals) -> bool:
+    """False if nothing is left of the group."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return False
+    return True

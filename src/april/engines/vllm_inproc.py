@@ -1,0 +1,183 @@
+"""vLLM in the trainer's own process: no server, one machine, one device for both.
+
+Written to vLLM 0.32. Importing it needs vLLM in this environment. Set `VLLM_ENABLE_V1_MULTIPROCESSING=0` before vLLM is
+imported (`VLLMInProcess.load` does), or weights could not be handed over as tensors.
+
+Invariants:
+- vLLM steps in one worker thread and nothing else touches it there while it does;
+- vLLM says nothing when a request is aborted, so every token is kept as it is sampled;
+- KV caches of different versions never mix: every request names its weights in the cache's salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from april.engine import Capacity, Chunk, EngineError
+from april.trajectory import FinishReason, Sample
+
+FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(slots=True)
+class Request:
+    sample_id: str
+    received: int = 0
+
+
+class VLLMInProcess:
+    """A `vllm.LLM` as an engine. `VLLMInProcess.load(model, …)` makes both.
+
+    Args:
+        llm: made with `logprobs_mode="processed_logprobs"`.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, llm: Any, vocab_size: int | None = None) -> None:
+        config = llm.llm_engine.vllm_config
+        if config.model_config.logprobs_mode != "processed_logprobs":
+            raise ValueError('logprobs_mode must be "processed_logprobs": pass it to vllm.LLM')
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._vocab_size = vocab_size or config.model_config.get_vocab_size()
+        self.capacity = Capacity(
+            slots=config.scheduler_config.max_num_seqs, context_length=config.model_config.max_model_len
+        )
+        self.version = 0
+        self._salt = 0
+        self._numbers = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._new: list[tuple[str, Any, Any]] = []
+        self._chunks: list[Chunk] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._stepping: asyncio.Future[list[Any]] | None = None
+
+    @classmethod
+    def load(cls, model: str, **settings: Any) -> VLLMInProcess:
+        """Load `model` (directory or hub name); `settings` are those of `vllm.LLM`."""
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        from vllm import LLM
+
+        defaults = {"logprobs_mode": "processed_logprobs", "distributed_executor_backend": "uni"}
+        return cls(LLM(model, **{**defaults, **settings}))
+
+    @property
+    def running(self) -> int:
+        return min(len(self._requests), self.capacity.slots)
+
+    def submit(self, sample: Sample) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = sample.sampling
+        context = self.capacity.context_length
+        ids = [*sample.prompt_ids, *sample.response_ids]
+        if len(sample.prompt_ids) + sampling.max_tokens > context:
+            raise ValueError(
+                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens and a response budget of "
+                f"{sampling.max_tokens} do not fit the context length, {context}"
+            )
+        if not sample.prompt_ids:
+            raise ValueError(f"sample {sample.id}: the prompt is empty")
+        for token in (*ids, *sampling.stop_token_ids):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"sample {sample.id}: token {token} is outside the vocabulary ({self._vocab_size})")
+        params = SamplingParams(
+            max_tokens=sample.budget_left,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sample.seed % 2**63,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        request_id = f"{sample.id}-{next(self._numbers)}"
+        prompt = {"prompt_token_ids": ids, "cache_salt": str(self._salt)}
+        self._requests[request_id] = Request(sample.id)
+        self._new.append((request_id, prompt, params))
+
+    async def poll(self) -> list[Chunk]:
+        if not self._chunks and self._requests:
+            await self._step()
+        return self._take()
+
+    async def _step(self) -> None:
+        if self._stepping is None:
+            new, self._new = self._new, []
+            self._stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._advance, new)
+        # A cancelled poll leaves the step to the next one.
+        await asyncio.wait([self._stepping])
+        outputs, self._stepping = self._stepping, None
+        for output in outputs.result():
+            self._absorb(output)
+
+    def _advance(self, new: list[tuple[str, Any, Any]]) -> list[Any]:
+        try:
+            for request_id, prompt, params in new:
+                self._engine.add_request(request_id, prompt, params)
+            return list(self._engine.step())
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {type(error).__name__}: {error}") from error
+
+    def _absorb(self, output: Any) -> None:
+        request = self._requests.get(output.request_id)
+        if request is None:
+            return
+        (completion,) = output.outputs
+        ids = list(completion.token_ids)
+        logprobs = [scored[token].logprob for token, scored in zip(ids, completion.logprobs or [], strict=True)]
+        request.received += len(ids)
+        finish = None
+        if output.finished:
+            del self._requests[output.request_id]
+            finish = FINISH[completion.finish_reason]
+        if ids or finish is not None:
+            self._chunks.append(Chunk(request.sample_id, ids, logprobs, self.version, finish))
+
+    def _take(self) -> list[Chunk]:
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    async def interrupt(self) -> list[Chunk]:
+        if self._stepping is not None:
+            await self._step()
+        waiting = {request_id for request_id, _, _ in self._new}
+        self._new.clear()
+        running = [request_id for request_id in self._requests if request_id not in waiting]
+        self._requests.clear()
+        await self._call(self._engine.abort_request, running)
+        return self._take()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """Go over to policy `version`: a state dict by checkpoint names, or a directory of safetensors."""
+        assert not self._requests, "weights change only while nothing is in flight"
+        if isinstance(weights, Mapping):
+            await self._call(self._reload, {"weights_iterator": iter(weights.items())})
+        else:
+            await self._call(self._reload, {"weights_path": str(weights)})
+        self._salt += 1
+        self.version = version
+
+    def _reload(self, weights: dict[str, Any]) -> None:
+        self._llm.collective_rpc("reload_weights", kwargs=weights)
+        self._engine.reset_prefix_cache()
+
+    async def _call(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Nothing is held but the prefix cache, which vLLM evicts by itself."""
+
+    async def close(self) -> None:
+        await self.interrupt()
+        self._thread.shutdown()

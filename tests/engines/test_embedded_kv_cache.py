@@ -1,0 +1,112 @@
+"""Rows of the KV cache: whoever moves, grows, parks or leaves, everyone else's keys and values stay theirs."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from april.engines.embedded.kv_cache import KVCache, KVShape, tier_lengths
+from april.engines.embedded.sequence import Sequence
+from april.trajectory import Sample, SamplingParams
+
+SHAPE = KVShape(layers=2, heads=1, key_size=3, value_size=2)
+CONTEXT = 200
+
+
+def content(sequence: Sequence, size: int) -> torch.Tensor:
+    """What the sequence, and no other, has at each position: [layers, heads, kv_length, size]."""
+    marks = torch.arange(sequence.kv_length, dtype=torch.float64) + 1000 * sequence.seed
+    return marks[:, None].expand(SHAPE.layers, SHAPE.heads, -1, size)
+
+
+class Rows(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        budget = 14 * 96 * SHAPE.bytes(torch.float64)
+        self.cache = KVCache(SHAPE, CONTEXT, budget, torch.float64, torch.device("cpu"))
+        self.decoding: list[Sequence] = []
+        self.held: list[Sequence] = []
+        self.born = 0
+
+    def write(self, sequence: Sequence, length: int) -> None:
+        sequence.kv_length = length
+        assert sequence.tier is not None
+        sequence.tier.keys[:, sequence.row, :, :length] = content(sequence, SHAPE.key_size)
+        sequence.tier.values[:, sequence.row, :, :length] = content(sequence, SHAPE.value_size)
+
+    @rule(length=st.integers(1, CONTEXT))
+    def place(self, length: int) -> None:
+        tier = self.cache.tier_for(length)
+        if self.cache.fits(tier):
+            self.born += 1
+            sequence = Sequence.of(Sample(0, self.born, (1,), SamplingParams(), self.born), [1], CONTEXT)
+            self.cache.place(sequence, tier)
+            self.write(sequence, length)
+            self.held.append(sequence)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def decode(self, data: st.DataObject) -> None:
+        sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        sequence.tier.decode(sequence)  # type: ignore[union-attr]
+        self.decoding.append(sequence)
+
+    @precondition(lambda self: self.held or self.decoding)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from([run for run in (self.held, self.decoding) if run]))
+        sequence = run.pop(data.draw(st.integers(0, len(run) - 1)))
+        sequence.tier.remove(sequence)  # type: ignore[union-attr]
+
+    @precondition(lambda self: self.held or self.decoding)
+    @rule(data=st.data(), extra=st.integers(1, 100))
+    def grow(self, data: st.DataObject, extra: int) -> None:
+        sequence = data.draw(st.sampled_from([*self.held, *self.decoding]))
+        length = min(CONTEXT, sequence.kv_length + extra)
+        tier = self.cache.tier_for(length)
+        if tier is not sequence.tier:
+            if not self.cache.fits(tier):
+                return
+            self.cache.outgrow(sequence, tier)
+        self.write(sequence, length)
+
+    @rule()
+    def hold_all(self) -> None:
+        for tier in self.cache.tiers:
+            tier.hold_all()
+        self.held += self.decoding
+        self.decoding = []
+
+    @rule()
+    def release(self) -> None:
+        self.cache.release()
+        assert self.cache.allocated_bytes == self.cache.used_bytes
+
+    @invariant()
+    def everyone_has_what_is_theirs(self) -> None:
+        for sequence in [*self.held, *self.decoding]:
+            tier = sequence.tier
+            assert tier is not None
+            where = tier.decoding if sequence in self.decoding else tier.held
+            offset = 0 if sequence in self.decoding else len(tier.decoding)
+            assert where[sequence.row - offset] is sequence
+            span = slice(0, sequence.kv_length)
+            assert torch.equal(tier.keys[:, sequence.row, :, span], content(sequence, SHAPE.key_size))
+            assert torch.equal(tier.values[:, sequence.row, :, span], content(sequence, SHAPE.value_size))
+
+    @invariant()
+    def the_budget_holds(self) -> None:
+        assert self.cache.used_bytes <= self.cache.allocated_bytes <= self.cache.budget
+        assert sum(tier.used for tier in self.cache.tiers) == len(self.held) + len(self.decoding)
+
+
+Rows.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestRows = Rows.TestCase
+
+
+def test_tiers_grow_by_halves_and_thirds_up_to_the_context() -> None:
+    assert tier_lengths(20) == [24]
+    assert tier_lengths(64) == [64]
+    assert tier_lengths(400) == [64, 96, 128, 192, 256, 384, 400]

@@ -1,0 +1,111 @@
+"""Starting servers: whatever happens, nothing is left of them, and the log says why."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from april.engine import EngineError
+from april.engines.launch import free_port, launch
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path: Path, script: str, ready_timeout: float = 20.0):  # type: ignore[no-untyped-def]
+    port = free_port()
+    return launch("toy", [sys.executable, "-c", script, str(port)], port, tmp_path / "run", {"A": "1"}, ready_timeout)
+
+
+def child_of(log: Path) -> int:
+    return int(log.read_text().split()[1])
+
+
+async def gone(pid: int) -> bool:
+    """A killed process may take a moment to be reaped."""
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_the_whole_process_group_ends_with_the_block(tmp_path: Path) -> None:
+    async with start(tmp_path, SERVER) as server:
+        assert server.log == tmp_path / "run" / "toy.log"
+        async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
+            assert response.status == 200
+        child = child_of(server.log)
+        os.kill(child, 0)
+    assert server.process.returncode is not None
+    assert await gone(child)
+
+
+async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> None:
+    pids = []
+
+    async def use(error: Exception | None) -> None:
+        async with start(tmp_path, SERVER) as server:
+            pids.append(child_of(server.log))
+            if error is not None:
+                raise error
+            await asyncio.sleep(600)
+
+    with pytest.raises(RuntimeError, match="trainer"):
+        await use(RuntimeError("the trainer failed"))
+    task = asyncio.create_task(use(None))
+    while len(pids) < 2:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all([await gone(pid) for pid in pids])
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.engines.launch.GRACE", 0.2)
+    async with start(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVER) as server:
+        child = child_of(server.log)
+    assert server.process.returncode == -9
+    assert await gone(child)
+
+
+async def test_a_server_that_dies_while_starting_shows_its_log(tmp_path: Path) -> None:
+    script = "import sys\nfor i in range(100): print('line', i)\nsys.exit('no such model')"
+    with pytest.raises(EngineError, match="no such model") as caught:
+        async with start(tmp_path, script):
+            pass
+    message = str(caught.value)
+    assert "toy died while starting (exit status 1)" in message
+    assert str(tmp_path / "run" / "toy.log") in message
+    assert "line 99" in message
+    assert "line 50" not in message
+
+
+async def test_a_server_that_never_gets_ready(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"toy was not ready after 0\.5 s \(ready_timeout\)"):
+        async with start(tmp_path, "import time; time.sleep(600)", ready_timeout=0.5):
+            pass
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="toy could not be started"):
+        async with launch("toy", ["/nowhere/python"], 1, tmp_path, {}, 1.0):
+            pass

@@ -1,0 +1,424 @@
+"""Many replicas as one engine, with replicas whose every token follows from (seed, index)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.engine import Capacity, Chunk, EngineError, StreamEngine
+from april.engines.pool import EnginePool, State
+from april.scheduler import RolloutScheduler
+from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+
+SLOTS = 4
+
+
+def token_at(seed: int, index: int) -> int:
+    return random.Random(seed * 1_000_003 + index).randrange(1000)
+
+
+def length_of(seed: int, budget: int) -> int:
+    return min(budget, 20 + int(random.Random(seed).paretovariate(0.9) * 3))
+
+
+class Machine(StreamEngine):
+    """A replica that can be killed, hung, made to fail, and restarted without its weights."""
+
+    def __init__(self, name: str = "replica", slots: int = SLOTS) -> None:
+        super().__init__(self._sample, Capacity(slots, 10_000))
+        self.name = name
+        self.version = 0
+        self.on_update = "recompute"
+        self.alive = True
+        self.forgotten: list[str] = []
+        self.served: set[str] = set()
+        self.updates: list[int] = []
+        self.refuses_update = False
+        self.fault: str | None = None
+        self.chance = 1.0
+        self._rng = random.Random(name)
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    async def _sample(self, sample: Sample) -> AsyncIterator[Chunk]:
+        self.served.add(sample.id)
+        index, length = sample.length, length_of(sample.seed, sample.sampling.max_tokens)
+        id, seed, budget = sample.id, sample.seed, sample.sampling.max_tokens
+        while True:
+            await asyncio.sleep(0)
+            await self._resumed.wait()
+            if not self.alive:
+                raise ConnectionError("nobody answers")
+            if self.fault and self._rng.random() < self.chance:
+                if self.fault == "nonsense":
+                    yield Chunk(id, [0] * (budget + 1), [0.0] * (budget + 1), self.version)
+                elif self.fault == "back in time":
+                    yield Chunk(id, [1], [0.0], -5)
+                else:
+                    raise RuntimeError(self.fault)
+            tokens = [token_at(seed, i) for i in range(index, min(index + 2, length))]
+            index += len(tokens)
+            finish = None
+            if index == length:
+                finish = FinishReason.LENGTH if length == budget else FinishReason.STOP
+            yield Chunk(id, tokens, [-0.5] * len(tokens), self.version, finish)
+            if finish:
+                return
+
+    def hang(self) -> None:
+        self._resumed.clear()
+
+    def go_on(self) -> None:
+        self._resumed.set()
+
+    def restart(self) -> None:
+        self.alive, self.version = True, -1
+        self.go_on()
+
+    async def check(self) -> None:
+        await self._resumed.wait()
+        if not self.alive:
+            raise EngineError(f"{self.name} is dead")
+        if self.version == -1:
+            raise EngineError(f"{self.name} was restarted")
+
+    async def learn(self) -> None:
+        await self._resumed.wait()
+        if not self.alive:
+            raise EngineError(f"{self.name} is dead")
+        self.version = max(self.version, 0)
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        await self._resumed.wait()
+        if not self.alive or self.refuses_update:
+            raise EngineError(f"{self.name} does not take weights")
+        assert not self._tasks, "weights changed under running samples"
+        self.version = version
+        self.updates.append(version)
+
+    def forget(self, sample_ids: Any = None) -> None:
+        self.forgotten.extend(sample_ids or ())
+
+
+@asynccontextmanager
+async def pool_of(*machines: Machine, **settings: Any) -> AsyncIterator[EnginePool]:
+    pool = EnginePool(machines, **{"health_interval": 0.02, "health_timeout": 0.05, "update_timeout": 0.1, **settings})
+    try:
+        yield pool
+    finally:
+        await pool.close()
+    assert len(asyncio.all_tasks()) == 1, "a task outlived the pool"
+
+
+def make_samples(n: int, budget: int = 400) -> list[Sample]:
+    return [Group.start(i, Prompt((1, 2)), 1, SamplingParams(budget), 0).samples[0] for i in range(n)]
+
+
+def check(sample: Sample) -> None:
+    assert sample.response_ids == [token_at(sample.seed, i) for i in range(sample.length)]
+
+
+async def run(pool: EnginePool, samples: list[Sample], until: int | None = None) -> None:
+    by_id = {sample.id: sample for sample in samples}
+    async with asyncio.timeout(20):
+        while any(s.finish is None for s in samples) and (until is None or sum(s.length for s in samples) < until):
+            for chunk in await pool.poll():
+                assert chunk.error is None
+                by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+
+
+def absorb(chunks: list[Chunk], samples: list[Sample]) -> None:
+    by_id = {sample.id: sample for sample in samples}
+    for chunk in chunks:
+        by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+
+
+def submit(pool: EnginePool, samples: list[Sample]) -> None:
+    for sample in samples:
+        if sample.finish is None:
+            pool.submit(sample)
+
+
+def finished(samples: list[Sample]) -> bool:
+    for sample in samples:
+        check(sample)
+    return all(sample.length == length_of(sample.seed, sample.sampling.max_tokens) for sample in samples)
+
+
+async def test_capacity_is_that_of_all_replicas() -> None:
+    async with pool_of(Machine(slots=3), Machine(slots=5)) as pool:
+        assert pool.capacity == Capacity(8, 10_000, None)
+        assert pool.running == 0
+    with pytest.raises(ValueError, match="at least one replica"):
+        EnginePool([])
+
+
+async def test_samples_spread_by_share_of_slots() -> None:
+    small, large = Machine("small", slots=2), Machine("large", slots=6)
+    async with pool_of(small, large) as pool:
+        samples = make_samples(8)
+        submit(pool, samples)
+        await run(pool, samples)
+        assert (len(small.served), len(large.served)) == (2, 6)
+        assert finished(samples)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_a_resumed_sample_goes_back_to_its_prefix(on_update: str) -> None:
+    machines = [Machine("a"), Machine("b")]
+    for machine in machines:
+        machine.on_update = on_update
+    async with pool_of(*machines) as pool:
+        samples = make_samples(8)
+        submit(pool, samples)
+        await run(pool, samples, until=20)
+        absorb(await pool.interrupt(), samples)
+        left = [sample for sample in samples if sample.finish is None]
+        homes = {sample.id: next(m for m in machines if sample.id in m.served) for sample in left}
+        assert len(left) >= 2
+        submit(pool, left[::-1])
+        await run(pool, samples)
+        assert all([m.name for m in machines if s.id in m.served] == [homes[s.id].name] for s in left)
+        assert not machines[0].forgotten
+        assert finished(samples)
+
+
+async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
+    machines = [Machine("a", slots=8), Machine("b", slots=8)]
+    async with pool_of(*machines, affinity=0.0) as pool:
+        first = make_samples(1)
+        submit(pool, first)
+        await run(pool, first, until=1)
+        absorb(await pool.interrupt(), first)
+        others = make_samples(2)[1:]
+        submit(pool, [*others, *first])
+        assert pool.replicas[1].samples.keys() == {"0.0"}
+        assert machines[0].forgotten == ["0.0"]
+
+
+@pytest.mark.parametrize("fault", ["HTTP 500", "nonsense", "back in time"])
+async def test_a_failing_replica_loses_nothing(fault: str) -> None:
+    bad, good = Machine("bad"), Machine("good")
+    bad.fault, bad.chance = fault, 0.3
+    async with pool_of(bad, good) as pool:
+        samples = make_samples(12)
+        submit(pool, samples)
+        await run(pool, samples)
+        assert finished(samples)
+
+
+@pytest.mark.parametrize("trouble", ["kill", "hang", "restart"])
+async def test_a_replica_lost_in_mid_flight(trouble: str) -> None:
+    victim, other = Machine("victim"), Machine("other")
+    async with pool_of(victim, other) as pool:
+        await pool.update_weights(1, "one")
+        samples = make_samples(8)
+        submit(pool, samples)
+        await run(pool, samples, until=15)
+        if trouble == "kill":
+            victim.alive = False
+        elif trouble == "hang":
+            victim.hang()
+        else:
+            victim.version = -1
+        if trouble == "restart":
+            # Its tokens now come from other weights: it must be found out by its version, not by an error.
+            await pool._check(pool.replicas[0])
+            assert not pool.replicas[0].ready
+        await run(pool, samples)
+        assert finished(samples)
+        assert {v for s in samples for v in s.versions} == {1}
+        victim.restart()
+        async with asyncio.timeout(20):
+            while not pool.replicas[0].ready:
+                await asyncio.sleep(0.01)
+        assert victim.updates == [1, 1]
+        victim.served.clear()
+        more = make_samples(8)
+        submit(pool, more)
+        await run(pool, more)
+        assert len(victim.served) >= 4
+
+
+async def test_interrupt_while_a_replica_is_dying() -> None:
+    victim, other = Machine("victim"), Machine("other")
+    async with pool_of(victim, other) as pool:
+        samples = make_samples(8)
+        submit(pool, samples)
+        await run(pool, samples, until=10)
+        victim.alive = False
+        await asyncio.sleep(0.001)
+        absorb(await pool.interrupt(), samples)
+        assert await pool.poll() == []
+        submit(pool, samples)
+        await run(pool, samples)
+        assert finished(samples)
+
+
+async def test_the_last_replica_comes_back_and_the_samples_go_on() -> None:
+    only = Machine("only")
+    async with pool_of(only) as pool:
+        samples = make_samples(4)
+        submit(pool, samples)
+        await run(pool, samples, until=5)
+        only.alive = False
+        asyncio.get_running_loop().call_later(0.3, only.restart)
+        await run(pool, samples)
+        assert finished(samples)
+
+
+async def test_no_replica_is_left() -> None:
+    machines = [Machine("a"), Machine("b")]
+    async with pool_of(*machines, patience=0.3) as pool:
+        samples = make_samples(4)
+        submit(pool, samples)
+        for machine in machines:
+            machine.alive = False
+        with pytest.raises(EngineError, match=r"no replica was ready for 0\.3 s: a: .*; b: "):
+            await run(pool, samples)
+        absorb(await pool.interrupt(), samples)
+        for sample in samples:
+            check(sample)
+
+
+async def test_a_request_that_fails_everywhere_is_handed_on() -> None:
+    machines = [Machine("a"), Machine("b")]
+    for machine in machines:
+        machine.fault = "cannot do this one"
+    async with pool_of(*machines, max_failures=100, max_retries=2) as pool:
+        (sample,) = make_samples(1)
+        pool.submit(sample)
+        (chunk,) = await pool.poll()
+        assert chunk.error is not None
+        assert "cannot do this one" in chunk.error
+        assert await pool.poll() == []
+
+
+async def test_an_update_fails_as_a_whole_and_is_undone() -> None:
+    good, bad = Machine("good"), Machine("bad")
+    async with pool_of(good, bad) as pool:
+        await pool.update_weights(1, "one")
+        bad.refuses_update = True
+        with pytest.raises(EngineError, match="not all replicas took up weights 2; failed: bad: bad does not take"):
+            await pool.update_weights(2, "two")
+        assert pool.version == 1
+        assert all(replica.state is State.TORN for replica in pool.replicas)
+        samples = make_samples(4)
+        submit(pool, samples)
+        await run(pool, samples)
+        assert {v for s in samples for v in s.versions} == {1}
+        assert good.updates == [1, 2, 1]
+        bad.refuses_update = False
+        await pool.update_weights(2, "two")
+        assert (good.version, bad.version, pool.version) == (2, 2, 2)
+
+
+async def test_an_update_that_fails_before_any_other_can_be_tried_again() -> None:
+    good, bad = Machine("good"), Machine("bad")
+    async with pool_of(good, bad) as pool:
+        bad.refuses_update = True
+        with pytest.raises(EngineError, match="failed: bad"):
+            await pool.update_weights(1, "one")
+        bad.refuses_update = False
+        await pool.update_weights(1, "one")
+        assert (good.version, bad.version) == (1, 1)
+
+
+async def test_an_update_that_hangs_fails() -> None:
+    good, hung = Machine("good"), Machine("hung")
+    async with pool_of(good, hung) as pool:
+        hung.check = good.check  # type: ignore[method-assign]
+        hung.hang()
+        with pytest.raises(EngineError, match=r"failed: hung: it took longer than 0\.1 s"):
+            await pool.update_weights(1, "one")
+
+
+async def test_a_replica_that_died_between_steps_does_not_stop_an_update() -> None:
+    good, dead = Machine("good"), Machine("dead")
+    async with pool_of(good, dead) as pool:
+        dead.alive = False
+        await pool.update_weights(1, "one")
+        assert good.version == 1
+        assert not pool.replicas[1].ready
+        good.alive = False
+        with pytest.raises(EngineError, match=r"no replica is ready to take them up: good: .*; dead: "):
+            await pool.update_weights(2, "two")
+
+
+async def test_a_sample_that_does_not_fit_is_refused_at_once() -> None:
+    class Strict(Machine):
+        def submit(self, sample: Sample) -> None:
+            raise ValueError(f"sample {sample.id} does not fit")
+
+    async with pool_of(Strict()) as pool:
+        with pytest.raises(ValueError, match=r"sample 0\.0 does not fit"):
+            pool.submit(make_samples(1)[0])
+        assert await pool.poll() == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.sampled_from(["kill", "hang", "heal", "fail"]), max_size=6))
+def test_steps_conserve_tokens_under_random_trouble(seed: int, troubles: list[str]) -> None:
+    asyncio.run(steps_under_trouble(seed, troubles))
+
+
+async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
+    rng = random.Random(seed)
+    machines = [Machine(str(i)) for i in range(3)]
+
+    def prompts() -> Iterator[Prompt]:
+        while True:
+            yield Prompt((1, 2))
+
+    async def make_trouble() -> None:
+        for trouble in troubles:
+            await asyncio.sleep(rng.random() * 0.01)
+            machine = machines[rng.randrange(1, 3)]
+            if trouble == "kill":
+                machine.alive = False
+            elif trouble == "hang":
+                machine.hang()
+            elif trouble == "fail":
+                machine.fault, machine.chance = "HTTP 500", 0.2
+            else:
+                machine.fault = None
+                machine.restart()
+
+    async with pool_of(*machines) as pool:
+        rollouts = RolloutScheduler(
+            pool,
+            prompts(),
+            lambda prompt, sample: 1.0,
+            rollout_batch_size=3,
+            over_sampling_batch_size=6,
+            n_samples_per_prompt=2,
+            sampling=SamplingParams(200),
+            max_retries=50,
+            seed=seed % 1000,
+        )
+        trouble = asyncio.create_task(make_trouble())
+        async with rollouts, asyncio.timeout(30):
+            for version in range(3):
+                while rollouts.version < version:
+                    # One that dies in mid-update fails it for all; the trainer tries again.
+                    with suppress(EngineError):
+                        await rollouts.update_weights(str(version))
+                step = await rollouts.collect()
+                rollouts.buffer.check()
+                assert len(step.groups) == 3
+                for group in step.groups:
+                    assert finished(group.samples)
+                for group in rollouts.buffer:
+                    for sample in group.samples:
+                        check(sample)
+        await trouble

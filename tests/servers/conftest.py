@@ -1,0 +1,158 @@
+"""The real servers, each started once, on tiny models made from a config.
+
+`scripts/setup_vllm.sh` and `scripts/setup_sglang.sh` make the environments; APRIL_VLLM_PYTHON and APRIL_SGLANG_PYTHON
+name other ones.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+
+from april.engines.http import ServerEngine
+from april.engines.launch import Server, launch_sglang, launch_vllm
+from april.engines.sglang import SGLangEngine
+from april.engines.vllm import VLLMEngine
+from april.trajectory import Group, Prompt, Sample, SamplingParams
+from tests.servers.tiny import Oracle, tiny_model
+
+ROOT = Path(__file__).parents[2]
+SLOTS = 8
+CONTEXT = 1024
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+CPU_CORES = sorted(os.sched_getaffinity(0))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.servers)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of server: how it is started here, and the engine that speaks to it.
+
+    `layers` make its policies slow enough that sampling a token takes longer than sending it, on whichever machine:
+    or a request would be over before a test has seen its first token.
+    """
+
+    name: str
+    layers: int
+    engine: type[ServerEngine]
+    start: Callable[..., AbstractAsyncContextManager[Server]]
+
+    async def connect(self, url: str, **settings: Any) -> ServerEngine:
+        return await self.engine.connect(url, **settings)
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a server's environment, which is set up first if need be."""
+    if python := os.environ.get(f"APRIL_{name.upper()}_PYTHON"):
+        return Path(python)
+    subprocess.run([ROOT / "scripts" / f"setup_{name}.sh"], check=True)
+    return ROOT / ".servers" / name / "bin" / "python"
+
+
+def start_vllm(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
+    return launch_vllm(
+        model,
+        log_dir=log_dir,
+        python=python_of("vllm"),
+        arguments=[
+            *("--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32", "--block-size", "32"),
+            *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)),
+            *("--kv-cache-memory-bytes", str(2**25)),
+        ],
+        broadcast=True,
+        environment={**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[core % len(CPU_CORES)])},
+        **settings,
+    )
+
+
+def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
+    return launch_sglang(
+        model,
+        log_dir=log_dir,
+        python=python_of("sglang"),
+        arguments=[
+            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+            *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--sleep-on-idle"),
+            *("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS)),
+            *("--max-total-tokens", "16384", "--mem-fraction-static", "0.1"),
+        ],
+        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
+        **settings,
+    )
+
+
+KINDS = [Kind("vllm", 24, VLLMEngine, start_vllm), Kind("sglang", 10, SGLangEngine, start_sglang)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def models(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
+    """Directories of three policies: the same shapes, other weights."""
+    root = tmp_path_factory.mktemp("models")
+    yield [tiny_model(root / f"policy-{seed}", seed, kind.layers) for seed in range(3)]
+    shutil.rmtree(root)
+
+
+@pytest.fixture(scope="session")
+def oracles(models: list[Path], kind: Kind) -> list[Oracle]:
+    """Forward passes of the same policies with Hugging Face."""
+    return [Oracle(path, joint=kind.name == "sglang") for path in models]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def server(kind: Kind, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """The session's server of each kind, started on policy 0."""
+    async with kind.start(models[0], tmp_path_factory.mktemp("logs")) as server:
+        yield server
+
+
+Connect = Callable[..., Awaitable[ServerEngine]]
+
+
+@pytest_asyncio.fixture
+async def connect(kind: Kind, server: Server, models: list[Path]) -> AsyncIterator[Connect]:
+    """Connects to the session's server, on policy 0 as version 0; `url` goes another way (a proxy)."""
+    engines = []
+
+    async def connect(url: str = server.url, **settings: Any) -> ServerEngine:
+        engine = await kind.connect(url, **settings)
+        engines.append(engine)
+        await engine.update_weights(0, models[0])
+        return engine
+
+    yield connect
+    for engine in engines:
+        await engine.close()
+
+
+@pytest_asyncio.fixture
+async def engine(connect: Connect) -> ServerEngine:
+    return await connect()
+
+
+def make_samples(n: int, sampling: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (5, 6, 7)) -> list[Sample]:
+    """`n` samples of one prompt each, whose prompts differ in one token."""
+    return [Group.start(i, Prompt((*prompt, 10 + i)), 1, sampling, seed).samples[0] for i in range(n)]

@@ -1,0 +1,58 @@
+"""Runs in vLLM's environment: samples with `VLLMInProcess` under three policies and prints what came, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+
+from april.engines.vllm_inproc import VLLMInProcess
+from april.trajectory import Group, Prompt, SamplingParams
+
+
+async def main(models: list[str]) -> None:
+    from safetensors.torch import load_file
+
+    engine = VLLMInProcess.load(
+        models[0],
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=512,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=2**24,
+    )
+    sampling = SamplingParams(60, temperature=0.8, top_p=0.9)
+    samples = [Group.start(i, Prompt((5, 6, 7, 10 + i)), 1, sampling, 0).samples[0] for i in range(8)]
+    by_id = {sample.id: sample for sample in samples}
+
+    def absorb(chunks: list) -> None:  # type: ignore[type-arg]
+        for chunk in chunks:
+            by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+
+    for version, model in enumerate(models):
+        if version:
+            # Once as tensors, once as a directory.
+            await engine.update_weights(version, load_file(f"{model}/model.safetensors") if version == 1 else model)
+        for sample in samples:
+            if sample.finish is None:
+                engine.submit(sample)
+        while any(s.finish is None for s in samples) and (
+            version == len(models) - 1 or max(s.length for s in samples) < 20 * (version + 1)
+        ):
+            poll = asyncio.ensure_future(engine.poll())
+            await asyncio.sleep(0)
+            poll.cancel()  # A cancelled poll loses nothing.
+            await asyncio.wait([poll])
+            absorb(await engine.poll())
+        absorb(await engine.interrupt())
+    try:
+        engine.submit(Group.start(9, Prompt((5, 100_000)), 1, sampling, 0).samples[0])
+    except ValueError as error:
+        refused = str(error)
+    await engine.close()
+    print("RESULT " + json.dumps({"samples": [sample.to_dict() for sample in samples], "refused": refused}))
+
+
+asyncio.run(main(sys.argv[1:]))

@@ -1,0 +1,337 @@
+"""vLLM and SGLang as engines: each test runs on both real servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from april.engine import Chunk, Engine, EngineError
+from april.engines.broadcast import Broadcast
+from april.engines.http import ServerEngine
+from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
+from tests.servers.tiny import VOCABULARY, Oracle
+
+pytestmark = pytest.mark.usefixtures("agrees_with_the_server")
+
+EXACT = 1e-4
+"""Largest difference of log-probabilities between a server and Hugging Face, both in float32."""
+
+
+@pytest.fixture
+def agrees_with_the_server(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Every stream came to the end that the server counts: as many tokens, of the same versions."""
+    yield
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+
+
+def absorb(chunks: Iterable[Chunk], samples: Sequence[Sample]) -> list[str]:
+    """Append chunks to their samples, as the scheduler does; returns the errors among them."""
+    by_id = {sample.id: sample for sample in samples}
+    errors = []
+    for chunk in chunks:
+        by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        if chunk.error is not None:
+            errors.append(chunk.error)
+    return errors
+
+
+def submit(engine: Engine, samples: Iterable[Sample]) -> None:
+    """Start or resume what is unfinished."""
+    for sample in samples:
+        if sample.finish is None:
+            engine.submit(sample)
+
+
+async def finish(engine: Engine, samples: Sequence[Sample]) -> None:
+    """Run samples that are in flight to their ends."""
+    while any(sample.finish is None for sample in samples):
+        assert not absorb(await engine.poll(), samples)
+
+
+async def reach(engine: Engine, samples: Sequence[Sample], tokens: int) -> None:
+    """Run samples that are in flight until one has `tokens` tokens."""
+    while max(sample.length for sample in samples) < tokens:
+        assert not absorb(await engine.poll(), samples)
+
+
+def error_by_version(sample: Sample, oracles: Sequence[Oracle]) -> float:
+    """Largest difference of a token's log-probability from the forward pass of the version that sampled it."""
+    if not sample.length:
+        return 0.0
+    by_version = np.stack([oracle.logprobs(sample) for oracle in oracles])
+    return float(np.abs(by_version[sample.versions, np.arange(sample.length)] - sample.logprobs).max())
+
+
+SETTINGS = [
+    SamplingParams(24),
+    SamplingParams(24, temperature=0.6),
+    SamplingParams(24, temperature=0),
+    SamplingParams(24, temperature=0.8, top_k=5),
+    SamplingParams(24, temperature=0.9, top_k=40, top_p=0.6),
+    SamplingParams(24, temperature=1.0, top_k=100, min_p=0.1),
+    SamplingParams(24, temperature=0.7, top_p=0.5),
+    SamplingParams(24, top_k=64, top_p=0.8, min_p=0.02),
+    SamplingParams(24, temperature=0, top_k=3, top_p=0.5),
+]
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+async def test_logprobs_are_those_of_the_distribution_drawn_from(
+    engine: ServerEngine, oracles: list[Oracle], sampling: SamplingParams
+) -> None:
+    samples = make_samples(4, sampling)
+    submit(engine, samples)
+    await finish(engine, samples)
+    for sample in samples:
+        assert sample.length == 24
+        assert sample.finish is FinishReason.LENGTH
+        assert set(sample.versions) == {0}
+        assert error_by_version(sample, oracles) < EXACT
+
+
+async def test_different_settings_share_a_batch(engine: ServerEngine, oracles: list[Oracle]) -> None:
+    samples = [Group.start(i, Prompt((5, 6, 10 + i)), 1, sampling, 0).samples[0] for i, sampling in enumerate(SETTINGS)]
+    submit(engine, samples)
+    await finish(engine, samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_a_stop_token_ends_the_response_and_is_its_last(engine: ServerEngine) -> None:
+    (greedy,) = make_samples(1, SamplingParams(16, temperature=0))
+    engine.submit(greedy)
+    await finish(engine, [greedy])
+    stop = greedy.response_ids[5]
+    first = greedy.response_ids.index(stop)
+    (stopped,) = make_samples(1, SamplingParams(16, temperature=0, stop_token_ids=(stop,)))
+    engine.submit(stopped)
+    await finish(engine, [stopped])
+    assert stopped.finish is FinishReason.STOP
+    assert stopped.response_ids == greedy.response_ids[: first + 1]
+
+
+@pytest.mark.parametrize("stop_token_ids", [(), (3,)])
+async def test_the_models_own_end_token_does_not_end_a_response(
+    engine: ServerEngine, oracles: list[Oracle], stop_token_ids: tuple[int, ...]
+) -> None:
+    samples = make_samples(SLOTS, SamplingParams(300, temperature=2.0, stop_token_ids=stop_token_ids))
+    submit(engine, samples)
+    await finish(engine, samples)
+    assert any(1 in sample.response_ids[:-1] for sample in samples)
+    for sample in samples:
+        stopped = sample.response_ids[-1] in stop_token_ids
+        assert sample.finish is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or sample.length == 300
+        assert not any(token in stop_token_ids for token in sample.response_ids[:-1])
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
+    engine: ServerEngine, oracles: list[Oracle]
+) -> None:
+    samples = make_samples(5 * SLOTS, SamplingParams(250))
+    submit(engine, samples)
+    assert engine.running == SLOTS
+    await reach(engine, samples, 20)
+    absorb(await engine.interrupt(), samples)
+    assert engine.running == 0
+    assert await engine.poll() == []
+    # That no sampled token is missing is the server's word: see `agrees_with_the_server`.
+    assert sum(0 < sample.length < 250 for sample in samples) >= SLOTS
+    assert any(sample.length == 0 for sample in samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    submit(engine, samples)
+    await finish(engine, samples)
+    assert all(sample.length == 250 for sample in samples)
+
+
+async def test_interrupt_right_after_submit(engine: ServerEngine) -> None:
+    samples = make_samples(2 * SLOTS, SamplingParams(900))
+    for turn in range(4):
+        submit(engine, samples)
+        for _ in range(turn):
+            await asyncio.sleep(0)
+        absorb(await engine.interrupt(), samples)
+        assert await engine.poll() == []
+    assert all(sample.finish is None for sample in samples)
+
+
+async def test_resumed_under_new_weights_each_token_matches_the_version_that_sampled_it(
+    engine: ServerEngine, oracles: list[Oracle], models: list[Path]
+) -> None:
+    samples = make_samples(SLOTS + 4, SamplingParams(160, temperature=0.8))
+    for version in range(3):
+        if version:
+            await engine.update_weights(version, models[version])
+        submit(engine, samples)
+        if version < 2:
+            await reach(engine, samples, 50 * (version + 1))
+            absorb(await engine.interrupt(), samples)
+    await finish(engine, samples)
+    assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    # Were the versions mixed up, it would show.
+    swapped = [oracles[1], oracles[2], oracles[0]]
+    assert min(error_by_version(sample, swapped) for sample in samples) > 0.1
+
+
+async def test_recompute_finds_no_stale_prefix(engine: ServerEngine, oracles: list[Oracle], models: list[Path]) -> None:
+    prompt = tuple(range(2, 130))
+    for version in (0, 1):
+        samples = make_samples(4, SamplingParams(8), prompt=prompt)
+        await engine.update_weights(version, models[version])
+        submit(engine, samples)
+        await finish(engine, samples)
+        assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: list[Oracle], models: list[Path]) -> None:
+    engine = await connect(on_update="keep")
+    samples = make_samples(SLOTS + 4, SamplingParams(400))
+    submit(engine, samples)
+    await reach(engine, samples, 50)
+    absorb(await engine.interrupt(), samples)
+    assert await engine.poll() == []
+    assert any(sample.finish is None and sample.length > 40 for sample in samples)
+    before = [sample.length for sample in samples]
+    await engine.update_weights(1, models[1])
+    fresh = make_samples(2, SamplingParams(20), prompt=(5, 6, 7))
+    for sample in fresh:
+        sample.group_id += 100
+    submit(engine, [*samples, *fresh])
+    await finish(engine, [*samples, *fresh])
+    for sample, length in zip(samples, before, strict=True):
+        assert sample.length == 400
+        assert (sample.versions == np.repeat([0, 1], [length, 400 - length])).all()
+        old, new = oracles[0].logprobs(sample), oracles[1].logprobs(sample)
+        assert np.abs(old[:length] - sample.logprobs[:length]).max(initial=0) < EXACT
+        if 40 < length < 360:
+            # Neither policy alone: new weights over the old policy's keys and values.
+            assert np.abs(new[length:] - sample.logprobs[length:]).max() > 0.01
+            assert np.abs(old[length:] - sample.logprobs[length:]).max() > 0.01
+    # A sample that starts now meets no old key or value, though its prompt was seen under the old weights.
+    assert max(error_by_version(sample, oracles) for sample in fresh) < EXACT
+
+
+async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connect, models: list[Path]) -> None:
+    engine = await connect(on_update="keep")
+    samples = make_samples(4, SamplingParams(500))
+    submit(engine, samples)
+    await reach(engine, samples, 20)
+    absorb(await engine.interrupt(), samples)
+    await engine.update_weights(1, models[1])
+    submit(engine, samples[:2])
+    await finish(engine, samples[:2])
+    left = [sample.length for sample in samples[2:]]
+    engine.forget(sample.id for sample in samples[2:3])
+    submit(engine, samples[2:])
+    await finish(engine, samples[2:])
+    assert all(sample.length == 500 for sample in samples)
+    assert all(sample.versions[length] == 1 for sample, length in zip(samples[2:], left, strict=True))
+
+
+async def test_keep_without_an_update_between(connect: Connect, oracles: list[Oracle]) -> None:
+    engine = await connect(on_update="keep")
+    samples = make_samples(SLOTS + 4, SamplingParams(120))
+    for tokens in (20, 50, 90):
+        submit(engine, samples)
+        await reach(engine, samples, tokens)
+        absorb(await engine.interrupt(), samples)
+    submit(engine, samples)
+    await finish(engine, samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: ServerEngine) -> None:
+    def sample(prompt: tuple[int, ...], sampling: SamplingParams) -> Sample:
+        return Group.start(7, Prompt(prompt), 1, sampling, 0).samples[0]
+
+    with pytest.raises(ValueError, match=rf"sample 7\.0: token {VOCABULARY} is outside the vocabulary"):
+        engine.submit(sample((5, VOCABULARY), SamplingParams(4)))
+    with pytest.raises(ValueError, match=r"sample 7\.0: token -1 is outside the vocabulary"):
+        engine.submit(sample((5, -1), SamplingParams(4)))
+    with pytest.raises(ValueError, match=r"sample 7\.0: token 999 is outside the vocabulary"):
+        engine.submit(sample((5, 6), SamplingParams(4, stop_token_ids=(999,))))
+    with pytest.raises(ValueError, match=r"sample 7\.0: a prompt of 2 tokens and a response budget of 1024 do not fit"):
+        engine.submit(sample((5, 6), SamplingParams(CONTEXT)))
+    with pytest.raises(ValueError, match=r"sample 7\.0: the prompt is empty"):
+        engine.submit(sample((), SamplingParams(4)))
+    assert await engine.poll() == []
+    await engine.check()
+
+
+async def test_a_sample_that_fills_the_context_exactly(engine: ServerEngine) -> None:
+    budget = engine.capacity.context_length - 4
+    (sample,) = make_samples(1, SamplingParams(budget))
+    engine.submit(sample)
+    await reach(engine, [sample], 200)
+    absorb(await engine.interrupt(), [sample])
+    engine.submit(sample)
+    await finish(engine, [sample])
+    assert sample.length == budget
+
+
+async def test_weights_over_a_broadcast_group(engine: ServerEngine, oracles: list[Oracle]) -> None:
+    weights: dict[str, Tensor] = {}
+    broadcast = Broadcast(weights)
+    samples = make_samples(4, SamplingParams(200))
+    for version in range(3):
+        weights.update(oracles[version].model.state_dict())
+        await engine.update_weights(version, broadcast)
+        submit(engine, samples)
+        if version < 2:
+            await reach(engine, samples, 30 * (version + 1))
+            absorb(await engine.interrupt(), samples)
+    await finish(engine, samples)
+    assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    await engine.check()
+
+
+async def test_weights_that_are_not_there(engine: ServerEngine, oracles: list[Oracle], tmp_path: Path) -> None:
+    for weights in (tmp_path / "nowhere", tmp_path, None):
+        with pytest.raises(ValueError, match="must be a directory with safetensors in it"):
+            await engine.update_weights(1, weights)
+    assert engine.version == 0
+    (sample,) = make_samples(1, SamplingParams(16))
+    engine.submit(sample)
+    await finish(engine, [sample])
+    assert error_by_version(sample, oracles) < EXACT
+
+
+async def test_a_slow_reader_stops_the_streams_and_loses_nothing(connect: Connect, oracles: list[Oracle]) -> None:
+    engine = await connect(backlog=4)
+    samples = make_samples(SLOTS, SamplingParams(600))
+    submit(engine, samples)
+    await reach(engine, samples, 5)
+    await asyncio.sleep(0.5)
+    waiting = await engine.poll()
+    assert len(waiting) <= 4 + SLOTS
+    absorb(waiting, samples)
+    await finish(engine, samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_a_cancelled_poll_loses_nothing(engine: ServerEngine, oracles: list[Oracle]) -> None:
+    samples = make_samples(4, SamplingParams(100))
+    submit(engine, samples)
+    while any(sample.finish is None for sample in samples):
+        poll = asyncio.ensure_future(engine.poll())
+        await asyncio.sleep(0)
+        poll.cancel()
+        await asyncio.wait([poll])
+        if not poll.cancelled():
+            absorb(poll.result(), samples)
+        absorb(await engine.poll(), samples)
+    assert all(sample.length == 100 for sample in samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+
+
+async def test_no_server_answers(kind: Kind) -> None:
+    with pytest.raises(EngineError, match=r"no .* server answers at http://127\.0\.0\.1:9"):
+        await kind.connect("http://127.0.0.1:9")

@@ -1,0 +1,187 @@
+"""Replicas that fail in every way we know of, between the scheduler and real servers: nothing sampled is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from april.engine import Engine, EngineError
+from april.engines.launch import Server
+from april.engines.pool import EnginePool, Replica
+from april.scheduler import RolloutScheduler
+from april.step import Step
+from april.trajectory import Prompt, SamplingParams
+from tests.servers.conftest import SLOTS, Connect, Kind, make_samples
+from tests.servers.proxy import Fault, FaultProxy
+from tests.servers.test_engines import EXACT, error_by_version, finish
+from tests.servers.tiny import Oracle
+
+SAMPLING = SamplingParams(150, temperature=1.5, stop_token_ids=(3,))
+LONG = SamplingParams(300, temperature=1.5)
+
+
+def prompts() -> Iterator[Prompt]:
+    for i in itertools.count():
+        yield Prompt((5, 6, 7, 10 + i % 400), id=str(i))
+
+
+def scheduler(engine: Engine, sampling: SamplingParams = SAMPLING) -> RolloutScheduler:
+    return RolloutScheduler(
+        engine,
+        prompts(),
+        lambda prompt, sample: float(sample.length),
+        rollout_batch_size=4,
+        over_sampling_batch_size=8,
+        n_samples_per_prompt=2,
+        sampling=sampling,
+        max_retries=20,
+    )
+
+
+def check(step: Step, rollouts: RolloutScheduler, oracles: list[Oracle]) -> None:
+    """The step is whole, nothing sampled is lost, and every token is where its policy would have put it."""
+    assert len(step.groups) == 4
+    rollouts.buffer.check()
+    samples = [sample for group in (*step.groups, *rollouts.buffer) for sample in group.samples]
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    for group in step.groups:
+        for sample in group.samples:
+            stopped = sample.response_ids[-1] in sample.sampling.stop_token_ids
+            assert stopped or sample.length == sample.sampling.max_tokens
+
+
+async def run_steps(
+    rollouts: RolloutScheduler, oracles: list[Oracle], models: list[Path], steps: int = 2
+) -> list[Step]:
+    collected = []
+    for version in range(steps):
+        if version:
+            await rollouts.update_weights(models[version])
+        collected.append(await rollouts.collect())
+        check(collected[-1], rollouts, oracles)
+    return collected
+
+
+@pytest_asyncio.fixture
+async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
+    async with FaultProxy(server.url).run() as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("fault", ["refuse", "cut", "half a line", "nonsense", "slow"])
+async def test_one_of_two_replicas_fails(
+    fault: Fault, connect: Connect, proxy: FaultProxy, oracles: list[Oracle], models: list[Path]
+) -> None:
+    # Both replicas are the same server: one reached directly, one through the proxy.
+    pool = EnginePool([await connect(), await connect(proxy.url)], health_interval=0.5)
+    proxy.fault, proxy.chance, proxy.delay = fault, 0.5, 0.02
+    async with scheduler(pool) as rollouts:
+        await run_steps(rollouts, oracles, models)
+        assert proxy.met[fault] > 0
+    await pool.close()
+
+
+async def test_the_only_server_fails_in_every_way(
+    connect: Connect, proxy: FaultProxy, oracles: list[Oracle], models: list[Path]
+) -> None:
+    engine = await connect(proxy.url)
+    proxy.fault, proxy.chance = "any", 0.4
+    async with scheduler(engine) as rollouts:
+        steps = await run_steps(rollouts, oracles, models, steps=3)
+        assert len(proxy.met) >= 4
+        assert any(failure.kind == "engine" for step in steps for failure in step.failures)
+
+
+async def test_stopped_killed_and_started_again(
+    kind: Kind, connect: Connect, oracles: list[Oracle], models: list[Path], tmp_path: Path
+) -> None:
+    """One of two servers is stopped in mid-step, goes on, is killed in mid-step, and comes back on its port."""
+    async with AsyncExitStack() as stack:
+        second = await stack.enter_async_context(kind.start(models[0], tmp_path, core=1))
+        port = int(second.url.rpartition(":")[2])
+        victim = await kind.connect(second.url)
+        await victim.update_weights(0, models[0])
+        (warm,) = make_samples(1, SamplingParams(4))
+        victim.submit(warm)
+        await finish(victim, [warm])
+        pool = EnginePool([await connect(), victim], health_interval=0.3, health_timeout=8.0)
+        stack.push_async_callback(pool.close)
+        rollouts = await stack.enter_async_context(scheduler(pool, LONG))
+        other = pool.replicas[1]
+
+        step = await disturbed(rollouts, other, lambda: signal_group(second, signal.SIGSTOP))
+        check(step, rollouts, oracles)
+        assert not other.ready
+        await rollouts.update_weights(models[1])
+        signal_group(second, signal.SIGCONT)
+        await until_ready(other)
+        assert victim.version == 1
+
+        step = await disturbed(rollouts, other, lambda: signal_group(second, signal.SIGKILL))
+        check(step, rollouts, oracles)
+        assert not other.ready
+        await rollouts.update_weights(models[2])
+        await stack.enter_async_context(kind.start(models[0], tmp_path, core=1, port=port, name="again"))
+        await until_ready(other)
+        assert victim.version == 2
+        step = await rollouts.collect()
+        check(step, rollouts, oracles)
+        assert victim.capacity.slots == SLOTS
+
+
+async def disturbed(rollouts: RolloutScheduler, replica: Replica, disturb: Callable[[], None]) -> Step:
+    """A step in whose middle, when the replica has streamed tokens for a sample it runs, `disturb` is called."""
+    while True:
+        collecting = asyncio.ensure_future(rollouts.collect())
+        while not collecting.done():
+            if any(0 < sample.length < LONG.max_tokens // 2 for sample in replica.samples.values()):
+                disturb()
+                return await collecting
+            await asyncio.sleep(0)
+
+
+def signal_group(server: Server, number: signal.Signals) -> None:
+    os.killpg(server.process.pid, number)
+
+
+async def until_ready(replica: Replica) -> None:
+    async with asyncio.timeout(90):
+        while not replica.ready:
+            await asyncio.sleep(0.1)
+
+
+async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
+    connect: Connect, oracles: list[Oracle], models: list[Path], tmp_path: Path
+) -> None:
+    pool = EnginePool([await connect(), await connect()])
+    rollouts = scheduler(pool)
+    check(await rollouts.collect(), rollouts, oracles)
+    second = pool.replicas[1].engine
+    refused = await refuse_updates(second)
+    with pytest.raises(EngineError, match=r"not all replicas took up weights 1; failed: .*" + second.url):
+        await rollouts.update_weights(models[1])
+    assert rollouts.version == 0
+    refused()
+    await rollouts.update_weights(models[1])
+    check(await rollouts.collect(), rollouts, oracles)
+    assert {version for group in rollouts.buffer for s in group.samples for version in s.versions} <= {0, 1}
+    await pool.close()
+
+
+async def refuse_updates(engine):  # type: ignore[no-untyped-def]
+    """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back."""
+    post = engine._post
+
+    async def astray(path: str, body: object = None) -> object:
+        return await post("/no" + path if "weights" in str((path, body)) else path, body)
+
+    engine._post = astray
+    return lambda: setattr(engine, "_post", post)

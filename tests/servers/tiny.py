@@ -1,0 +1,78 @@
+"""Tiny policies made from a config, and what a forward pass of them says about tokens that somebody sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from april.trajectory import Sample, SamplingParams
+
+VOCABULARY = 512
+
+
+def tiny_model(path: Path, seed: int, layers: int = 2) -> Path:
+    """A narrow Qwen3 in float32, its weights sharpened: a fresh one is too flat to show errors."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4)
+    model.save_pretrained(path)
+    return path
+
+
+class Oracle:
+    """A policy's forward pass with Hugging Face, in float32; `joint` as of `drawn_from`."""
+
+    def __init__(self, path: Path, joint: bool) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.joint = joint
+
+    def logprobs(self, sample: Sample) -> NDArray[np.float32]:
+        """Log-probability of each response token under the distribution it was to be drawn from, shape [length]."""
+        response = sample.response_ids
+        with torch.no_grad():
+            logits = self.model(torch.tensor([[*sample.prompt_ids, *response]])).logits[0]
+        rows = logits[len(sample.prompt_ids) - 1 : -1]
+        drawn = drawn_from(rows, sample.sampling, self.joint)
+        return drawn[torch.arange(len(response)), torch.tensor(response)].numpy()
+
+
+def drawn_from(logits: Tensor, sampling: SamplingParams, joint: bool) -> Tensor:
+    """Log-probabilities of the distribution that `sampling` draws from, shape of `logits` [positions, vocabulary].
+
+    `joint`: every truncation is of the whole distribution (SGLang); otherwise min-p is, and top-p is of what min-p and
+    top-k leave (vLLM).
+    """
+    if sampling.temperature == 0:
+        return logits.log_softmax(-1)
+    logits = logits / sampling.temperature
+    whole = logits.softmax(-1)
+    kept = whole >= sampling.min_p * whole.amax(-1, keepdim=True)
+    if sampling.top_k:
+        kept &= logits >= logits.topk(sampling.top_k).values[..., -1:]
+    if sampling.top_p < 1:
+        ranked, order = (whole if joint else logits.masked_fill(~kept, -torch.inf).softmax(-1)).sort(descending=True)
+        nucleus = ranked.cumsum(-1) - ranked < sampling.top_p
+        kept &= torch.zeros_like(nucleus).scatter(-1, order, nucleus)
+    return logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
