@@ -7,7 +7,7 @@ about half of the problems it could solve. Reinforcement learning takes the habi
 Invariants:
 - no pair of numbers of the held-out problems occurs in the warm start, in either order;
 - what is measured is what ships: the weights are rounded to bf16 before the evaluation;
-- the same seed, thread count and software give the same files.
+- nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
 """
 
 from __future__ import annotations

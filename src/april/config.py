@@ -148,6 +148,7 @@ class AlgorithmSettings:
         correction: How tokens of older policies are corrected for; `april algorithms` lists the choices.
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
+        loss_aggregation: How token losses become one number; unset: as published.
         kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
         entropy_coef: Weight of an entropy bonus.
     """
@@ -156,6 +157,7 @@ class AlgorithmSettings:
     correction: str = "behaviour"
     eps_low: float | None = None
     eps_high: float | None = None
+    loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = None
     kl_coef: float | None = None
     entropy_coef: float = 0.0
 

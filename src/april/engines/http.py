@@ -5,8 +5,8 @@ Invariants:
 - a sample has at most one stream that delivers; a stream that nobody asked to go on holds back what it still sends,
   and the sample gets it first when it is submitted again;
 - a reader that falls behind stops the streams from being read, never the tokens from being kept;
-- no task outlives `interrupt` but the streams that the server itself has frozen (`on_update="keep"`), and none
-  outlives `close`.
+- no task outlives `interrupt` but the streams that the server itself has frozen (`on_update="keep"`) and the last
+  bytes of finished ones, and none outlives `close`.
 """
 
 from __future__ import annotations
@@ -188,6 +188,8 @@ class ServerEngine(ABC):
         self._frozen: dict[str, Stream] = {}
         self._dropped: dict[str, Stream] = {}
         self._held: dict[str, list[Chunk]] = {}
+        self._tails: set[asyncio.Task[None]] = set()
+        """Streams of finished samples that are read to their ends."""
         self._thawing: asyncio.Task[None] | None = None
         self._paused = False
         self._chunks: list[Chunk] = []
@@ -196,6 +198,7 @@ class ServerEngine(ABC):
         self._room.set()
         self._draining = False
         self._heard = 0.0
+        self._watch: asyncio.TimerHandle | None = None
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
@@ -276,6 +279,8 @@ class ServerEngine(ABC):
         self._validate(sample)
         if not self._streams:
             self._heard = asyncio.get_running_loop().time()
+        if self._watch is None:
+            self._watch = asyncio.get_running_loop().call_later(self._stall_timeout, self._watch_for_stall)
         if self._paused and self._thawing is None:
             self._thawing = asyncio.create_task(self._go_on(), name=f"resume {self!r}")
         frozen = self._frozen.pop(sample.id, None)
@@ -322,14 +327,24 @@ class ServerEngine(ABC):
 
     async def poll(self) -> list[Chunk]:
         while not self._chunks and self._streams:
-            try:
-                async with asyncio.timeout_at(self._heard + self._stall_timeout):
-                    await self._ready.wait()
-                self._ready.clear()
-            except TimeoutError:
-                if asyncio.get_running_loop().time() >= self._heard + self._stall_timeout:
-                    await self._give_up(f"no byte came from {self!r} for {self._stall_timeout:g} s")
+            self._ready.clear()
+            await self._ready.wait()
         return self._take()
+
+    def _watch_for_stall(self) -> None:
+        """Look again when the server could have been silent for too long. A timeout for every poll would cost more."""
+        loop = asyncio.get_running_loop()
+        self._watch = None
+        if not self._streams:
+            return
+        if loop.time() < self._heard + self._stall_timeout:
+            self._watch = loop.call_at(self._heard + self._stall_timeout, self._watch_for_stall)
+        else:
+            giving_up = asyncio.create_task(
+                self._give_up(f"no byte came from {self!r} for {self._stall_timeout:g} s"), name=f"give up {self!r}"
+            )
+            self._tails.add(giving_up)
+            giving_up.add_done_callback(self._tails.discard)
 
     async def interrupt(self) -> list[Chunk]:
         if self._thawing is not None:
@@ -393,6 +408,9 @@ class ServerEngine(ABC):
             if self._paused:
                 await self._resume_server()
         await self.abandon()
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
         if self._http is not None:
             await self._http.close()
 
@@ -403,6 +421,9 @@ class ServerEngine(ABC):
             self._thawing.cancel()
             await asyncio.gather(self._thawing, return_exceptions=True)
         await self._cancel([*self._streams.values(), *self._frozen.values(), *self._dropped.values()])
+        for tail in self._tails:
+            tail.cancel()
+        await asyncio.gather(*self._tails, return_exceptions=True)
         self._streams.clear()
         self._frozen.clear()
         self._dropped.clear()
@@ -522,6 +543,11 @@ class ServerEngine(ABC):
             self._put(chunk)
         return held
 
+    def _keep_reading(self, stream: Stream) -> None:
+        assert stream.task is not None
+        self._tails.add(stream.task)
+        stream.task.add_done_callback(self._tails.discard)
+
     async def _follow(self, stream: Stream, content: aiohttp.StreamReader) -> Finish:
         """Read a stream to its end. All events that arrived together become one chunk."""
         rest = b""
@@ -533,7 +559,10 @@ class ServerEngine(ABC):
             if finish is not None:
                 if finish == "abort" and stream.attached and not self._draining:
                     raise RequestError("the server aborted the request")
-                # Read on to the end, so that the connection goes back to the pool.
+                # The sample is done with this stream. It is read to the end, so that its connection can be used again.
+                if self._streams.get(stream.sample_id) is stream and finish != "again":
+                    del self._streams[stream.sample_id]
+                    self._keep_reading(stream)
                 with suppress(aiohttp.ClientError):
                     await content.read()
                 return finish
@@ -565,7 +594,7 @@ class ServerEngine(ABC):
                 logprobs.extend(delta.logprobs)
                 stream.token_ids.extend(delta.token_ids)
                 stream.received += len(delta.token_ids)
-                finish = delta.finish
+                finish = self._finish(stream, delta)
                 if finish is not None:
                     self._compare(stream, delta.spans)
                     break
@@ -587,8 +616,19 @@ class ServerEngine(ABC):
         total = stream.received + len(ids)
         if total > stream.budget:
             raise RequestError(f"{total} tokens came where {stream.budget} were asked for")
-        if delta.finish is FinishReason.LENGTH and total < stream.budget:
-            raise RequestError(f"the response was cut after {total} tokens where {stream.budget} were asked for")
+
+    def _finish(self, stream: Stream, delta: Delta) -> Finish | None:
+        """The tokens themselves say whether the sample has ended; a server that aborts in that moment may not."""
+        if delta.token_ids and delta.token_ids[-1] in stream.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if stream.received == stream.budget:
+            return FinishReason.LENGTH
+        if isinstance(delta.finish, FinishReason):
+            raise RequestError(
+                f"the response ended ({delta.finish}) after {stream.received} tokens, with no stop token, where "
+                f"{stream.budget} were asked for"
+            )
+        return delta.finish
 
     def _compare(self, stream: Stream, spans: Sequence[tuple[str, int, int]]) -> None:
         """Hold what came, and the versions given to it as it came, against the server's own account at the end."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from april.engine import Capacity
@@ -120,7 +121,7 @@ class SGLangEngine(ServerEngine):
         spans = [(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
         finish = FINISH[reason] if reason else None
         if finish is FinishReason.STOP and ended["matched"] not in stream.sampling.stop_token_ids:
-            finish = "again" if new < stream.budget_left else FinishReason.LENGTH
+            finish = "again"
         if not new:
             return Delta((), (), finish, spans=spans)
         ids = event["output_ids"][-new:]
@@ -143,7 +144,9 @@ class SGLangEngine(ServerEngine):
     async def _load(self, version: int, weights: Any) -> None:
         options = {
             "weight_version": str(version),
-            "flush_cache": self.on_update == "recompute",
+            # It would fail an update while the server tidies up after the last request. The salt keeps old KV out;
+            # flushing only makes room, and may fail.
+            "flush_cache": False,
             "abort_all_requests": False,
         }
         if is_broadcast(weights):
@@ -152,6 +155,9 @@ class SGLangEngine(ServerEngine):
             )
         else:
             await self._post("/update_weights_from_disk", {"model_path": weights_directory(weights), **options})
+        if self.on_update == "recompute":
+            with suppress(RequestError):
+                await self._post("/flush_cache")
 
     async def _join(self, meeting: Any) -> None:
         group = {

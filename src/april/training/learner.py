@@ -251,6 +251,7 @@ def resolve_algorithm(settings: AlgorithmSettings) -> Algorithm:
     own: dict[str, Any] = {
         "eps_low": settings.eps_low,
         "eps_high": settings.eps_high,
+        "aggregation": settings.loss_aggregation,
         "kl_coefficient": settings.kl_coef,
     }
     chosen = dataclasses.replace(chosen, **{name: value for name, value in own.items() if value is not None})
