@@ -2,7 +2,8 @@
 
 Both send the same requests and end up with every token id and log-probability in a list. The bare loop reads lines,
 decodes their JSON, and does nothing else: no checks, no versions, no interrupts. Pairs are interleaved, in alternating
-order; the ratio is of tokens/s, ours over theirs.
+order; the ratio is of tokens/s, ours over theirs. The client's own processor time per token is given beside it: on a
+machine that others use too, it says more.
 
     python benchmarks/servers/client_overhead.py [--engine vllm] [--quick]
 """
@@ -18,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from record import spread
-from serving import ENGINES, make_policy, save, start
+from serving import ENGINES, make_policy, save, spread, start
 
 from april.engines.http import ServerEngine, Stream
 from april.trajectory import Group, Prompt, Sample, SamplingParams
@@ -83,11 +83,12 @@ async def measure(kind: str, url: str, pairs: int, tokens: int, sizes: list[int]
     async with aiohttp.ClientSession(url, connector=connector, timeout=timeout, read_bufsize=2**16) as session:
         for streams in sizes:
             rates: dict[str, list[float]] = {"ours": [], "bare": []}
+            work: dict[str, list[float]] = {"ours": [], "bare": []}
             # A single stream is short: more of them in a row, so that a measurement lasts.
             turns = max(1, 8 // streams)
             for pair in range(pairs + 1):
                 for arm in ("ours", "bare") if pair % 2 else ("bare", "ours"):
-                    elapsed = 0.0
+                    elapsed, cpu = 0.0, time.process_time()
                     for _ in range(turns):
                         samples = make_samples(streams, tokens, first)
                         first += streams
@@ -100,13 +101,19 @@ async def measure(kind: str, url: str, pairs: int, tokens: int, sizes: list[int]
                         elapsed += time.perf_counter() - began
                     if pair:  # the first pair warms up
                         rates[arm].append(turns * streams * tokens / elapsed)
+                        work[arm].append(1e6 * (time.process_time() - cpu) / (turns * streams * tokens))
             ratios = [a / b for a, b in zip(rates["ours"], rates["bare"], strict=True)]
             results[str(streams)] = {
                 "ours_tokens_per_s": spread(rates["ours"]),
                 "bare_tokens_per_s": spread(rates["bare"]),
                 "ratio": spread(ratios),
+                "ours_cpu_us_per_token": spread(work["ours"]),
+                "bare_cpu_us_per_token": spread(work["bare"]),
             }
-            print(f"{kind}, {streams} streams: ours/bare {spread(ratios)}", flush=True)
+            print(
+                f"{kind}, {streams} streams:",
+                {name: round(x["median"], 3) for name, x in results[str(streams)].items()},
+            )
     await engine.close()
     return results
 

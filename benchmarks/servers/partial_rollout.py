@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import spread
-from serving import ENGINES, make_policy, save, start
+from serving import ENGINES, make_policy, save, spread, start
 
 from april.engine import KVPolicy
 from april.scheduler import RolloutScheduler
@@ -98,6 +97,7 @@ class Arm:
     async def block(self, steps: int) -> float:
         """Consumed tokens/s over `steps` steps. What is under way at the end is resumed in the next block."""
         engine = with_fixed_lengths(await ENGINES[self.kind].connect(self.url, on_update=self.on_update), self.workload)
+        await engine.update_weights(self.scheduler.version, self.model)
         self.scheduler.engine = engine
         began, tokens = time.perf_counter(), 0
         for _ in range(steps):

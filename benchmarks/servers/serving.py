@@ -16,12 +16,15 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from record import save as save_record
+from record import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.engines.http import ServerEngine
 from april.engines.launch import Server, launch_sglang, launch_vllm
 from april.engines.sglang import SGLangEngine
 from april.engines.vllm import VLLMEngine
+
+__all__ = ["ENGINES", "make_policy", "save", "spread", "start"]
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 2048

@@ -223,13 +223,13 @@ class Progress:
         if len(self._accuracies) > 1:
             gained = f"from {self._first['accuracy']:.3f}"
         half = (width - 2) // 2
-        spark = max(6, half - 30)
+        spark = max(6, half - 27)
         table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(style="dim", width=8)
-        table.add_column(width=5, style="bold", justify="right")
+        table.add_column(style="dim", width=8, no_wrap=True)
+        table.add_column(width=5, style="bold", justify="right", no_wrap=True)
         table.add_column(width=spark, no_wrap=True, overflow="crop")
         table.add_column(width=11, style="dim", no_wrap=True)
-        table.add_column(style="dim", width=16, no_wrap=True)
+        table.add_column(style="dim", width=10, no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
         length = _pair(m, "response_length_mean", "response_length_p99", ",.0f")
         stale = _pair(m, "staleness_mean", "staleness_max", ".2f", ".0f")
@@ -241,7 +241,7 @@ class Progress:
                 self._rewards,
                 "green",
                 "",
-                "response length",
+                "length",
                 length,
                 "mean / p99",
             ),

@@ -1,0 +1,94 @@
+"""The report is one file that needs nothing else, whatever the run holds."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from april.reporting.report import write_report
+from tests.reporting.conftest import simulate, write_run
+
+VOID = {"meta", "link", "br", "hr", "img", "input", "line", "path", "rect", "circle"}
+
+
+class Checker(HTMLParser):
+    """Every tag is closed; collects what the page would fetch, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+        self.tags: dict[str, int] = {}
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [value for name, value in attributes if name in ("src", "href") and value and value[0] != "#"]
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def page(directory: Path) -> Checker:
+    checker = Checker()
+    checker.feed(write_report(directory).read_text())
+    checker.close()
+    assert not checker.open
+    assert not [url for url in checker.fetched if not url.startswith("data:")]
+    return checker
+
+
+def test_a_run_is_shown_with_all_its_plots(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate()
+    checker = page(write_run(tmp_path, metrics, traces, summary))
+    text = " ".join(checker.text)
+    for heading in ("Reward and accuracy", "Response lengths", "One step, sample by sample", "Tokens by policy age"):
+        assert heading in text
+    for heading in ("Throughput", "Staleness", "Time per phase", "Resolved recipe"):
+        assert heading in text
+    assert checker.tags["svg"] >= 8
+    assert "0.51" in text
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_runs_that_have_hardly_begun_have_a_report(tmp_path: Path, steps: int) -> None:
+    metrics, traces, summary = simulate(steps=steps)
+    page(write_run(tmp_path / "with", metrics, traces, summary))
+    page(write_run(tmp_path / "without", metrics, traces, None))
+    page(write_run(tmp_path / "empty", [], [], None))
+
+
+def test_a_run_without_evaluations_has_a_report(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=4)
+    for record in metrics:
+        record.pop("accuracy", None)
+    summary |= {"accuracy_before": None, "accuracy_after": None}
+    page(write_run(tmp_path, metrics[1:], traces, summary))
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=2)
+    summary["recipe"]["task"] = {"name": "</script><script>alert(1)</script><img src=http://example.org/x>"}
+    page(write_run(tmp_path / "<b>run", metrics, traces, summary))
+    html = (tmp_path / "<b>run" / "report.html").read_text()
+    assert "<script>alert" not in html
+    assert "<b>run" not in html
+
+
+def test_a_long_run_stays_small(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=120, groups=16, in_flight=32, samples=16, slots=256)
+    report = write_report(write_run(tmp_path, metrics, traces, summary))
+    assert report.stat().st_size < 2_000_000
+    assert re.search(r"<select", report.read_text()), "one can choose the step whose timeline is shown"

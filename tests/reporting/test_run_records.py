@@ -1,0 +1,84 @@
+"""What a run writes survives crashes and resumes, and reads back as it was written."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from april.reporting.metrics import MetricsWriter, read_metrics
+from april.reporting.trace import chrome_trace, read_trace, write_chrome_trace
+from tests.reporting.conftest import simulate, write_run
+
+
+def steps(directory: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(directory)]
+
+
+def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path, config={"a": 1}) as writer:
+        writer.write({"step": 0, "accuracy": 0.5})
+        writer.write({"step": 1, "reward": np.float32(0.25), "tokens_by_age": [3, 1], "loss": float("nan")})
+    assert read_metrics(tmp_path)[1] == {"step": 1, "reward": 0.25, "tokens_by_age": [3, 1], "loss": None}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"reward/accuracy", "reward/reward", "tokens_by_age/0"} <= set(events.Tags()["scalars"])
+
+
+def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write({"step": step, "loss": 0.0})
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write({"step": 3, "loss": 1.0})
+    assert steps(tmp_path) == [0, 1, 2, 3]
+    assert read_metrics(tmp_path)[3]["loss"] == 1.0
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "garbage", "\x00\x00\x00"])
+def test_a_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(3):
+            writer.write({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert steps(tmp_path) == [0, 1, 2]
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write({"step": 3})
+    assert steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        MetricsWriter(tmp_path, resume_step=1)
+
+
+def test_a_run_is_never_written_over(tmp_path: Path) -> None:
+    MetricsWriter(tmp_path).write({"step": 0})
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        MetricsWriter(tmp_path)
+
+
+def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tensorboard"):
+        MetricsWriter(tmp_path, trackers=["tensorbord"])
+    with pytest.raises(ModuleNotFoundError, match=r"april-rl\[wandb\]"):
+        MetricsWriter(tmp_path, trackers=["wandb"])
+
+
+def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_once(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=3)
+    write_run(tmp_path, metrics, traces, summary)
+    assert list(read_trace(tmp_path)) == traces
+    events = json.loads(write_chrome_trace(tmp_path).read_text())["traceEvents"]
+    bars = [event for event in events if event["ph"] == "X" and event["pid"] == 2]
+    assert len(bars) == sum(span["queued"] is not None for trace in traces for span in trace["spans"])
+    for lane in {bar["tid"] for bar in bars}:
+        mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == lane)
+        assert all(end <= start + 0.2 for (_, end), (start, _) in pairwise(mine))
+    assert chrome_trace([])["traceEvents"]
