@@ -28,6 +28,10 @@ quickstart: setup
 test: setup lint
 	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers
 
+# Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
+test-servers: setup
+	$(TEST_ENV) $(BIN)/python -m pytest tests/servers
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
