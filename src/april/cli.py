@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -217,7 +218,8 @@ def compare(args: list[str]) -> int:
             records.append(comparison_record(arm, seed, summary, settings.target_accuracy))
     settings.output.mkdir(parents=True, exist_ok=True)
     table = compare_runs(records)
-    document = {"command": ["april", "compare", *args], "runs": records, "table": table}
+    machine = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
+    document = {"command": " ".join(["april", "compare", *args]), "machine": machine, "runs": records, "table": table}
     (settings.output / "compare.json").write_text(json.dumps(document, indent=2))
     print(f"written: {settings.output / 'compare.json'}")
     return 0
