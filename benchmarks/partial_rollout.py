@@ -66,6 +66,7 @@ class Arm:
         engine.submit = self._timed("elsewhere", engine.submit)
         engine.poll = self._timed_async(engine.poll)
         engine.interrupt = self._timed_async(engine.interrupt)
+        engine.update_weights = self._timed_async(engine.update_weights)
         prompts = self.scheduler._prompts
         self.scheduler._prompts = iter(self._timed("elsewhere", lambda: next(prompts)), None)  # type: ignore[arg-type]
 
@@ -80,10 +81,10 @@ class Arm:
         return timed
 
     def _timed_async(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def timed() -> Any:
+        async def timed(*args: Any) -> Any:
             began = time.perf_counter()
             try:
-                return await call()
+                return await call(*args)
             finally:
                 self.elsewhere += time.perf_counter() - began
 
@@ -99,17 +100,18 @@ class Arm:
         """Consumed and generated tokens per second of `steps` steps, and the scheduler's share of the time."""
         self.passes = self.scoring = self.elsewhere = waited = 0.0
         consumed = generated = 0
-        began = time.perf_counter()
+        seconds = 0.0
         for _ in range(steps):
+            began = time.perf_counter()
             step = await self.scheduler.collect()
             await self.scheduler.update_weights()
+            seconds += time.perf_counter() - began
             consumed += step.consumed_tokens
             generated += step.sampled_tokens
             waited += step.reward_wait_seconds
             self.staleness.append(float(step.staleness.mean()))
             self.off_policy.append(step.off_policy_token_share)
             self.occupancy.append(step.occupancy)
-        seconds = time.perf_counter() - began
         return {
             "consumed": consumed / seconds,
             "generated": generated / seconds,
