@@ -6,7 +6,8 @@ used up exactly (no stop token), sampling at temperature 1. Useful tokens are th
 - `embedded`: april's engine, with a log-probability for every token;
 - `generate`: static left-padded batches of as many requests as there are slots, in order of arrival (nobody knows the
   lengths beforehand), a batch running until its longest response ends; no log-probabilities;
-- `continuous`: transformers' continuous batching, on the settings that were fastest in `--tune`; no log-probabilities.
+- `continuous`: transformers' continuous batching, on the fastest of the settings tried by hand (`--tune` tries a grid);
+  no log-probabilities.
 
 The workload `group` asks for eight responses to each long prompt, and has a fourth arm, `unshared`: the embedded engine
 with prompts of the same lengths that all differ.
@@ -243,21 +244,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=[work.name for work in WORKLOADS])
+    parser.add_argument("--only", nargs="+", choices=[work.name for work in WORKLOADS], default=[])
     parser.add_argument("--quick", action="store_true", help="a third of the requests, two rounds, nothing saved")
     parser.add_argument("--tune", action="store_true", help="try settings of transformers' continuous batching")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    works = [work for work in WORKLOADS if args.only in (None, work.name)]
+    works = [work for work in WORKLOADS if not args.only or work.name in args.only]
     if args.quick:
         works = [replace(work, requests=work.requests // 3 // 8 * 8, slots=work.slots // 2) for work in works]
     if args.tune:
         for work in works:
             tune(work)
         return
-    results = {work.name: compare(work, 2 if args.quick else args.rounds) for work in works}
-    if not args.quick and args.only is None:
-        print("saved", save(__file__, {"torch_threads": args.threads, "workloads": results}))
+    results = {}
+    for work in works:
+        results[work.name] = compare(work, 2 if args.quick else args.rounds)
+        if not args.quick:
+            print("saved", save(__file__, {"torch_threads": args.threads, "workloads": results}), flush=True)
 
 
 if __name__ == "__main__":
