@@ -125,7 +125,6 @@ def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
 
 def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
     """Train, and say how it ended."""
-    from april.algorithms.catalogue import ALGORITHMS  # noqa: F401  (imports are paid for only by those who train)
     from april.engine import EngineError
     from april.reporting.progress import Progress
     from april.reward import RewardError
