@@ -21,7 +21,8 @@ from typing import Any
 import aiohttp
 from serving import ENGINES, make_policy, save, spread, start
 
-from april.engines.http import ServerEngine, Stream
+from april.engines.server import ServerEngine
+from april.engines.stream import Stream
 from april.trajectory import Group, Prompt, Sample, SamplingParams
 
 SLOTS = 256

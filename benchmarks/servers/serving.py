@@ -19,8 +19,8 @@ from record import save as save_record
 from record import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from april.engines.http import ServerEngine
 from april.engines.launch import Server, launch_sglang, launch_vllm
+from april.engines.server import ServerEngine
 from april.engines.sglang import SGLangEngine
 from april.engines.vllm import VLLMEngine
 

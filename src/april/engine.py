@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+from april.outbox import Outbox
 from april.trajectory import FinishReason, Sample
 
 KVPolicy = Literal["recompute", "keep"]
@@ -132,11 +133,7 @@ class StreamEngine:
         self._update = update_weights
         self._slots = asyncio.Semaphore(capacity.slots)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._chunks: list[Chunk] = []
-        self._ready = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
-        self._backlog = backlog
+        self._outbox = Outbox(backlog)
         self.running = 0
 
     def submit(self, sample: Sample) -> None:
@@ -150,37 +147,25 @@ class StreamEngine:
             finished = False
             try:
                 async for chunk in self._generate(sample):
-                    self._put(chunk)
+                    self._outbox.put(chunk)
                     if chunk.finish is not None or chunk.error is not None:
                         finished = True
                         break
-                    if not self._room.is_set():
-                        await self._room.wait()
+                    if self._outbox.full:
+                        await self._outbox.room()
                 if not finished:
-                    self._put(Chunk(id, (), (), 0, error="the stream ended before the sample was finished"))
+                    self._outbox.put(Chunk(id, (), (), 0, error="the stream ended before the sample was finished"))
             except Exception as error:
-                self._put(Chunk(id, (), (), 0, error=f"{type(error).__name__}: {error}"))
+                self._outbox.put(Chunk(id, (), (), 0, error=f"{type(error).__name__}: {error}"))
             finally:
                 self.running -= 1
                 if self._tasks.get(id) is asyncio.current_task():
                     del self._tasks[id]
 
-    def _put(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._ready.set()
-        if len(self._chunks) >= self._backlog:
-            self._room.clear()
-
-    def _take(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
-        self._ready.clear()
-        self._room.set()
-        return chunks
-
     async def poll(self) -> list[Chunk]:
-        if self._tasks or self._chunks:
-            await self._ready.wait()
-        return self._take()
+        if self._tasks:
+            await self._outbox.news()
+        return self._outbox.take()
 
     async def interrupt(self) -> list[Chunk]:
         tasks = list(self._tasks.values())
@@ -188,7 +173,7 @@ class StreamEngine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
-        return self._take()
+        return self._outbox.take()
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         if self._update is not None:

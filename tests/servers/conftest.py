@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from april.engines.http import ServerEngine
 from april.engines.launch import Server, launch_sglang, launch_vllm
+from april.engines.server import ServerEngine
 from april.engines.sglang import SGLangEngine
 from april.engines.vllm import VLLMEngine
 from april.trajectory import Group, Prompt, Sample, SamplingParams

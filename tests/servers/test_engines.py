@@ -12,7 +12,7 @@ from torch import Tensor
 
 from april.engine import Chunk, Engine, EngineError
 from april.engines.broadcast import Broadcast
-from april.engines.http import ServerEngine
+from april.engines.server import ServerEngine
 from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
 from tests.servers.tiny import VOCABULARY, Oracle

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from april.engine import Capacity, Chunk, Engine, EngineError
+from april.outbox import Outbox
 from april.trajectory import Sample, Segment
 
 log = logging.getLogger(__name__)
@@ -103,15 +104,10 @@ class EnginePool:
         self._max_retries = max_retries
         self._affinity = affinity
         self._patience = patience
-        self._backlog = backlog
         self._waiting: dict[str, Sample] = {}
         self._home: dict[str, Replica] = {}
         self._attempts: dict[str, int] = {}
-        self._chunks: list[Chunk] = []
-        self._ready = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
-        self._interrupting = False
+        self._outbox = Outbox(backlog)
         self._updating = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
@@ -172,37 +168,34 @@ class EnginePool:
         return home if home in others and home.load <= best.load + self._affinity else best
 
     async def poll(self) -> list[Chunk]:
-        while not self._chunks and self._in_flight:
-            self._ready.clear()
+        while not self._outbox and self._in_flight:
             stranded = not any(replica.ready for replica in self.replicas)
             try:
                 async with asyncio.timeout(self._patience if stranded else None):
-                    await self._ready.wait()
+                    await self._outbox.news()
             except TimeoutError:
                 raise EngineError(f"no replica was ready for {self._patience:g} s: {self._reasons()}") from None
-        return self._take()
+        return self._outbox.take()
 
     @property
     def _in_flight(self) -> bool:
         return bool(self._waiting or self._delayed or self._moves or any(replica.samples for replica in self.replicas))
 
     async def interrupt(self) -> list[Chunk]:
-        self._interrupting = True
-        self._room.set()
         try:
-            pumps = (replica.pump for replica in self.replicas if replica.ready)
-            await self._stop([self._watch, *self._delayed, *pumps])
-            self._watch = None
-            await asyncio.gather(*(self._interrupt(replica) for replica in self.replicas if replica.ready))
-            while self._moves:
-                await asyncio.wait(self._moves)
+            with self._outbox.drain():
+                pumps = (replica.pump for replica in self.replicas if replica.ready)
+                await self._stop([self._watch, *self._delayed, *pumps])
+                self._watch = None
+                await asyncio.gather(*(self._interrupt(replica) for replica in self.replicas if replica.ready))
+                while self._moves:
+                    await asyncio.wait(self._moves)
         finally:
-            self._interrupting = False
             for replica in self.replicas:
                 replica.samples.clear()
             self._waiting.clear()
             self._attempts.clear()
-        return self._take()
+        return self._outbox.take()
 
     async def _interrupt(self, replica: Replica) -> None:
         if not replica.samples:
@@ -298,8 +291,8 @@ class EnginePool:
             if not chunks and replica.samples:
                 self._lose(replica, f"it lost track of {len(replica.samples)} samples")
                 return
-            if not self._room.is_set():
-                await self._room.wait()
+            if self._outbox.full:
+                await self._outbox.room()
 
     def _forward(self, replica: Replica, chunk: Chunk) -> None:
         sample = replica.samples.get(chunk.sample_id)
@@ -316,7 +309,7 @@ class EnginePool:
                 replica.failures = 0
                 self._attempts.pop(sample.id, None)
             if chunk.token_ids or chunk.finish is not None:
-                self._put(chunk._replace(error=None))
+                self._outbox.put(chunk._replace(error=None))
         if sample.finish is not None:
             del replica.samples[sample.id]
             self._home.pop(sample.id, None)
@@ -326,7 +319,7 @@ class EnginePool:
 
     def _retry(self, replica: Replica, sample: Sample, error: str) -> None:
         """A request failed: the sample goes on, elsewhere if there is another replica; the replica is looked at."""
-        if self._interrupting:
+        if self._outbox.draining:
             return
         replica.failures += 1
         attempts = self._attempts[sample.id] = self._attempts.get(sample.id, 0) + 1
@@ -337,7 +330,7 @@ class EnginePool:
             self._begin(self._check(replica), self._checks)
         if attempts > self._max_retries:
             self._attempts.pop(sample.id)
-            self._put(Chunk(sample.id, (), (), self.version, error=error))
+            self._outbox.put(Chunk(sample.id, (), (), self.version, error=error))
         else:
             self._begin(self._move(sample, replica, 0.05 * 2**attempts), self._delayed)
 
@@ -350,7 +343,7 @@ class EnginePool:
         try:
             self._place(sample, elsewhere_than)
         except ValueError as error:
-            self._put(Chunk(sample.id, (), (), self.version, error=str(error)))
+            self._outbox.put(Chunk(sample.id, (), (), self.version, error=str(error)))
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """Take a replica out, its samples elsewhere, and try to bring it back."""
@@ -373,7 +366,7 @@ class EnginePool:
         samples, replica.samples = list(replica.samples.values()), {}
         for sample in samples:
             self._home.pop(sample.id, None)
-            if not self._interrupting:
+            if not self._outbox.draining:
                 self._place_or_fail(sample)
         self._bring_back(replica)
 
@@ -399,7 +392,7 @@ class EnginePool:
                     continue
                 log.warning("%r is back, with weights %d", replica.engine, self.version)
                 replica.state, replica.failures = State.READY, 0
-            self._ready.set()
+            self._outbox.wake()
             waiting, self._waiting = self._waiting, {}
             for sample in waiting.values():
                 self._place_or_fail(sample)
@@ -428,7 +421,7 @@ class EnginePool:
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
-            self._ready.set()
+            self._outbox.wake()
 
         task.add_done_callback(ended)
 
@@ -439,17 +432,6 @@ class EnginePool:
                 task.cancel()
                 alive.append(task)
         await asyncio.gather(*alive, return_exceptions=True)
-
-    def _put(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._ready.set()
-        if len(self._chunks) >= self._backlog and not self._interrupting:
-            self._room.clear()
-
-    def _take(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
-        self._room.set()
-        return chunks
 
     def _reasons(self) -> str:
         return "; ".join(f"{replica.engine!r}: {replica.reason}" for replica in self.replicas if not replica.ready)

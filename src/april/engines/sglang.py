@@ -21,17 +21,9 @@ from contextlib import suppress
 from typing import Any
 
 from april.engine import Capacity
-from april.engines.http import (
-    Delta,
-    Finish,
-    RequestError,
-    ServerEngine,
-    ServerInfo,
-    Stream,
-    is_broadcast,
-    local_vocab_size,
-    weights_directory,
-)
+from april.engines.http import RequestError
+from april.engines.server import ServerEngine, ServerInfo, is_broadcast, local_vocab_size, weights_directory
+from april.engines.stream import Delta, Finish, Stream
 from april.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
@@ -44,8 +36,8 @@ class SGLangEngine(ServerEngine):
     generate_path = "/generate"
 
     async def _describe(self) -> ServerInfo:
-        model = await self._get("/model_info")
-        server = await self._get("/server_info")
+        model = await self._http.get("/model_info")
+        server = await self._http.get("/server_info")
         state = server["internal_states"][0]
         self._workers = server.get("tp_size") or 1
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0
@@ -133,13 +125,13 @@ class SGLangEngine(ServerEngine):
         return Delta(ids, logprobs, finish, meta["weight_version"], spans)
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        await asyncio.gather(*(self._post("/abort_request", {"rid": id}) for id in request_ids))
+        await asyncio.gather(*(self._http.post("/abort_request", {"rid": id}) for id in request_ids))
 
     async def _freeze(self) -> None:
-        await self._post("/pause_generation", {"mode": "in_place"})
+        await self._http.post("/pause_generation", {"mode": "in_place"})
 
     async def _thaw(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._http.post("/continue_generation", {})
 
     async def _load(self, version: int, weights: Any) -> None:
         options = {
@@ -154,10 +146,10 @@ class SGLangEngine(ServerEngine):
                 self.url, self._workers, self._join, lambda meeting: self._receive(meeting, weights, options)
             )
         else:
-            await self._post("/update_weights_from_disk", {"model_path": weights_directory(weights), **options})
+            await self._http.post("/update_weights_from_disk", {"model_path": weights_directory(weights), **options})
         if self.on_update == "recompute":
             with suppress(RequestError):
-                await self._post("/flush_cache")
+                await self._http.post("/flush_cache")
 
     async def _join(self, meeting: Any) -> None:
         group = {
@@ -168,13 +160,13 @@ class SGLangEngine(ServerEngine):
             "group_name": meeting.name,
             "backend": meeting.backend,
         }
-        await self._post("/init_weights_update_group", group)
+        await self._http.post("/init_weights_update_group", group)
 
     async def _receive(self, meeting: Any, weights: Any, options: dict[str, Any]) -> None:
         info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
-        await self._post("/begin_weight_update", {})
-        await self._post("/update_weights_from_distributed", {**info, "group_name": meeting.name, **options})
-        await self._post("/end_weight_update", {})
+        await self._http.post("/begin_weight_update", {})
+        await self._http.post("/update_weights_from_distributed", {**info, "group_name": meeting.name, **options})
+        await self._http.post("/end_weight_update", {})
 
     async def _current_label(self) -> str | None:
-        return str((await self._get("/model_info"))["weight_version"])
+        return str((await self._http.get("/model_info"))["weight_version"])

@@ -18,7 +18,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from april.engine import Capacity, EngineError
-from april.engines.http import Delta, Finish, RequestError, ServerEngine, ServerInfo, Stream
+from april.engines.http import RequestError
+from april.engines.server import ServerEngine, ServerInfo
+from april.engines.stream import Delta, Finish, Stream
 from april.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "cancelled": "abort"}
@@ -53,8 +55,8 @@ class TensorRTLLMEngine(ServerEngine):
         self._load_weights = load
 
     async def _describe(self) -> ServerInfo:
-        await self._get("/health")
-        self._model = (await self._get("/v1/models"))["data"][0]["id"]
+        await self._http.get("/health")
+        self._model = (await self._http.get("/v1/models"))["data"][0]["id"]
         return ServerInfo(self._given, self._vocab_size, None)
 
     def _inexact(self, sampling: SamplingParams) -> str | None:

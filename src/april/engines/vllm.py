@@ -15,17 +15,9 @@ from dataclasses import asdict
 from typing import Any
 
 from april.engine import Capacity, EngineError
-from april.engines.http import (
-    Delta,
-    Finish,
-    RequestError,
-    ServerEngine,
-    ServerInfo,
-    Stream,
-    is_broadcast,
-    local_vocab_size,
-    weights_directory,
-)
+from april.engines.http import RequestError
+from april.engines.server import ServerEngine, ServerInfo, is_broadcast, local_vocab_size, weights_directory
+from april.engines.stream import Delta, Finish, Stream
 from april.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
@@ -38,16 +30,16 @@ class VLLMEngine(ServerEngine):
     generate_path = "/inference/v1/generate"
 
     async def _describe(self) -> ServerInfo:
-        model = (await self._get("/v1/models"))["data"][0]
+        model = (await self._http.get("/v1/models"))["data"][0]
         self._model = model["id"]
         try:
-            config = (await self._get("/server_info?config_format=json"))["vllm_config"]
+            config = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
         except RequestError as error:
             raise EngineError(
                 f"{self!r} cannot take new weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
             ) from error
         await self._require_token_ids()
-        self._workers = (await self._get("/get_world_size"))["world_size"]
+        self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
         capacity = Capacity(
             slots=config["scheduler_config"]["max_num_seqs"],
@@ -58,7 +50,7 @@ class VLLMEngine(ServerEngine):
         return ServerInfo(capacity, vocab_size, await self._current_label())
 
     async def _require_token_ids(self) -> None:
-        async with self._session.post(self.generate_path, json={"token_ids": []}) as response:
+        async with self._http.request("POST", self.generate_path, {"token_ids": []}) as response:
             if response.status in (403, 404):
                 raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
 
@@ -113,34 +105,36 @@ class VLLMEngine(ServerEngine):
         return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
 
     async def _abort(self, request_ids: Sequence[str]) -> None:
-        await self._post(
+        await self._http.post(
             "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in request_ids]}
         )
 
     async def _freeze(self) -> None:
-        await self._post("/pause?mode=keep&clear_cache=false")
+        await self._http.post("/pause?mode=keep&clear_cache=false")
 
     async def _thaw(self) -> None:
-        await self._post("/resume")
+        await self._http.post("/resume")
 
     async def _load(self, version: int, weights: Any) -> None:
         if is_broadcast(weights):
             await weights.send(self.url, self._workers, self._join, lambda meeting: self._receive(version, weights))
         else:
             directory = weights_directory(weights)
-            await self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}})
-            await self._post("/update_weight_version", {"new_version": str(version)})
+            await self._http.post(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+            )
+            await self._http.post("/update_weight_version", {"new_version": str(version)})
         if self.on_update == "recompute":
-            await self._post("/reset_prefix_cache")
+            await self._http.post("/reset_prefix_cache")
 
     async def _join(self, meeting: Any) -> None:
-        await self._post("/init_weight_transfer_engine", {"init_info": asdict(meeting)})
+        await self._http.post("/init_weight_transfer_engine", {"init_info": asdict(meeting)})
 
     async def _receive(self, version: int, weights: Any) -> None:
         info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
-        await self._post("/start_weight_update")
-        await self._post("/update_weights", {"update_info": info})
-        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        await self._http.post("/start_weight_update")
+        await self._http.post("/update_weights", {"update_info": info})
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
 
     async def _current_label(self) -> str | None:
-        return str((await self._get("/weight_info"))["weight_version"])
+        return str((await self._http.get("/weight_info"))["weight_version"])
