@@ -77,6 +77,14 @@ class Prompt:
     id: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The prompt as JSON types; `from_dict` restores it exactly."""
+        return {"id": self.id, "token_ids": list(self.token_ids), "metadata": dict(self.metadata)}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Prompt:
+        return cls(tuple(state["token_ids"]), state["id"], state["metadata"])
+
 
 @dataclass(slots=True)
 class Segment:
@@ -221,18 +229,14 @@ class Group:
         sampling = self.samples[0].sampling
         return {
             "id": self.id,
-            "prompt": {
-                "id": self.prompt.id,
-                "token_ids": list(self.prompt.token_ids),
-                "metadata": dict(self.prompt.metadata),
-            },
+            "prompt": self.prompt.to_dict(),
             "sampling": {name: getattr(sampling, name) for name in SamplingParams.__slots__},
             "samples": [sample.to_dict() for sample in self.samples],
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Group:
-        prompt = Prompt(tuple(state["prompt"]["token_ids"]), state["prompt"]["id"], state["prompt"]["metadata"])
+        prompt = Prompt.from_dict(state["prompt"])
         stop = tuple(state["sampling"]["stop_token_ids"])
         sampling = SamplingParams(**{**state["sampling"], "stop_token_ids": stop})
         samples = []

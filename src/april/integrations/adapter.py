@@ -1,0 +1,189 @@
+"""Partial rollouts for a training loop that asks for N prompts and wants N complete groups back.
+
+Invariants:
+- a call returns exactly N complete groups, each with its own prompt and metadata; as a rule some of them were begun in
+  earlier calls and some of the prompts asked for now come back in later ones;
+- every prompt asked for is begun once, in the order asked; extra prompts are drawn only when none of those is left, so
+  that N' groups can be under way although N are asked for;
+- between calls nothing runs in the engine: what is unfinished waits here, and is part of `state_dict`;
+- evaluation neither sees nor changes what waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from april.engine import Engine
+from april.reward import GroupRewardFunction, RewardFunction
+from april.scheduler import RolloutScheduler
+from april.step import Step
+from april.trajectory import Group, Prompt, Sample, SamplingParams
+
+
+class AskedPrompts(Iterator[Prompt]):
+    """The prompts asked for and not begun, in order; `extra` ones when there are none.
+
+    Args:
+        extra: more prompts. If it has `state_dict` and `load_state_dict`, its position is saved too.
+
+    Attributes:
+        asked: prompts asked for so far.
+        drawn: extra prompts drawn so far.
+    """
+
+    def __init__(self, extra: Iterable[Prompt] = ()) -> None:
+        self.extra = extra
+        self.waiting: deque[Prompt] = deque()
+        self.asked = 0
+        self.drawn = 0
+        self._more = iter(extra)
+
+    def ask(self, prompts: Sequence[Prompt]) -> None:
+        self.waiting.extend(prompts)
+        self.asked += len(prompts)
+
+    def __next__(self) -> Prompt:
+        if self.waiting:
+            return self.waiting.popleft()
+        prompt = next(self._more)
+        self.drawn += 1
+        return prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "waiting": [prompt.to_dict() for prompt in self.waiting],
+            "asked": self.asked,
+            "drawn": self.drawn,
+            "extra": self.extra.state_dict() if hasattr(self.extra, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.waiting = deque(Prompt.from_dict(saved) for saved in state["waiting"])
+        self.asked, self.drawn = state["asked"], state["drawn"]
+        if state["extra"] is not None:
+            self.extra.load_state_dict(state["extra"])  # type: ignore[attr-defined]
+            self._more = iter(self.extra)
+
+
+async def unscored(prompt: Prompt, sample: Sample) -> float:
+    """The reward where the framework computes its own afterwards."""
+    return 0.0
+
+
+class RolloutAdapter:
+    """N prompts in, N complete groups out. Calls wait for one another; from a synchronous loop, use an `EventLoop`.
+
+    Args:
+        engine: whatever generates. It belongs to the caller, who closes it.
+        rollout_batch_size: prompts asked for in a call, and groups returned (N).
+        extra: prompts that bring the groups under way from N to N' (the first call draws N' - N, later ones only what
+            a filter turned away). Without them rollouts are synchronous. Saved with `state_dict` if it has one.
+        reward: scores samples while others generate; by default every reward is 0 and the framework scores.
+        settings: any other of `RolloutScheduler`: `over_sampling_batch_size`, `n_samples_per_prompt`, `sampling`,
+            `max_staleness`, `dynamic_filter`, `seed`, …
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        rollout_batch_size: int,
+        extra: Iterable[Prompt] = (),
+        reward: RewardFunction | GroupRewardFunction = unscored,
+        **settings: Any,
+    ) -> None:
+        self.prompts = AskedPrompts(extra)
+        self.scheduler = RolloutScheduler(
+            engine, self.prompts, reward, rollout_batch_size=rollout_batch_size, **settings
+        )
+        self._turn = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """The policy version that generates."""
+        return self.scheduler.version
+
+    async def rollout(self, prompts: Sequence[Prompt]) -> Step:
+        """Begin `prompts` and return the step of the N oldest complete groups.
+
+        If it fails or is cancelled, the prompts stay asked for and nothing sampled is lost: `resume` goes on.
+
+        Raises:
+            ValueError: not exactly N prompts, or one that does not fit the engine.
+            EngineError, RewardError: see `RolloutScheduler.collect`.
+        """
+        expected = self.scheduler.batch_size
+        if len(prompts) != expected:
+            raise ValueError(f"{len(prompts)} prompts were asked for where rollout_batch_size = {expected}")
+        async with self._turn:
+            self.prompts.ask(prompts)
+            return await self.scheduler.collect()
+
+    async def resume(self) -> Step:
+        """The step of a `rollout` that failed or was cancelled, asking for nothing new."""
+        async with self._turn:
+            return await self.scheduler.collect()
+
+    async def evaluate(
+        self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
+    ) -> list[Group]:
+        """Complete, unrewarded groups of exactly these prompts, in order, past what waits."""
+        async with self._turn:
+            return await self.scheduler.evaluate(prompts, n_samples_per_prompt, sampling)
+
+    async def update_weights(self, weights: Any = None) -> None:
+        """The policy has changed: its version goes up by one, and the engine goes over to `weights`.
+
+        Raises:
+            StalenessError: twice without a rollout between, a group could no longer be trained on within the bound.
+        """
+        async with self._turn:
+            await self.scheduler.update_weights(weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that waits, as JSON types, for the framework's checkpoint. Call it between calls."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`. The engine is told the version by `engine.update_weights(adapter.version, ...)`."""
+        self.scheduler.load_state_dict(state)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop what runs. What waits can still be saved."""
+        await self.scheduler.__aexit__()
+
+
+def rollout_metrics(step: Step) -> dict[str, float]:
+    """A step's account as numbers for a framework's logs, under the names that `april train` gives them."""
+    return {
+        "policy_version": step.version,
+        "staleness_mean": float(step.staleness.mean()),
+        "staleness_max": float(step.staleness.max()),
+        "off_policy_token_share": step.off_policy_token_share,
+        "engine_occupancy": step.occupancy,
+        "over_sampling_batch_size": step.target,
+        "groups_buffered": step.buffered_groups,
+        "tokens_buffered": step.buffered_tokens,
+        "groups_surplus": step.surplus_groups,
+        "groups_rejected": len(step.rejections),
+        "samples_interrupted": step.interrupted_samples,
+        "samples_resumed": step.resumed_samples,
+        "engine_failures": sum(failure.kind == "engine" for failure in step.failures),
+        "step_consumed_tokens": step.consumed_tokens,
+        "consumed_tokens_per_second": step.consumed_tokens / step.seconds,
+        "generated_tokens_per_second": step.sampled_tokens / step.seconds,
+        "rollout_seconds": step.seconds,
+        "reward_wait_seconds": step.reward_wait_seconds,
+    }

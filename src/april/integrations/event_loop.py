@@ -1,0 +1,81 @@
+"""An event loop for callers that are not asynchronous.
+
+Invariants:
+- everything given to one `EventLoop` runs on its one thread, so an engine is made, used and closed on the same loop;
+- `run` returns or raises only when what it was given is over: on Ctrl-C it cancels it and waits for it to clean up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future, wait
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """A thread that runs an event loop until `close`. It works where a loop runs already, as in a notebook.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str = "april") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+        self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What `coroutine` returns or raises."""
+        assert threading.current_thread() is not self._thread, "run would wait for itself: await the coroutine instead"
+        outcome: Future[T] = Future()
+        self._loop.call_soon_threadsafe(self._start, coroutine, outcome)
+        try:
+            return outcome.result()
+        finally:
+            if not outcome.done():
+                self._loop.call_soon_threadsafe(lambda: self._tasks[outcome].cancel())
+                wait([outcome])
+
+    def _start(self, coroutine: Coroutine[Any, Any, T], outcome: Future[T]) -> None:
+        task = self._tasks[outcome] = self._loop.create_task(coroutine)
+        task.add_done_callback(lambda task: self._settle(task, outcome))
+
+    def _settle(self, task: asyncio.Task[T], outcome: Future[T]) -> None:
+        del self._tasks[outcome]
+        if task.cancelled():
+            outcome.set_exception(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
+
+    def close(self) -> None:
+        """Cancel what still runs, stop the loop and wait for its thread."""
+        if self._loop.is_closed():
+            return
+        self.run(_cancel_others())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _cancel_others() -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()

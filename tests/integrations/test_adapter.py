@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import EngineError, Group, Prompt, Sample, SamplingParams, Step
+from april.integrations.adapter import RolloutAdapter, rollout_metrics
+from tests.scripted_engine import ScriptedEngine, response
+
+
+class Numbered:
+    """A stream of prompts that remembers its position."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        while True:
+            self.position += 1
+            yield prompt(self.kind, self.position - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def prompt(kind: str, number: int) -> Prompt:
+    return Prompt((1, 2, number), f"{kind} {number}", {"kind": kind, "number": number})
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 4),
+        "more": st.integers(0, 8),
+        "group_size": st.integers(1, 4),
+        "max_staleness": st.one_of(st.none(), st.integers(0, 3)),
+        "slots": st.integers(1, 20),
+        "seed": st.integers(0, 1000),
+        "failure_rate": st.sampled_from([0.0, 0.05]),
+        "filtered": st.booleans(),
+        "calls": st.lists(st.sampled_from(["train", "evaluate", "restart"]), min_size=4, max_size=10),
+    }
+)
+
+
+def build(case: dict[str, Any], engine: ScriptedEngine | None = None) -> RolloutAdapter:
+    batch_size, bound = case["batch_size"], case["max_staleness"]
+    target = batch_size + case["more"]
+    return RolloutAdapter(
+        engine or ScriptedEngine(case["slots"], case["seed"], case["failure_rate"]),
+        rollout_batch_size=batch_size,
+        extra=Numbered("extra"),
+        over_sampling_batch_size=target if bound is None else min(target, batch_size * (bound + 1)),
+        n_samples_per_prompt=case["group_size"],
+        sampling=SamplingParams(max_tokens=60),
+        max_staleness=bound,
+        dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if case["filtered"] else None,
+        max_retries=20,
+        seed=case["seed"],
+    )
+
+
+@given(CASES)
+@settings(max_examples=120, deadline=None)
+def test_n_prompts_in_n_complete_groups_out(case: dict[str, Any]) -> None:
+    """Exact counts, own prompts, every prompt begun once and in order, across evaluations and restarts."""
+    asyncio.run(serve(case))
+
+
+async def serve(case: dict[str, Any]) -> None:
+    adapter = build(case)
+    batch_size, engine = case["batch_size"], adapter.scheduler.engine
+    returned: list[Group] = []
+    rejected: list[int] = []
+    for call in case["calls"]:
+        if call == "restart":
+            state = json.loads(json.dumps(adapter.state_dict()))
+            await adapter.close()
+            adapter = build(case, engine)
+            adapter.load_state_dict(state)
+        elif call == "evaluate":
+            before = adapter.state_dict()
+            held_out = [prompt("held out", number) for number in range(3)]
+            groups = await adapter.evaluate(held_out, 2)
+            assert [group.prompt for group in groups] == held_out
+            assert all(group.complete and len(group.samples) == 2 for group in groups)
+            assert adapter.state_dict() == before, "evaluation changed what waits"
+            for group in groups:  # the same samples are drawn anew the next time
+                for sample in group.samples:
+                    del engine.ledger[sample.id]
+        else:
+            position = adapter.prompts.asked
+            step = await adapter.rollout([prompt("asked", position + i) for i in range(batch_size)])
+            assert len(step.groups) == batch_size
+            for group in step.groups:
+                assert group.complete
+                assert len(group.samples) == case["group_size"]
+                for sample in group.samples:
+                    assert sample.prompt_ids == group.prompt.token_ids
+                    assert sample.response_ids == response(sample.seed, 60)
+            returned += step.groups
+            rejected += [id for id, _ in step.rejections]
+            await adapter.update_weights()
+
+    waiting = list(adapter.scheduler.buffer)
+    ids = [group.id for group in [*returned, *waiting]] + rejected
+    assert sorted(ids) == list(range(adapter.scheduler.buffer.admitted))
+    seen = {(g.prompt.metadata["kind"], g.prompt.metadata["number"]): g.id for g in [*returned, *waiting]}
+    assert len(seen) == len(returned) + len(waiting), "a prompt was begun twice"
+    queued = [("asked", p.metadata["number"]) for p in adapter.prompts.waiting]
+    for kind, count in (("asked", adapter.prompts.asked), ("extra", adapter.prompts.drawn)):
+        admitted = sorted((number, id) for (k, number), id in seen.items() if k == kind)
+        assert [id for _, id in admitted] == sorted(id for _, id in admitted), "prompts were begun out of order"
+        if not case["filtered"]:
+            begun = [(kind, number) for number, _ in admitted]
+            assert begun + [q for q in queued if q[0] == kind] == [(kind, number) for number in range(count)]
+    if not case["filtered"] and adapter.prompts.asked:
+        assert adapter.prompts.drawn == adapter.scheduler.admission.target(batch_size) - batch_size
+
+
+@given(CASES)
+@settings(max_examples=40, deadline=None)
+def test_a_restored_adapter_returns_the_same_groups(case: dict[str, Any]) -> None:
+    async def run(restart: bool) -> list[list[dict[str, Any]]]:
+        adapter = build(case)
+        engine = adapter.scheduler.engine
+        steps = []
+        for number in range(6):
+            if number == 3:
+                engine._rng.seed(5)  # an engine started anew deals its tokens out in other portions
+                if restart:
+                    state = json.loads(json.dumps(adapter.state_dict()))
+                    adapter = build(case, engine)
+                    adapter.load_state_dict(state)
+            position = adapter.prompts.asked
+            asked = [prompt("asked", position + i) for i in range(case["batch_size"])]
+            steps.append([group.to_dict() for group in (await adapter.rollout(asked)).groups])
+            await adapter.update_weights()
+        return steps
+
+    assert asyncio.run(run(False)) == asyncio.run(run(True))
+
+
+def adapter(engine: ScriptedEngine, **settings: Any) -> RolloutAdapter:
+    defaults = {"over_sampling_batch_size": 6, "n_samples_per_prompt": 2, "sampling": SamplingParams(max_tokens=60)}
+    return RolloutAdapter(engine, rollout_batch_size=3, **{"extra": Numbered("extra"), **defaults, **settings})
+
+
+ASKED = [prompt("asked", number) for number in range(12)]
+
+
+async def test_only_the_first_call_draws_extra_prompts() -> None:
+    async with adapter(ScriptedEngine()) as rollouts:
+        for call in range(4):
+            await rollouts.rollout(ASKED[3 * call : 3 * call + 3])
+            assert rollouts.prompts.drawn == 3
+            await rollouts.update_weights()
+
+
+async def test_without_extra_prompts_rollouts_are_synchronous() -> None:
+    async with adapter(ScriptedEngine(), extra=()) as rollouts:
+        for call in range(3):
+            asked = ASKED[3 * call : 3 * call + 3]
+            step = await rollouts.rollout(asked)
+            assert [group.prompt for group in step.groups] == asked
+            assert step.off_policy_token_share == 0
+            await rollouts.update_weights()
+
+
+async def test_a_call_of_the_wrong_size_is_refused_before_anything_is_begun() -> None:
+    async with adapter(ScriptedEngine()) as rollouts:
+        with pytest.raises(ValueError, match="2 prompts were asked for where rollout_batch_size = 3"):
+            await rollouts.rollout(ASKED[:2])
+        assert rollouts.prompts.asked == 0
+        assert not len(rollouts.scheduler.buffer)
+
+
+async def test_a_failed_call_is_resumed_without_asking_again() -> None:
+    engine = ScriptedEngine()
+    async with adapter(engine) as rollouts:
+        await rollouts.rollout(ASKED[:3])
+        engine.dead = True
+        with pytest.raises(EngineError):
+            await rollouts.rollout(ASKED[3:6])
+        engine.dead = False
+        engine._flight.clear()
+        step = await rollouts.resume()
+        assert len(step.groups) == 3
+        assert rollouts.prompts.asked == 6
+        assert rollouts.prompts.drawn == 3
+
+
+async def test_calls_at_the_same_time_wait_for_one_another() -> None:
+    async with adapter(ScriptedEngine()) as rollouts:
+        first, held_out, second = await asyncio.gather(
+            rollouts.rollout(ASKED[:3]), rollouts.evaluate(ASKED[9:]), rollouts.rollout(ASKED[3:6])
+        )
+        assert len(first.groups) == len(second.groups) == len(held_out) == 3
+        assert not {group.id for group in first.groups} & {group.id for group in second.groups}
+
+
+async def test_rewards_are_computed_beside_generation_where_the_caller_has_them() -> None:
+    async def score(prompt: Prompt, sample: Sample) -> float:
+        return float(prompt.metadata["number"])
+
+    async with adapter(ScriptedEngine(), reward=score) as rollouts:
+        step = await rollouts.rollout(ASKED[:3])
+        for group in step.groups:
+            assert [sample.reward for sample in group.samples] == [float(group.prompt.metadata["number"])] * 2
+
+
+async def test_metrics_are_plain_numbers() -> None:
+    steps: list[Step] = []
+    async with adapter(ScriptedEngine()) as rollouts:
+        for call in range(4):
+            steps.append(await rollouts.rollout(ASKED[3 * call : 3 * call + 3]))
+            await rollouts.update_weights()
+    for step in steps:
+        metrics = rollout_metrics(step)
+        assert json.loads(json.dumps(metrics)) == metrics
+    assert rollout_metrics(steps[0])["off_policy_token_share"] == 0
+    assert max(rollout_metrics(step)["staleness_max"] for step in steps) > 0
+    assert sum(rollout_metrics(step)["samples_resumed"] for step in steps) > 0

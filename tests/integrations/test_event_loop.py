@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+
+import pytest
+
+from april.integrations.event_loop import EventLoop
+
+
+async def value() -> int:
+    await asyncio.sleep(0)
+    return 7
+
+
+def test_results_and_errors_come_back_to_the_caller() -> None:
+    async def fail() -> None:
+        raise LookupError("nothing here")
+
+    with EventLoop() as loop:
+        assert loop.run(value()) == 7
+        with pytest.raises(LookupError, match="nothing here"):
+            loop.run(fail())
+        assert loop.run(value()) == 7
+
+
+async def test_it_works_where_a_loop_runs_already() -> None:
+    with EventLoop() as loop:
+        assert loop.run(value()) == 7
+
+
+def test_ctrl_c_cancels_what_runs_and_waits_for_it_to_clean_up() -> None:
+    cleaned_up = []
+
+    async def endless() -> None:
+        try:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            cleaned_up.append(True)
+
+    with EventLoop() as loop:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(endless())
+        assert cleaned_up
+        assert loop.run(value()) == 7
+
+
+def test_close_ends_what_was_left_running() -> None:
+    ended = []
+
+    async def background() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def leave() -> None:
+        tasks.append(asyncio.create_task(background()))
+        await asyncio.sleep(0)
+
+    tasks: list[asyncio.Task[None]] = []
+    loop = EventLoop()
+    loop.run(leave())
+    loop.close()
+    loop.close()
+    assert ended
