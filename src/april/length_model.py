@@ -1,10 +1,10 @@
 """Response lengths, learned while most responses are still unfinished.
 
-An interrupted response says only that its length exceeds what it has so far: it is censored, and leaving it out
-would take the tail for shorter than it is. The estimate is a life table, the product-limit estimator of Kaplan and Meier
-(1958) on bins of length, with delayed entry: each step, a response is at risk from the tokens it came with to the tokens
-it left with. What counts is therefore what the current policy does at each length, whoever began the response, and older
-steps are forgotten at a constant rate, so the estimate follows lengths that drift.
+An interrupted response says only that its length exceeds what it has so far: it is censored, and leaving it out would
+take the tail for shorter than it is. The estimate is a life table, the product-limit estimator of Kaplan and Meier
+(1958) on bins of length, with delayed entry: each step, a response is at risk from the tokens it came with to the
+tokens it left with. What counts is therefore what the current policy does at each length, whoever began the response,
+and older steps are forgotten at a constant rate, so the estimate follows lengths that drift.
 
 Lengths within a group are correlated. The correlation is that of their normal scores (a Gaussian copula with the same
 correlation for every pair), from groups that were trained on: in the end every group is, so they are no biased choice.
@@ -29,14 +29,19 @@ _SCORES = np.linspace(-6.0, 6.0, 2401)
 _PHI = np.array([NormalDist().cdf(z) for z in _SCORES])
 
 
+def _interpolate(x: Floats, at: Floats, values: Floats) -> Floats:
+    found: Floats = np.interp(x, at, values)
+    return found
+
+
 def _cdf(scores: Floats) -> Floats:
     """The standard normal distribution function."""
-    return np.interp(scores, _SCORES, _PHI)
+    return _interpolate(scores, _SCORES, _PHI)
 
 
 def _score(probability: Floats) -> Floats:
     """Its inverse, within six standard deviations."""
-    return np.interp(probability, _PHI, _SCORES)
+    return _interpolate(probability, _PHI, _SCORES)
 
 
 class LengthModel:
@@ -119,7 +124,7 @@ class LengthModel:
     def cumulative(self, lengths: ArrayLike) -> Floats:
         """Share of responses of at most these lengths; the middle of the jump for truncated ones."""
         values, survival = np.asarray(lengths, float), self.survival
-        below = 1 - np.interp(values, self.edges, survival)
+        below = 1 - _interpolate(values, self.edges, survival)
         return np.where(values >= self.max_tokens, 1 - survival[-1] / 2, below)
 
     def quantile(self, probabilities: ArrayLike) -> Floats:
@@ -127,13 +132,14 @@ class LengthModel:
         survival = self.survival
         # Where survival does not fall, any place would do; interp needs it to fall strictly.
         falling = np.maximum.accumulate(1 - survival) + 1e-12 * self._places
-        return np.interp(np.asarray(probabilities, float), falling, self.edges)
+        return _interpolate(np.asarray(probabilities, float), falling, self.edges)
 
     def draw(self, groups: int, group_size: int, rng: np.random.Generator) -> Floats:
         """Lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget."""
         shared, own = rng.standard_normal((groups, 1)), rng.standard_normal((groups, group_size))
         scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
-        return np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
+        lengths: Floats = np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
+        return lengths
 
     def remaining(self, group: Group) -> Floats:
         """Expected tokens still to come of each of a group's samples, shape [samples]; 0 for a finished one.
@@ -164,18 +170,20 @@ class LengthModel:
         rows, within = np.arange(len(lengths)), here - bins
         now = tail[rows, bins] * (1 - within) + tail[rows, bins + 1] * within
         area = after[rows, bins] * (1 - within) + after[rows, bins + 1] * within
-        return np.clip(area / now, 0.0, self.max_tokens - lengths)
+        expected: Floats = np.clip(area / now, 0.0, self.max_tokens - lengths)
+        return expected
 
     def _place(self, lengths: Floats) -> Floats:
         """Lengths in units of bins."""
-        return np.interp(lengths, self.edges, self._places)
+        return _interpolate(lengths, self.edges, self._places)
 
     def _passed(self, places: Floats) -> Floats:
         """How many went through each bin before they reached these places, in fractions of a bin."""
         whole = np.minimum(places.astype(int), len(self.at_risk))
-        beyond = np.bincount(whole, minlength=len(self.at_risk) + 1)
+        beyond = np.cumsum(np.bincount(whole, minlength=len(self.at_risk) + 1)).astype(float)
         within = np.bincount(whole, weights=places - whole, minlength=len(self.at_risk) + 1)
-        return (len(places) - np.cumsum(beyond) + within)[:-1]
+        passed: Floats = float(len(places)) - beyond[:-1] + within[:-1]
+        return passed
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name).tolist() for name in ("edges", "at_risk", "finished", "pairs")}
