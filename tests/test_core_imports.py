@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-CORE = ("trajectory", "outbox", "engine", "staleness", "admission", "buffer", "reward", "step", "scheduler")
+CORE = ("trajectory", "outbox", "engine", "staleness", "admission", "buffer", "reward", "step", "retries", "scheduler")
 
 
 def test_importing_april_imports_nothing_but_numpy() -> None:

@@ -38,6 +38,7 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
         "over_sampling_batch_size": 6,
         "n_samples_per_prompt": 2,
         "sampling": SamplingParams(max_tokens=60),
+        "retry_delay": 0.0,
     }
     return RolloutScheduler(engine, prompts(), **{"reward": score, **defaults, **settings})  # type: ignore[arg-type]
 

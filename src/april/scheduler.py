@@ -20,9 +20,10 @@ from typing import Any, Literal
 from april.admission import Admission, FixedAdmission, largest_target
 from april.buffer import Buffer, Rejection
 from april.engine import Chunk, Engine, EngineError
+from april.retries import Retries
 from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
 from april.staleness import StalenessError, feasible, select
-from april.step import Failure, Span, Step
+from april.step import Failure, Quarantine, Span, Step
 from april.trajectory import Group, Prompt, Sample, SamplingParams
 
 
@@ -56,7 +57,9 @@ class RolloutScheduler:
         on_reward_error: what a failing reward function means.
         reward_timeout: seconds a reward may take.
         max_retries: requests in a row that may fail for one sample, without a token between them, before its group is
-            left out.
+            quarantined: left out, with the reason in the step's account, and replaced by a new prompt.
+        retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
+            each further failure in a row.
         max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
         seed: every sample's seed follows from it.
         on_progress: called with the scheduler whenever something was sampled or scored.
@@ -79,6 +82,7 @@ class RolloutScheduler:
         on_reward_error: RewardErrorPolicy = "raise",
         reward_timeout: float | None = None,
         max_retries: int = 3,
+        retry_delay: float = 0.5,
         max_rejected_groups: int | None = None,
         seed: int = 0,
         on_progress: Callable[[RolloutScheduler], None] | None = None,
@@ -101,7 +105,6 @@ class RolloutScheduler:
         self.max_staleness = max_staleness
         self.dynamic_filter = dynamic_filter
         self.on_reward_error = on_reward_error
-        self.max_retries = max_retries
         self.max_rejected_groups = max_rejected_groups
         self.seed = seed
         self.on_progress = on_progress
@@ -112,8 +115,8 @@ class RolloutScheduler:
         self._rewards = RewardTasks(reward, reward_scope, reward_timeout)
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._flight: dict[str, tuple[Sample, Group, Span]] = {}
-        self._failing: dict[str, int] = {}
-        self._doomed: dict[int, Rejection] = {}
+        self._retries = Retries(max_retries, retry_delay)
+        self._doomed: dict[int, Quarantine] = {}
         self._resume = False
         """Something unfinished is not in flight."""
         self._step = Step(version=0)
@@ -198,24 +201,25 @@ class RolloutScheduler:
             Group.start(EVALUATION + i, prompt, n_samples_per_prompt, sampling, self.seed)
             for i, prompt in enumerate(prompts)
         ]
-        waiting = {sample.id: sample for group in groups for sample in group.samples}
-        failing: dict[str, int] = {}
+        unfinished = {sample.id: sample for group in groups for sample in group.samples}
+        retries = Retries(self._retries.limit, self._retries.delay)
         try:
-            for sample in waiting.values():
+            for sample in unfinished.values():
                 self.engine.submit(sample)
-            while waiting:
-                for chunk in await self.engine.poll():
-                    sample = waiting[chunk.sample_id]
+            while unfinished:
+                if len(retries) == len(unfinished):
+                    await asyncio.sleep(retries.next or 0)
+                for chunk in await self._poll(retries):
+                    sample = unfinished[chunk.sample_id]
                     sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
                     if chunk.token_ids:
-                        failing.pop(sample.id, None)
+                        retries.went_on(sample)
                     if chunk.finish is not None:
-                        del waiting[sample.id]
-                    elif chunk.error is not None:
-                        failing[sample.id] = failing.get(sample.id, 0) + 1
-                        if failing[sample.id] > self.max_retries:
-                            raise EngineError(f"evaluation sample {sample.id} kept failing: {chunk.error}")
-                        self.engine.submit(sample)
+                        del unfinished[sample.id]
+                    elif chunk.error is not None and not retries.failed(sample):
+                        raise EngineError(f"evaluation sample {sample.id} kept failing: {chunk.error}")
+                for sample in retries.due():
+                    self.engine.submit(sample)
         finally:
             await self.engine.interrupt()
             self.engine.forget(sample.id for group in groups for sample in group.samples)
@@ -268,6 +272,7 @@ class RolloutScheduler:
         target = self.admission.target(self.batch_size)
         largest = largest_target(self.batch_size, self.max_staleness)
         self._resume = True
+        self._retries.hurry()
         self._step = Step(self.version, target=target if largest is None else min(target, largest))
         for group in list(self.buffer):
             self._rewards.missing(group)
@@ -286,12 +291,14 @@ class RolloutScheduler:
             self.buffer.admit(group)
             self._submit(group)
         self._resume = False
+        for sample in self._retries.due():
+            self._submit(self.buffer.groups[sample.group_id])
 
     def _submit(self, group: Group) -> None:
         if group.id in self._doomed:
             return
         for sample in group.samples:
-            if sample.finish is None and sample.id not in self._flight:
+            if sample.finish is None and sample.id not in self._flight and sample not in self._retries:
                 self.engine.submit(sample)
                 span = Span(sample.id, group.id, self._now(), sample.length)
                 self._flight[sample.id] = (sample, group, span)
@@ -301,35 +308,40 @@ class RolloutScheduler:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
         if self._flight:
             before = self._now()
-            chunks = await (self._poll_or_verdict() if self._can_reject and self._rewards else self.engine.poll())
+            chunks = await self._poll(self._retries, self._can_reject and bool(self._rewards))
             self._step.occupancy += (self._now() - before) * self.engine.running / self.engine.capacity.slots
             self._absorb(chunks)
-        elif self._rewards:
-            await self._await_reward()
+        elif self._rewards or self._retries:
+            await self._await_reward(self._retries.next)
         else:
             raise ValueError(
                 f"the prompts ran out: {len(self.ready)} complete groups where a step needs {self.batch_size}"
             )
 
-    async def _poll_or_verdict(self) -> list[Chunk]:
-        """What the engine sampled next, or nothing if a verdict arrived first."""
+    async def _poll(self, retries: Retries, or_verdict: bool = False) -> list[Chunk]:
+        """What the engine sampled next, or nothing if a sample is due again or a verdict arrived first."""
+        if not retries and not or_verdict:
+            return await self.engine.poll()
         poll = asyncio.ensure_future(self.engine.poll())
-        verdict = asyncio.ensure_future(self._rewards.wait())
+        first: set[asyncio.Future[Any]] = {poll, asyncio.ensure_future(self._rewards.wait())} if or_verdict else {poll}
         try:
-            await asyncio.wait((poll, verdict), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, timeout=retries.next, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            verdict.cancel()
-            poll.cancel()
-            await asyncio.wait((poll, verdict))
+            for task in first:
+                task.cancel()
+            await asyncio.wait(first)
         return [] if poll.cancelled() else poll.result()
 
-    async def _await_reward(self) -> None:
+    async def _await_reward(self, timeout: float | None = None) -> None:
         before = self._now()
-        await self._rewards.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._rewards.wait()
         self._step.reward_wait_seconds += self._now() - before
 
     def _absorb(self, chunks: Sequence[Chunk]) -> None:
         now = self._now()
+        hopeless = None
         for chunk in chunks:
             sample, group, span = self._flight[chunk.sample_id]
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
@@ -338,14 +350,16 @@ class RolloutScheduler:
                 self._step.sampled_tokens += n
                 if span.queued is None:
                     span.queued = now - span.start
-                    self._failing.pop(sample.id, None)
+                    self._retries.went_on(sample)
             if chunk.finish is not None:
                 self._land(sample, span, "finished")
                 self._rewards.finished(group, sample)
                 self._weigh(group)
             elif chunk.error is not None:
                 self._land(sample, span, "failed")
-                self._retry(sample, group, chunk.error)
+                hopeless = self._retry(sample, group, chunk.error) or hopeless
+        if hopeless is not None:  # only now that every token of these chunks is in its sample
+            raise hopeless
         if self.on_progress is not None:
             self.on_progress(self)
 
@@ -353,16 +367,23 @@ class RolloutScheduler:
         del self._flight[sample.id]
         span.end, span.after, span.outcome = self._now(), sample.length, outcome
 
-    def _retry(self, sample: Sample, group: Group, error: str) -> None:
-        """A request failed: the sample goes on from its last token, or its group is given up."""
+    def _retry(self, sample: Sample, group: Group, error: str) -> EngineError | None:
+        """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
+
+        Returns the error that ends the step, once a step's worth of groups is quarantined."""
         self._step.failures.append(Failure("engine", sample.id, group.prompt.id, error))
-        self._failing[sample.id] = self._failing.get(sample.id, 0) + 1
-        self._resume = True
-        if self._failing[sample.id] > self.max_retries:
-            self._doomed.setdefault(group.id, Rejection.ENGINE)
-            given_up = len(self._doomed) + sum(reason is Rejection.ENGINE for _, reason in self._step.rejections)
-            if given_up >= self._step.target:
-                raise EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+        if group.id in self._doomed or self._retries.failed(sample):
+            return None
+        self._quarantine(group, Rejection.ENGINE, error)
+        given_up = len(self._doomed) + sum(reason is Rejection.ENGINE for _, reason in self._step.rejections)
+        if given_up < self._step.target:
+            return None
+        return EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+
+    def _quarantine(self, group: Group, reason: Rejection, error: str) -> None:
+        """Leave a group out as soon as nothing of it runs."""
+        self._doomed.setdefault(group.id, Quarantine(group.id, group.prompt.id, reason, error))
+        self._retries.forget(group.samples)
 
     def _settle(self) -> None:
         """Give the verdicts that arrived to their samples, and let go of groups that cannot be trained on."""
@@ -377,13 +398,15 @@ class RolloutScheduler:
                     failed = failure
                     continue
                 if self.on_reward_error == "reject":
-                    self._doomed.setdefault(verdict.group.id, Rejection.REWARD)
+                    self._quarantine(verdict.group, Rejection.REWARD, verdict.error)
             for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
                 sample.reward = reward
             self._weigh(verdict.group)
         for id in list(self._doomed):
             if not any(sample.id in self._flight for sample in self.buffer.groups[id].samples):
-                self._reject(self.buffer.groups[id], self._doomed.pop(id))
+                quarantine = self._doomed.pop(id)
+                self._step.quarantined.append(quarantine)
+                self._reject(self.buffer.groups[id], quarantine.reason)
         if failed is not None:
             raise RewardError(
                 f"the reward function failed on sample {failed.sample_id} of prompt {failed.prompt_id!r}: "
@@ -403,6 +426,8 @@ class RolloutScheduler:
 
     def _reject(self, group: Group, reason: Rejection) -> None:
         self.buffer.reject(group, reason)
+        if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
+            self.engine.forget(unfinished)
         self._step.rejections.append((group.id, reason))
         limit = self.max_rejected_groups
         if limit is not None and len(self._step.rejections) > limit:

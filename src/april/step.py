@@ -39,6 +39,16 @@ class Failure:
     error: str
 
 
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A group that was left out because requests for it, or its reward, kept failing; `error` is the last failure."""
+
+    group_id: int
+    prompt_id: str
+    reason: Rejection
+    error: str
+
+
 @dataclass(slots=True)
 class Step:
     """Exactly N complete, rewarded groups, and the account of how they came about.
@@ -53,6 +63,8 @@ class Step:
     spans: list[Span] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     rejections: list[tuple[int, Rejection]] = field(default_factory=list)
+    quarantined: list[Quarantine] = field(default_factory=list)
+    """Those of the rejected groups that a fault turned away, and which."""
     seconds: float = 0.0
     reward_wait_seconds: float = 0.0
     interrupted_at: float | None = None
