@@ -50,6 +50,8 @@ class Policy:
         self.module: Any
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} if self.shared else {}
         self.module = copy.deepcopy(model, memo)
+        # A forward that a training library laid over the model's own would lead back to the model given.
+        vars(self.module).pop("forward", None)
         self.module.eval()
         if not self.shared:
             self.module.to(dtype=self.dtype)

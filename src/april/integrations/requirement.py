@@ -1,0 +1,28 @@
+"""The framework an integration is written for: installed, and of a version it was run with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def require(package: str, *series: str, extra: str) -> None:
+    """Refuse to go on without `package` in one of the version series given, as in `require("trl", "1.16", ...)`.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+        ImportError: another version is. Both say what to install.
+    """
+    wanted = " or ".join(f"{version}.*" for version in series)
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise ModuleNotFoundError(
+            f"april's integration needs {package} {wanted}, which is not installed: pip install 'april-rl[{extra}]'",
+            name=package,
+        ) from None
+    if not any(f"{found}.".startswith(f"{version}.") for version in series):
+        raise ImportError(
+            f"april's integration was written for {package} {wanted}, and {found} is installed: "
+            f"pip install '{package}=={series[-1]}.*'",
+            name=package,
+        )

@@ -1,0 +1,339 @@
+"""TRL's `GRPOTrainer` with active partial rollouts.
+
+Invariants:
+- a training batch is N complete groups; the loss, the reward functions and the logs see the prompt and the columns of
+  the row that a completion belongs to, never those of the row that the dataloader asked for;
+- the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them;
+- evaluation generates for exactly the rows asked for, past what waits;
+- a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
+
+Of TRL's private interface only `_generate_and_score_completions` is overridden, to give it the rows and to add the
+log-probabilities to what it returns.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from april.admission import largest_target
+from april.config import EngineSettings, ModelSettings, Recipe
+from april.integrations.adapter import RolloutAdapter, rollout_metrics
+from april.integrations.event_loop import EventLoop
+from april.integrations.requirement import require
+from april.training.serving import WeightHandover, engine_of
+from april.trajectory import Group, Prompt, SamplingParams
+
+require("trl", "1.16", extra="trl")
+
+import trl  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import PreTrainedTokenizerBase, TrainerCallback  # noqa: E402
+from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+STATE = "april.json"
+"""The file of a TRL checkpoint that holds what waits."""
+FORMAT = 1
+
+
+@dataclass(kw_only=True)
+class PartialRollouts(EngineSettings):
+    """How rollouts are generated: these settings, and all of `april.config.EngineSettings` (`engine`, `max_running`,
+    `on_update`, `urls`, …).
+
+    Args:
+        over_sampling_batch_size: Prompts under way (N'); unset: twice the prompts of a generation batch (N), as far as
+            the bound allows.
+        max_staleness: The most generation batches between a group's first token and the update that trains on it.
+    """
+
+    over_sampling_batch_size: int | None = None
+    max_staleness: int = 5
+
+
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
+    """TRL's trainer; everything `trl.GRPOTrainer` takes, and how rollouts are generated.
+
+    Args:
+        partial_rollouts: unset: the defaults of `PartialRollouts`, with the embedded engine.
+
+    Raises:
+        ValueError: a setting of TRL's does not go with partial rollouts; the message names it and the remedy.
+    """
+
+    def __init__(self, *args: Any, partial_rollouts: PartialRollouts | None = None, **kwargs: Any) -> None:
+        _refuse_arguments(kwargs)
+        super().__init__(*args, **kwargs)
+        _refuse_settings(self)
+        self._rollouts = _Rollouts(self, partial_rollouts or PartialRollouts())
+        self.rollout_func = self._completions
+        self.add_callback(_Checkpoint(self._rollouts))
+        weakref.finalize(self, self._rollouts.close)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training, rollouts = self.model.training, self._rollouts
+        if training:
+            rollouts.train(inputs[:: self.num_generations], self.state.global_step)
+            inputs = [dict(group.prompt.metadata) for group in rollouts.groups for _ in group.samples]
+        else:
+            rollouts.evaluate(inputs, self.state.global_step)
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if training:
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
+    def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's `rollout_func`: the groups that were just collected, a row per sample."""
+        samples = [sample for group in self._rollouts.groups for sample in group.samples]
+        assert len(samples) == len(prompts), "TRL asked for completions of other rows than it was given"
+        return {
+            "prompt_ids": [list(sample.prompt_ids) for sample in samples],
+            "completion_ids": [sample.response_ids for sample in samples],
+            "logprobs": [sample.logprobs.tolist() for sample in samples],
+        }
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a checkpoint brings back what waited when it was written."""
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        if checkpoint:
+            self._rollouts.restore(Path(checkpoint))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's, with april's metrics of the rollouts since the last call under `april/`."""
+        if self.model.training:
+            logs.update(self._rollouts.take_metrics())
+        super().log(logs, start_time)
+
+    def close(self) -> None:
+        """Stop the engine, and the servers that april started. It happens by itself when the program ends."""
+        self._rollouts.close()
+
+
+class _Rollouts:
+    """The engine, what waits, and the weights between them. It knows TRL's model and rows, not its trainer."""
+
+    def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
+        args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
+        encode = _encoder(trainer)
+        batch_size = args.generation_batch_size // trainer.num_generations
+        dtype: Any = str(model.dtype).removeprefix("torch.")
+        recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
+        directory = Path(args.output_dir)
+        self.encode = encode
+        self.weights = WeightHandover(recipe, model, tokenizer, directory)
+        self.groups: Sequence[Group] = ()
+        """The groups of the last call, in the order of the rows that TRL gets."""
+        self.metrics: list[dict[str, float]] = []
+        self.loaded: int | None = None
+        """The optimizer step whose weights the engine has."""
+        self.trained: int | None = None
+        """The optimizer step at which groups were last collected for training."""
+        self._loop = EventLoop("april rollouts")
+        self._stack = AsyncExitStack()
+        try:
+            self.engine = self._loop.run(self._stack.enter_async_context(engine_of(recipe, model, directory)))
+            self.adapter = RolloutAdapter(
+                self.engine,
+                rollout_batch_size=batch_size,
+                extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
+                over_sampling_batch_size=settings.over_sampling_batch_size or _default_target(batch_size, settings),
+                n_samples_per_prompt=trainer.num_generations,
+                sampling=SamplingParams(
+                    max_tokens=args.max_completion_length,
+                    temperature=args.temperature,
+                    top_p=args.top_p,
+                    top_k=args.top_k or 0,
+                    min_p=args.min_p or 0.0,
+                    stop_token_ids=tuple(sorted(trainer.eos_token_ids)),
+                ),
+                max_staleness=settings.max_staleness,
+                seed=args.seed,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Collect a generation batch under the weights of optimizer step `step`, asking for `rows`."""
+        if self.trained is not None and step != self.trained:
+            self._loop.run(self.adapter.update_weights(self.weights(self.adapter.version + 1)))
+            self.loaded = step
+        self._load(step)
+        self.trained = step
+        collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in rows]))
+        self.groups = collected.groups
+        self.metrics.append(rollout_metrics(collected))
+
+    def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Generate one completion for each of `rows`, which TRL repeats itself."""
+        self._load(step)
+        self.groups = self._loop.run(self.adapter.evaluate([self.encode(row) for row in rows]))
+
+    def _load(self, step: int) -> None:
+        """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
+        if step != self.loaded:
+            version = self.adapter.version
+            self._loop.run(self.engine.update_weights(version, self.weights(version)))
+            self.loaded = step
+
+    def take_metrics(self) -> dict[str, float]:
+        """Means over the generation batches since the last call; of maxima, the maximum."""
+        taken, self.metrics = self.metrics, []
+        if not taken:
+            return {}
+        means = {f"april/{name}": fmean(metrics[name] for metrics in taken) for name in taken[0]}
+        return means | {"april/staleness_max": max(metrics["staleness_max"] for metrics in taken)}
+
+    def save(self, checkpoint: Path) -> None:
+        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        self.engine.forget()
+        state = {"format": FORMAT, "trained": self.trained, "rollout": self.adapter.state_dict()}
+        beside = checkpoint / f".{STATE}.partial"
+        beside.write_text(json.dumps(state))
+        os.replace(beside, checkpoint / STATE)
+
+    def restore(self, checkpoint: Path) -> None:
+        path = checkpoint / STATE
+        if not path.exists():
+            logger.warning("%s holds no %s: training goes on with no rollouts under way", checkpoint, STATE)
+            return
+        state = json.loads(path.read_text())
+        if state["format"] != FORMAT:
+            raise ValueError(f"{path}: format {state['format']}, but this version of april reads {FORMAT}")
+        self.adapter.load_state_dict(state["rollout"])
+        self.trained, self.loaded = state["trained"], None
+
+    def close(self) -> None:
+        if self._stack is not None:
+            stack, self._stack = self._stack, None  # type: ignore[assignment]
+            self._loop.run(stack.aclose())
+            self._loop.close()
+
+
+class ShuffledRows(Iterator[Prompt]):
+    """A dataset's rows as prompts, epoch after epoch, in an order that follows from (seed, epoch).
+
+    These are the prompts that bring what is under way from N to N'; the dataloader asks for its own.
+    """
+
+    def __init__(self, dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed: int) -> None:
+        self.dataset = dataset
+        self.encode = encode
+        self.seed = seed
+        self.drawn = 0
+
+    def __next__(self) -> Prompt:
+        epoch, position = divmod(self.drawn, len(self.dataset))
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
+        self.drawn += 1
+        return self.encode(self.dataset[int(order[position])])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+class _Checkpoint(TrainerCallback):
+    """Puts what waits into each checkpoint that TRL writes."""
+
+    def __init__(self, rollouts: _Rollouts) -> None:
+        self.rollouts = rollouts
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.rollouts.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+
+def _encoder(trainer: Any) -> Callable[[Mapping[str, Any]], Prompt]:
+    """How TRL tokenizes the prompt of a row, with the whole row as the prompt's metadata."""
+    tokenizer, template, options = trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
+
+    def encode(row: Mapping[str, Any]) -> Prompt:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            token_ids = tokenizer(text=prompt)["input_ids"]
+        else:
+            token_ids = tokenizer.apply_chat_template(
+                conversation=prompt,
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **options,
+            )["input_ids"]
+        return Prompt(tuple(token_ids), metadata=dict(row))
+
+    return encode
+
+
+def _default_target(batch_size: int, settings: PartialRollouts) -> int:
+    largest = largest_target(batch_size, settings.max_staleness)
+    assert largest is not None
+    return min(2 * batch_size, largest)
+
+
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet."""
+    for name in ("tools", "environment_factory", "peft_config", "rollout_func"):
+        if arguments.get(name) is not None:
+            reason = "april generates the completions" if name == "rollout_func" else "not supported with april yet"
+            raise ValueError(f"{name}: {reason}; leave it out, or use trl.GRPOTrainer")
+
+
+def _refuse_settings(trainer: Any) -> None:
+    """Settings under which completions would not be what TRL's own would be."""
+    args = trainer.args
+
+    def require_that(condition: bool, name: str, remedy: str) -> None:
+        if not condition:
+            raise ValueError(f"{name}: {remedy}")
+
+    processes = trainer.accelerator.num_processes
+    require_that(not args.use_vllm, "use_vllm = True", 'leave it out, and pass PartialRollouts(engine="vllm")')
+    require_that(
+        args.repetition_penalty == 1.0,
+        f"repetition_penalty = {args.repetition_penalty}",
+        "april draws from the policy itself; leave it at 1",
+    )
+    require_that(not args.generation_kwargs, "generation_kwargs", "april does not know them; leave them out")
+    require_that(processes == 1, f"{processes} processes", "april's GRPOTrainer runs in one process so far")
+    require_that(
+        isinstance(trainer.processing_class, PreTrainedTokenizerBase),
+        "processing_class",
+        "april's GRPOTrainer handles text; images and other modalities are not supported yet",
+    )
+    require_that(
+        isinstance(trainer.train_dataset, Dataset),
+        "train_dataset",
+        "a streamed dataset is not supported yet: pass a datasets.Dataset",
+    )
+    require_that(
+        not args.remove_unused_columns,
+        "remove_unused_columns = True",
+        "it takes the answers out of the rows; leave it at False",
+    )
+    row = trainer.train_dataset[0]
+    for column, value in row.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise ValueError(
+                f"train_dataset: column {column!r} holds a {type(value).__name__}, which cannot be saved with a "
+                "checkpoint; turn it into text or numbers, or remove the column"
+            ) from None

@@ -1,0 +1,303 @@
+"""TRL's own trainer, really training a tiny policy for a few steps."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+from april.integrations.requirement import require
+from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
+from april.trajectory import Prompt
+from tests import tiny
+
+trl = pytest.importorskip("trl")
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def rows(count: int = 24, first: int = 0) -> Dataset:
+    numbers = range(first, first + count)
+    return Dataset.from_dict({"prompt": [f"{n}?" for n in numbers], "answer": list(numbers)})
+
+
+class Reward:
+    """Scores by length, and keeps what it was shown."""
+
+    __name__ = "reward"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+        self.seen += zip(prompts, answer, strict=True)
+        return [float(len(completion) % 3) for completion in completions]
+
+
+class Watched(GRPOTrainer):
+    """Keeps the groups of every training batch and what the loss is given for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches: list[tuple[list[Any], dict[str, Any]]] = []
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training = self.model.training
+        output = super()._generate_and_score_completions(inputs)
+        if training:
+            self.batches.append((list(self._rollouts.groups), dict(output)))
+        return output
+
+
+def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:
+    config = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 60,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "bf16": False,
+        "activation_checkpointing": False,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    own = {key: settings.pop(key) for key in ("eval_dataset", "train_dataset", "tools") if key in settings}
+    return Watched(
+        model=tiny.model(),
+        reward_funcs=reward or Reward(),
+        args=trl.GRPOConfig(**{**config, **settings}),
+        processing_class=tiny.tokenizer(),
+        partial_rollouts=PartialRollouts(
+            **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
+        ),
+        **{"train_dataset": rows(), **own},
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A trainer after four steps of four groups, eight under way."""
+    reward = Reward()
+    trained = trainer(tmp_path, reward)
+    trained.reward = reward
+    trained.train()
+    yield trained
+    trained.close()
+
+
+def test_rewards_see_the_row_that_each_completion_belongs_to(run: Any) -> None:
+    given = [group for groups, _ in run.batches for group in groups]
+    assert run.reward.seen == [(f"{n}?", n) for group in given for n in [group.prompt.metadata["answer"]] * 4]
+    for group in given:
+        assert run.processing_class.decode(group.prompt.token_ids) == group.prompt.metadata["prompt"]
+    assert len(given) == 16
+    assert len({group.id for group in given}) == 16
+
+
+def test_partial_rollouts_are_carried_over_steps_and_logged(run: Any) -> None:
+    logged = [entry for entry in run.state.log_history if "loss" in entry]
+    assert [entry["april/policy_version"] for entry in logged] == [0, 1, 2, 3]
+    assert logged[0]["april/off_policy_token_share"] == 0
+    assert any(entry["april/off_policy_token_share"] > 0 for entry in logged)
+    assert any(entry["april/samples_resumed"] > 0 for entry in logged)
+    for (groups, _), entry in zip(run.batches, logged, strict=True):
+        staleness = [group.staleness(int(entry["april/policy_version"])) for group in groups]
+        assert entry["april/staleness_max"] == max(staleness) <= 5
+        assert entry["april/step_consumed_tokens"] == sum(group.tokens for group in groups)
+
+
+def test_the_ratio_divides_by_the_log_probabilities_tokens_were_drawn_with(run: Any) -> None:
+    off_policy = 0
+    for version, (groups, output) in enumerate(run.batches):
+        samples = [sample for group in groups for sample in group.samples]
+        for i, sample in enumerate(samples):
+            assert output["completion_ids"][i, : sample.length].tolist() == sample.response_ids
+            assert output["prompt_ids"][i].tolist()[-len(sample.prompt_ids) :] == list(sample.prompt_ids)
+            old = output["old_per_token_logps"][i, : sample.length]
+            torch.testing.assert_close(old, torch.tensor(sample.logprobs), rtol=0, atol=0)
+            off_policy += int((sample.versions < version).sum())
+    assert off_policy > 0
+
+
+def test_on_policy_log_probabilities_are_those_of_the_trainers_own_forward_pass(tmp_path: Path) -> None:
+    on_policy = trainer(tmp_path, rollouts={"over_sampling_batch_size": 4}, max_steps=1, temperature=0.7)
+    on_policy.model.train()
+    inputs = next(iter(on_policy.get_train_dataloader()))
+    output = on_policy._generate_and_score_completions(inputs)
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+    with torch.no_grad():
+        own = on_policy._get_per_token_logps_and_entropies(
+            on_policy.model, ids, mask, output["completion_ids"].shape[1]
+        )[0]
+    kept = output["completion_mask"].bool()
+    torch.testing.assert_close(output["old_per_token_logps"][kept], own[kept], rtol=1e-4, atol=1e-4)
+    on_policy.close()
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_a_resumed_run_trains_on_what_the_saved_one_would_have(tmp_path: Path, on_update: str) -> None:
+    def history(trained: Any) -> list[list[float]]:
+        logged = [entry for entry in trained.state.log_history if "loss" in entry]
+        return [[entry["loss"], entry["reward"], entry["april/off_policy_token_share"]] for entry in logged]
+
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    straight = trainer(tmp_path, rollouts={"on_update": on_update}, **settings)
+    straight.train()
+    straight.close()
+    saved = json.loads((tmp_path / "checkpoint-2" / STATE).read_text())["rollout"]
+    assert sum(map(len, (s["segments"] for g in saved["buffer"]["groups"] for s in g["samples"]))) > 0
+
+    resumed = trainer(tmp_path, rollouts={"on_update": on_update}, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed.close()
+    assert history(resumed) == history(straight)
+    taken = [[group.to_dict() for group in groups] for groups, _ in resumed.batches]
+    assert taken == [[group.to_dict() for group in groups] for groups, _ in straight.batches[2:]]
+    for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_without_rollouts_is_resumed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    first.train()
+    first.close()
+    (tmp_path / "checkpoint-1" / STATE).unlink()
+    second = trainer(tmp_path, max_steps=2)
+    second.train(resume_from_checkpoint=True)
+    second.close()
+    assert len(second.batches) == 1
+    assert f"checkpoint-1 holds no {STATE}" in caplog.text
+
+
+def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> None:
+    reward = Reward()
+    held_out = rows(6, first=100)
+    evaluated = trainer(
+        tmp_path,
+        reward,
+        eval_dataset=held_out,
+        num_generations_eval=2,
+        per_device_eval_batch_size=4,
+        max_steps=2,
+    )
+    evaluated.train()
+    waiting = evaluated._rollouts.adapter.state_dict()
+    assert waiting["buffer"]["groups"]
+    reward.seen.clear()
+    evaluated.evaluate()
+    asked = [(row["prompt"], row["answer"]) for row in held_out for _ in range(2)]
+    assert sorted(reward.seen) == sorted(asked)
+    assert evaluated._rollouts.adapter.state_dict() == waiting
+    assert "eval_reward" in evaluated.state.log_history[-1]
+    evaluated.close()
+
+
+def test_several_updates_a_generation_batch_count_as_one_version(tmp_path: Path) -> None:
+    several = trainer(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, max_steps=6)
+    several.train()
+    assert len(several.batches) == 3
+    assert several._rollouts.adapter.version == 2
+    several.close()
+
+
+def test_prompts_are_tokenized_as_trl_does(tmp_path: Path) -> None:
+    messages = [[{"role": "system", "content": "count"}, {"role": "user", "content": f"{n}?"}] for n in range(24)]
+    chat = trainer(tmp_path, max_steps=1, train_dataset=Dataset.from_dict({"prompt": ["7?"] * 24, "answer": [7] * 24}))
+    chat.processing_class.chat_template = TEMPLATE
+    for prompts in (["7?", "12?"], messages[:3]):
+        theirs = chat._tokenize_prompts(prompts)[0]
+        assert [list(chat._rollouts.encode({"prompt": p}).token_ids) for p in prompts] == theirs
+    chat.close()
+
+
+def test_conversations_train_too(tmp_path: Path) -> None:
+    def reward(prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+        for prompt, completion, number in zip(prompts, completions, answer, strict=True):
+            assert prompt == [{"role": "user", "content": f"{number}?"}]
+            assert completion[0]["role"] == "assistant"
+        return [1.0] * len(prompts)
+
+    data = {"prompt": [[{"role": "user", "content": f"{n}?"}] for n in range(24)], "answer": list(range(24))}
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    chat = GRPOTrainer(
+        model=tiny.model(),
+        reward_funcs=reward,
+        args=trl.GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=4,
+            num_generations=2,
+            max_completion_length=10,
+            use_cpu=True,
+            bf16=False,
+            max_steps=2,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict(data),
+        processing_class=tokenizer,
+    )
+    chat.train()
+    chat.close()
+
+
+def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> None:
+    def encode(row: Any) -> Prompt:
+        return Prompt((row["answer"],))
+
+    def drawn(stream: ShuffledRows, count: int) -> list[int]:
+        return [next(stream).token_ids[0] for _ in range(count)]
+
+    whole = drawn(ShuffledRows(rows(10), encode, 3), 25)
+    assert sorted(whole[:10]) == sorted(whole[10:20]) == list(range(10))
+    assert whole[:10] != whole[10:20]
+    first, second = ShuffledRows(rows(10), encode, 3), ShuffledRows(rows(10), encode, 3)
+    begun = drawn(first, 13)
+    second.load_state_dict(first.state_dict())
+    assert begun + drawn(second, 12) == whole
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"repetition_penalty": 1.1}, r"repetition_penalty = 1.1: .*leave it at 1"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: april does not know them"),
+        ({"remove_unused_columns": True}, "remove_unused_columns = True"),
+        ({"train_dataset": rows().to_iterable_dataset()}, "train_dataset: a streamed dataset"),
+        ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),
+        ({"tools": [len]}, "tools: not supported with april yet"),
+        ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 5"),
+        ({"rollouts": {"over_sampling_batch_size": 3}}, "over_sampling_batch_size = 3 is less than"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer(tmp_path, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("trl", "1.15", "1.16", extra="trl")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.160.0")
+    with pytest.raises(ImportError, match=r"trl 1\.16\.\*, and 1\.160\.0 is installed: pip install 'trl==1\.16\.\*'"):
+        require("trl", "1.16", extra="trl")
+
+
+def test_a_missing_framework_is_named_with_its_extra() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'april-rl\[nowhere\]'"):
+        require("no-such-framework", "1", extra="nowhere")
