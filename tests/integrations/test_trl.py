@@ -87,11 +87,11 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
     )
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A trainer after four steps of four groups, eight under way."""
     reward = Reward()
-    trained = trainer(tmp_path, reward)
+    trained = trainer(tmp_path_factory.mktemp("run"), reward)
     trained.reward = reward
     trained.train()
     yield trained
