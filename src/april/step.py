@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,9 +98,10 @@ class Step:
     @property
     def tokens_by_age(self) -> NDArray[np.int64]:
         """Consumed policy tokens by age: entry k counts those sampled k versions before this step's."""
-        versions: Sequence[NDArray[np.int64]] = [s.versions for group in self.groups for s in group.samples]
-        flat = np.concatenate(versions) if versions else np.zeros(0, dtype=np.int64)
-        return np.bincount(self.version - flat[flat != ENVIRONMENT], minlength=1)
+        segments = [s for group in self.groups for sample in group.samples for s in sample.segments]
+        policy = [(self.version - s.version, len(s)) for s in segments if s.version != ENVIRONMENT]
+        ages, tokens = zip(*policy, strict=True) if policy else ((), ())
+        return np.bincount(np.array(ages, np.int64), np.array(tokens, np.int64), minlength=1).astype(np.int64)
 
     @property
     def off_policy_token_share(self) -> float:

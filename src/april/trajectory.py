@@ -86,6 +86,26 @@ class Prompt:
         return cls(tuple(state["token_ids"]), state["id"], state["metadata"])
 
 
+class Blank(Sequence[int]):
+    """Tokens of which only the number is known, as a simulated engine hands them out: zeros in constant memory."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(self.size)[index]
+        return 0 if isinstance(chosen, int) else Blank(len(chosen))
+
+    def extend(self, tokens: Sequence[float]) -> None:
+        assert isinstance(tokens, Blank), "real tokens cannot follow tokens that nobody sampled"
+        self.size += tokens.size
+
+
 @dataclass(slots=True)
 class Segment:
     """A run of tokens from one source.
@@ -95,8 +115,8 @@ class Segment:
     """
 
     version: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: list[int] | Blank = field(default_factory=list)
+    logprobs: list[float] | Blank = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -147,7 +167,8 @@ class Sample:
             if not segments or segments[-1].version != version:
                 if version < 0 or any(s.version > version for s in segments):
                     raise ValueError(f"sample {self.id}: policy versions never go back, but {version} came")
-                segments.append(Segment(version))
+                blank = isinstance(token_ids, Blank)
+                segments.append(Segment(version, Blank(), Blank()) if blank else Segment(version))
             segments[-1].token_ids.extend(token_ids)
             segments[-1].logprobs.extend(logprobs)
             self.length += len(token_ids)
@@ -180,7 +201,7 @@ class Sample:
             "seed": self.seed,
             "finish": self.finish,
             "reward": self.reward,
-            "segments": [[s.version, s.token_ids, s.logprobs] for s in self.segments],
+            "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
         }
 
 

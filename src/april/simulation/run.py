@@ -1,0 +1,210 @@
+"""A run in virtual time: the scheduler that real runs use, over a simulated engine.
+
+Invariant: same arguments, same outcome, to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.engine import KVPolicy
+from april.engines.simulated import SimulatedEngine
+from april.scheduler import RolloutScheduler
+from april.simulation.cost_model import CostModel
+from april.simulation.virtual_time import run
+from april.simulation.workload import Workload
+from april.step import Step
+from april.trajectory import FinishReason, Prompt, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """What is kept of a step. Times are virtual seconds."""
+
+    version: int
+    target: int
+    seconds: float
+    """Of `collect`."""
+    training_seconds: float
+    update_seconds: float
+    consumed_tokens: int
+    sampled_tokens: int
+    occupancy: float
+    surplus_groups: int
+    buffered_groups: int
+    staleness: NDArray[np.int64]
+    """Of each group, shape [N]."""
+    tokens_by_age: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Of each consumed response, shape [N * G]."""
+    truncated: int
+
+    @classmethod
+    def of(cls, step: Step, training_seconds: float, update_seconds: float) -> StepRecord:
+        samples = [sample for group in step.groups for sample in group.samples]
+        return cls(
+            version=step.version,
+            target=step.target,
+            seconds=step.seconds,
+            training_seconds=training_seconds,
+            update_seconds=update_seconds,
+            consumed_tokens=step.consumed_tokens,
+            sampled_tokens=step.sampled_tokens,
+            occupancy=step.occupancy,
+            surplus_groups=step.surplus_groups,
+            buffered_groups=step.buffered_groups,
+            staleness=step.staleness,
+            tokens_by_age=step.tokens_by_age,
+            lengths=np.array([sample.length for sample in samples]),
+            truncated=sum(sample.finish is FinishReason.LENGTH for sample in samples),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """A simulated run. Rates and means leave the first `warm_up` steps out, in which the buffer fills.
+
+    Rates come in two kinds: over the rollout phase (`collect` and the weight update), and over everything.
+    """
+
+    steps: list[StepRecord]
+    warm_up: int
+    preemptions: int
+    prefilled_tokens: int
+    peak_kv: float
+    """Most of its KV cache that a replica has used, as a share."""
+
+    @property
+    def counted(self) -> list[StepRecord]:
+        return self.steps[self.warm_up :]
+
+    @property
+    def rollout_seconds(self) -> float:
+        return sum(step.seconds + step.update_seconds for step in self.counted)
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout_seconds + sum(step.training_seconds for step in self.counted)
+
+    @property
+    def consumed_tokens_per_second(self) -> float:
+        """Tokens handed to training, over the rollout phase."""
+        return sum(step.consumed_tokens for step in self.counted) / self.rollout_seconds
+
+    @property
+    def generated_tokens_per_second(self) -> float:
+        """Tokens sampled, over the rollout phase."""
+        return sum(step.sampled_tokens for step in self.counted) / self.rollout_seconds
+
+    @property
+    def occupancy(self) -> float:
+        return sum(step.occupancy * step.seconds for step in self.counted) / sum(step.seconds for step in self.counted)
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """Of every group that was trained on, shape [steps * N]."""
+        return np.concatenate([step.staleness for step in self.counted])
+
+    @property
+    def mean_staleness(self) -> float:
+        return float(self.staleness.mean())
+
+    @property
+    def max_staleness(self) -> int:
+        return int(self.staleness.max())
+
+    @property
+    def off_policy_token_share(self) -> float:
+        stale = sum(int(step.tokens_by_age[1:].sum()) for step in self.counted)
+        return stale / sum(step.consumed_tokens for step in self.counted)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Of every consumed response."""
+        return np.concatenate([step.lengths for step in self.counted])
+
+
+def simulate(
+    workload: Workload,
+    cost: CostModel,
+    *,
+    replicas: int = 1,
+    steps: int = 50,
+    warm_up: int = 10,
+    on_update: KVPolicy = "recompute",
+    train_token_seconds: float = 0.0,
+    resolution: float = 0.0,
+    seed: int = 0,
+    **scheduler: Any,
+) -> Outcome:
+    """Collect `steps` steps and train on them, in virtual time.
+
+    Args:
+        workload: the lengths of responses, N, G and the response budget.
+        cost: what one engine's work costs.
+        replicas: engines.
+        warm_up: steps that rates and means leave out.
+        on_update: what happens to the KV cache of unfinished samples when the weights change.
+        train_token_seconds: training time for each consumed token, in which the engines stand still (colocated).
+        resolution: see `SimulatedEngine`.
+        seed: of the samples.
+        scheduler: settings of `RolloutScheduler`; N, G and the response budget are the workload's unless given here.
+    """
+    if not 0 <= warm_up < steps:
+        raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
+    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution)
+    settings = {
+        "rollout_batch_size": workload.rollout_batch_size,
+        "n_samples_per_prompt": workload.n_samples_per_prompt,
+        "sampling": SamplingParams(max_tokens=workload.max_tokens),
+        "reward": no_reward,
+        "reward_scope": "group",
+        "seed": seed,
+        **scheduler,
+    }
+    with _without_garbage_collection():
+        records = run(
+            _collect(engine, RolloutScheduler(engine, workload.prompts(), **settings), steps, train_token_seconds)
+        )
+    return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
+
+
+async def no_reward(prompt: Prompt, samples: Any) -> list[float]:
+    """Nothing is learnt from simulated tokens."""
+    return [0.0] * len(samples)
+
+
+async def _collect(
+    engine: SimulatedEngine, scheduler: RolloutScheduler, steps: int, train_token_seconds: float
+) -> list[StepRecord]:
+    loop = asyncio.get_running_loop()
+    records = []
+    async with scheduler:
+        for _ in range(steps):
+            step = await scheduler.collect()
+            training = step.consumed_tokens * train_token_seconds
+            await asyncio.sleep(training)
+            before = loop.time()
+            await scheduler.update_weights()
+            records.append(StepRecord.of(step, training, loop.time() - before))
+    return records
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A large run holds a million objects, none of them garbage: looking through them takes most of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
