@@ -22,7 +22,7 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from april.admission import largest_target
-from april.algorithms.catalogue import CORRECTIONS, algorithm
+from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
 from april.reporting.metrics import check_trackers
 from april.tasks.task import TaskSpec
 from april.trajectory import SamplingParams
@@ -146,20 +146,45 @@ class AlgorithmSettings:
     Args:
         algorithm: Published defaults to start from; `april algorithms` lists them.
         correction: How tokens of older policies are corrected for; `april algorithms` lists the choices.
+        correction_cap: Weights above are cut down to it; unset: as published. Kinds with a weight only.
+        correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
+        correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
+        correction_tau: m2po: the second moment that the tokens trained on may have; unset: as published.
+        correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
+        dual_clip: Bound of the loss for negative advantages, above 1 (3 is usual); unset: as published.
         loss_aggregation: How token losses become one number; unset: as published.
         kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
         entropy_coef: Weight of an entropy bonus.
+        gamma: ppo: discount; unset: as published.
+        gae_lambda: ppo: λ of generalised advantage estimation; unset: as published.
+        value_clip: ppo: how far a value may move from its estimate before the update; inf is no bound.
     """
 
     algorithm: str = "grpo"
     correction: str = "behaviour"
+    correction_cap: float | None = None
+    correction_low: float | None = None
+    correction_high: float | None = None
+    correction_tau: float | None = None
+    correction_max_age: int | None = None
     eps_low: float | None = None
     eps_high: float | None = None
+    dual_clip: float | None = None
     loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = None
     kl_coef: float | None = None
     entropy_coef: float = 0.0
+    gamma: float | None = None
+    gae_lambda: float | None = None
+    value_clip: float = 0.2
+
+    @property
+    def correction_bounds(self) -> dict[str, float]:
+        """The bounds that are set, by the names `corrections.correct` gives them."""
+        names = ("cap", "low", "high", "tau", "max_age")
+        bounds = {name: getattr(self, f"correction_{name}") for name in names}
+        return {name: value for name, value in bounds.items() if value is not None}
 
 
 @dataclass(kw_only=True)
@@ -170,7 +195,8 @@ class TrainingSettings:
         steps: Training steps: rollout batches to collect and train on.
         updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
         learning_rate: Peak learning rate of AdamW.
-        lr_schedule: How the learning rate goes from its peak to zero at the last step.
+        critic_learning_rate: ppo: that of the critic.
+        lr_schedule: How the learning rates go from their peaks to zero at the last step.
         warmup_steps: Steps of linear warm-up.
         betas: AdamW's decay rates.
         weight_decay: AdamW's decoupled weight decay.
@@ -191,6 +217,7 @@ class TrainingSettings:
     steps: int = 100
     updates_per_step: int = 1
     learning_rate: float = 1e-6
+    critic_learning_rate: float = 1e-5
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.95)
@@ -421,14 +448,37 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         check_trackers(recipe.reporting.trackers)
     except (ValueError, ModuleNotFoundError) as error:
         yield str(error)
-    if (name := recipe.algorithm.correction) not in CORRECTIONS:
-        yield f"algorithm.correction = {name!r}: {_nearest(name, list(CORRECTIONS))}"
+    yield from _correction_problems(recipe.algorithm)
     if engine.urls and engine.engine not in ("vllm", "sglang"):
         yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
     if engine.engine == "vllm-inproc" and engine.on_update == "keep":
         yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
+    for name in ("gamma", "gae_lambda"):
+        if (value := getattr(recipe.algorithm, name)) is not None and value > 1:
+            yield f"algorithm.{name} = {value}: must lie in [0, 1]"
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
+
+
+def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
+    name = settings.correction
+    if name not in CORRECTIONS:
+        yield f"algorithm.correction = {name!r}: {_nearest(name, list(CORRECTIONS))}"
+        return
+    rule, own = CORRECTIONS[name], settings.correction_bounds
+    for bound in own:
+        if bound not in rule.bounds and bound != "max_age":
+            having = ", ".join(kind for kind, other in CORRECTIONS.items() if bound in other.bounds)
+            yield (
+                f"algorithm.correction_{bound} does not apply to correction = {name!r}: remove it, or choose one of "
+                f"{having}"
+            )
+    bounds = rule.bounds | own
+    if bounds.get("low", 0) > bounds.get("high", UNBOUNDED):
+        yield (
+            f"algorithm.correction_low = {bounds['low']:g} is above correction_high = {bounds['high']:g}: nothing "
+            "would be left to train on"
+        )
 
 
 POSITIVE = {
@@ -447,6 +497,11 @@ POSITIVE = {
     "steps",
     "updates_per_step",
     "learning_rate",
+    "critic_learning_rate",
+    "correction_cap",
+    "correction_high",
+    "dual_clip",
+    "value_clip",
     "max_grad_norm",
     "max_tokens_per_micro_batch",
     "threads",
@@ -466,4 +521,9 @@ NOT_NEGATIVE = {
     "kl_coef",
     "eps_low",
     "eps_high",
+    "correction_low",
+    "correction_tau",
+    "correction_max_age",
+    "gamma",
+    "gae_lambda",
 }

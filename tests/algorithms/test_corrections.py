@@ -158,11 +158,13 @@ def test_bounds_can_be_set_and_lifted() -> None:
     assert areal.mask.tolist() == [[True, False, True]]
 
 
-@pytest.mark.parametrize("kind", ["none", "behaviour", "m2po"])
-def test_a_bound_without_weights_is_a_mistake(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bound"), [("none", "cap"), ("behaviour", "low"), ("m2po", "high"), ("tis", "tau"), ("decoupled", "tau")]
+)
+def test_a_bound_that_does_not_apply_is_a_mistake(kind: str, bound: str) -> None:
     logp, prox, behaviour, mask, _ = batch((2, 2), 0)
-    with pytest.raises(ValueError, match=f'"{kind}" has no weights'):
-        correct(kind, logp, prox, behaviour, mask, cap=2.0)
+    with pytest.raises(ValueError, match=f'"{kind}" has no {bound}'):
+        correct(kind, logp, prox, behaviour, mask, **{bound: 2.0})
 
 
 def test_an_unknown_kind_is_named_with_the_known_ones() -> None:

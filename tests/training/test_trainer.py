@@ -95,12 +95,21 @@ def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> No
     assert AutoTokenizer.from_pretrained(checkpoint).decode([5]) == "!"
 
 
-@pytest.mark.parametrize("on_update", ["recompute", "keep"])
-def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, on_update: str) -> None:
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--on-update", "recompute"),
+        ("--on-update", "keep"),
+        ("--algorithm", "ppo", "--kl-coef", "0.05", "--critic-learning-rate", "1e-3"),
+        ("--algorithm", "rloo", "--kl-coef", "0.05", "--correction", "m2po", "--updates-per-step", "3"),
+    ],
+    ids=["recompute", "keep", "ppo", "rloo"],
+)
+def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Bit-equal metrics, on one thread, to the run that was never stopped."""
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert april("train", recipe, "--output", straight, "--on-update", on_update).returncode == 0
-    first = april("train", recipe, "--output", stopped, "--on-update", on_update, "--steps", 3)
+    assert april("train", recipe, "--output", straight, *flags).returncode == 0
+    first = april("train", recipe, "--output", stopped, *flags, "--steps", 3)
     assert first.returncode == 0, first.stderr
     second = april("train", "--resume", stopped, "--steps", 6)
     assert second.returncode == 0, second.stderr
@@ -183,6 +192,10 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
         ((), ("--task.kind", "records", "--task.path", "nothing.jsonl"), "no such file"),
         ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
         ((), ("--correction", "tiss"), "correction"),
+        ((), ("--correction-cap", "2"), "correction_cap does not apply to correction = 'behaviour'"),
+        ((), ("--correction", "tis", "--correction-tau", "1"), "choose one of m2po"),
+        ((), ("--correction", "icepop", "--correction-low", "9"), "correction_low = 9 is above correction_high = 5"),
+        ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),
         ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),
         ((), ("--rollout-batch-siz", "3"), "--rollout-batch-size"),
         ((), ("--temperature", "hot"), "--temperature"),

@@ -65,6 +65,39 @@ class Algorithm:
         return self.advantage == "gae"
 
 
+@dataclass(frozen=True, slots=True)
+class CorrectionRule:
+    """What a kind of off-policy correction does, and its published bounds.
+
+    Args:
+        name: what a recipe says.
+        summary: one line for people.
+        denominator: of the loss's ratio.
+        level: whether the weight w = π_prox/μ is a token's own, the product over its sequence, or the sequence's
+            geometric mean; None is no weight.
+        cap: weights above are cut down to it.
+        low: tokens (or sequences) with a smaller weight are dropped.
+        high: tokens (or sequences) with a larger weight are dropped.
+        tau: bound of the second moment of log π_θ/μ over the batch; None where there is none.
+    """
+
+    name: str
+    summary: str
+    denominator: Literal["prox", "behaviour"] = "prox"
+    level: Literal["token", "sequence", "geometric"] | None = None
+    cap: float = UNBOUNDED
+    low: float = 0.0
+    high: float = UNBOUNDED
+    tau: float | None = None
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The bounds that apply to this kind, by name."""
+        if self.tau is not None:
+            return {"tau": self.tau}
+        return {} if self.level is None else {"cap": self.cap, "low": self.low, "high": self.high}
+
+
 _ENTRIES = (
     Algorithm(
         name="grpo",
@@ -199,18 +232,47 @@ _ENTRIES = (
 ALGORITHMS: dict[str, Algorithm] = {entry.name: entry for entry in _ENTRIES}
 """Every named algorithm, in the order of the list."""
 
-CORRECTIONS: dict[str, str] = {
-    "none": "stale tokens are taken for on-policy; the ratio is π_θ/π_prox",
-    "behaviour": "PPO on the recorded probabilities; the ratio is π_θ/μ (1707.06347)",
-    "decoupled": "ratio π_θ/π_prox, each token weighted by w = π_prox/μ (AReaL, 2505.24298)",
-    "tis": "decoupled with w cut down to 2 (truncated importance sampling, Yao et al. 2025)",
-    "icepop": "decoupled, tokens dropped unless 0.5 ≤ w ≤ 5 (IcePop, 2510.18855)",
-    "sequence": "decoupled with the product of w over the sequence, cut down to 2",
-    "geometric": "sequences dropped unless the geometric mean of w lies in 0.99 to 1.01",
-    "m2po": "ratio π_θ/μ; the most distant tokens dropped until their second moment is at most 0.04 (2510.01161)",
-}
-"""The kinds of `corrections.correct`, in one line each: μ sampled a token, π_prox is the policy as training of the
-batch began, π_θ the one being trained."""
+_RULES = (
+    CorrectionRule("none", "stale tokens are taken for on-policy; the ratio is π_θ/π_prox"),
+    CorrectionRule("behaviour", "PPO on the recorded probabilities; the ratio is π_θ/μ (1707.06347)", "behaviour"),
+    CorrectionRule(
+        "decoupled", "ratio π_θ/π_prox, each token weighted by w = π_prox/μ (AReaL, 2505.24298)", level="token"
+    ),
+    CorrectionRule(
+        "tis",
+        "decoupled with w cut down to a cap (truncated importance sampling, Yao et al. 2025)",
+        level="token",
+        cap=2.0,
+    ),
+    CorrectionRule(
+        "icepop",
+        "decoupled, tokens dropped unless low ≤ w ≤ high (IcePop, 2510.18855)",
+        level="token",
+        low=0.5,
+        high=5.0,
+    ),
+    CorrectionRule(
+        "sequence", "decoupled with the product of w over the sequence, cut down to a cap", level="sequence", cap=2.0
+    ),
+    CorrectionRule(
+        "geometric",
+        "sequences dropped unless the geometric mean of w lies between low and high",
+        level="geometric",
+        low=0.99,
+        high=1.01,
+    ),
+    CorrectionRule(
+        "m2po",
+        "ratio π_θ/μ; the most distant tokens dropped until their second moment is at most tau, in place of the clip "
+        "(2510.01161)",
+        "behaviour",
+        tau=0.04,
+    ),
+)
+
+CORRECTIONS: dict[str, CorrectionRule] = {rule.name: rule for rule in _RULES}
+"""The kinds of `corrections.correct`: μ sampled a token, π_prox is the policy as training of the batch began, π_θ the
+one being trained."""
 
 
 def algorithm(name: str) -> Algorithm:

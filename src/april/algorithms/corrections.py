@@ -25,6 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.ratios import at_least_float32, bounded_exp, log_ratio, sequence_mean
 
 CorrectionKind = Literal["none", "behaviour", "decoupled", "tis", "icepop", "sequence", "geometric", "m2po"]
@@ -41,29 +42,6 @@ class Correction(NamedTuple):
     """Tokens whose weight was cut down to the cap, [B, T]."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """`level`: whether w is a token's own, the product over its sequence, or the sequence's geometric mean."""
-
-    denominator: Literal["prox", "behaviour"] = "prox"
-    level: Literal["token", "sequence", "geometric"] | None = None
-    cap: float = float("inf")
-    low: float = 0.0
-    high: float = float("inf")
-
-
-_RULES: dict[str, _Rule] = {
-    "none": _Rule(),
-    "behaviour": _Rule("behaviour"),
-    "decoupled": _Rule(level="token"),
-    "tis": _Rule(level="token", cap=2.0),
-    "icepop": _Rule(level="token", low=0.5, high=5.0),
-    "sequence": _Rule(level="sequence", cap=2.0),
-    "geometric": _Rule(level="geometric", low=0.99, high=1.01),
-    "m2po": _Rule("behaviour"),
-}
-
-
 @torch.no_grad()
 def correct(
     kind: CorrectionKind,
@@ -76,10 +54,10 @@ def correct(
     cap: float | None = None,
     low: float | None = None,
     high: float | None = None,
-    tau: float = 0.04,
+    tau: float | None = None,
     max_age: int | None = None,
 ) -> Correction:
-    """The correction named `kind`. `max_age` goes with each of them.
+    """The correction named `kind`, with the bounds that the catalogue publishes for it. `max_age` goes with each.
 
     - "none": stale tokens are taken for on-policy; the ratio is π_θ/π_prox.
     - "behaviour": PPO on the recorded probabilities; the ratio is π_θ/μ.
@@ -92,8 +70,8 @@ def correct(
       whose variance grows with length.
     - "geometric": W^(1/length), sequences dropped unless 0.99 ≤ W^(1/length) ≤ 1.01.
     - "m2po": ratio π_θ/μ; the tokens with the largest (log π_θ/μ)² are dropped until its mean over the batch is at
-      most `tau`. M2PO, arXiv 2510.01161: it takes the place of the clip (ε_low = ε_high = inf). The choice is made
-      over the tensors given: pass the whole batch, not a micro-batch.
+      most `tau`, 0.04. M2PO, arXiv 2510.01161: it takes the place of the clip (ε_low = ε_high = inf). The choice is
+      made over the tensors given: pass the whole batch, not a micro-batch.
 
     Args:
         logp: log π_θ of each token, [B, T]; only "m2po" looks at it. At the start of a step it is `prox`.
@@ -104,30 +82,36 @@ def correct(
         cap: weights above are cut down to it; None is the kind's own, inf is none.
         low: tokens (or sequences) with a smaller weight are dropped; None is the kind's own, 0 is none.
         high: tokens (or sequences) with a larger weight are dropped; None is the kind's own, inf is none.
+        tau: bound of the second moment; None is the kind's own.
         max_age: tokens older than this carry no gradient; None is no limit. Their samples' rewards still count in
             the advantages of the others.
 
     Raises:
-        ValueError: an unknown kind; a bound for a kind without weights; `max_age` without `ages`.
+        ValueError: an unknown kind; a bound that the kind does not have; `max_age` without `ages`.
     """
-    if kind not in _RULES:
+    if kind not in CORRECTIONS:
         raise ValueError(f"correction = {kind!r}: must be one of {', '.join(get_args(CorrectionKind))}")
-    rule = _RULES[kind]
-    if rule.level is None and not (cap is low is high is None):
-        raise ValueError(f'correction "{kind}" has no weights: cap, low and high do not apply to it')
+    rule = CORRECTIONS[kind]
+    given = {"cap": cap, "low": low, "high": high, "tau": tau}
+    for name, value in given.items():
+        if value is not None and name not in rule.bounds:
+            raise ValueError(f'correction "{kind}" has no {name}: {", ".join(rule.bounds) or "no bound"} applies to it')
+    bounds = rule.bounds | {name: value for name, value in given.items() if value is not None}
     kept = mask
     if max_age is not None:
         if ages is None:
             raise ValueError("max_age needs the tokens' ages")
         kept = kept & (ages <= max_age)
-    if kind == "m2po":
-        kept = _inside_second_moment(log_ratio(logp, behaviour, mask).square(), kept, tau)
+    if "tau" in bounds:
+        kept = _inside_second_moment(log_ratio(logp, behaviour, mask).square(), kept, bounds["tau"])
     weights = _weights(rule.level, log_ratio(prox, behaviour, mask), mask)
-    kept = kept & (weights >= (rule.low if low is None else low)) & (weights <= (rule.high if high is None else high))
-    ceiling = rule.cap if cap is None else cap
-    capped = kept & (weights > ceiling)
     old = prox if rule.denominator == "prox" else behaviour
-    return Correction(old.detach(), weights.clamp(max=ceiling).masked_fill(~kept, 0.0), kept, capped)
+    capped = torch.zeros_like(mask)
+    if rule.level is not None:
+        kept = kept & (weights >= bounds["low"]) & (weights <= bounds["high"])
+        capped = kept & (weights > bounds["cap"])
+        weights = weights.clamp(max=bounds["cap"])
+    return Correction(old.detach(), weights.masked_fill(~kept, 0.0), kept, capped)
 
 
 def _weights(level: str | None, log_w: Tensor, mask: Tensor) -> Tensor:

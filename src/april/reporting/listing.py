@@ -20,9 +20,16 @@ def print_algorithms(console: Console | None = None) -> None:
             if line:
                 console.print(Padding(Text(line), (0, 0, 0, 4)))
     console.print(Text("\n[algorithm] correction, for tokens that an older policy sampled\n", style="bold"))
-    for name, text in CORRECTIONS.items():
+    for name, rule in CORRECTIONS.items():
         console.print(Text(name, style="bold cyan"))
-        console.print(Padding(Text(text), (0, 0, 0, 4)))
+        console.print(Padding(Text(rule.summary), (0, 0, 0, 4)))
+        bounds = ", ".join(
+            f"correction_{bound} {'none' if value == UNBOUNDED else f'{value:g}'}"
+            for bound, value in rule.bounds.items()
+        )
+        if bounds:
+            console.print(Padding(Text(bounds), (0, 0, 0, 4)))
+    console.print(Text("\ncorrection_max_age goes with each: older tokens carry no gradient."))
 
 
 def _settings(entry: Algorithm) -> str:
@@ -37,6 +44,6 @@ def _settings(entry: Algorithm) -> str:
         "dynamic sampling" if entry.dynamic_sampling else "",
         "overlong filter" if entry.overlong_filter else "",
         "soft overlong penalty" if entry.soft_overlong_penalty else "",
-        "needs a value head, which april train does not have yet" if entry.value_head else "",
+        f"value head: GAE with gamma {entry.gamma:g}, lambda {entry.lam:g}" if entry.value_head else "",
     ]
     return "; ".join(part for part in parts if part)

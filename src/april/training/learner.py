@@ -1,9 +1,11 @@
 """One training step: from complete groups to an update of the policy.
 
 Invariants:
-- the gradient of a step is that of its loss over the whole batch, however it is cut into micro-batches;
-- a group whose samples all have advantage 0 is not run through the model unless a term other than the policy loss
-  needs it, and still counts in every denominator;
+- the gradient of an update is that of its loss over all of its samples, however they are cut into micro-batches;
+- what is defined over a whole batch (advantages, whitening, M2PO's choice of tokens) is computed over all of it;
+- an update takes whole groups;
+- a sample without advantage is not run through the model unless a term other than the policy loss needs it, and still
+  counts in every denominator;
 - parameters change in place, so an engine that shares them sees each update.
 """
 
@@ -11,27 +13,40 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from april.algorithms import advantages as advantage_estimators
-from april.algorithms.catalogue import Algorithm, algorithm
-from april.algorithms.corrections import Diagnostics, correct, diagnostics
-from april.algorithms.dapo import soft_overlong_penalty
-from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
-from april.algorithms.losses import LOSSES, aggregate, kl
+from april.algorithms import advantages as estimators
+from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algorithm
+from april.algorithms.corrections import Correction, Diagnostics, correct, diagnostics
+from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
+from april.algorithms.losses import LOSSES, aggregate, kl, value_clip
 from april.config import AlgorithmSettings, Recipe, TrainingSettings
 from april.step import Step
-from april.training.batch import MicroBatch, micro_batches
-from april.trajectory import FinishReason, Group, Sample
+from april.training.batch import Batch, micro_batches
+from april.training.critic import Critic
+from april.training.forward import token_scores
+from april.trajectory import FinishReason, Group
 
 
 class TrainingError(Exception):
     """Training cannot go on: the loss or the gradient is not finite."""
+
+
+class PolicyTerms(NamedTuple):
+    """What a micro-batch adds to an update."""
+
+    loss: Tensor
+    entropy: Tensor
+    """Sum over the tokens, in nats."""
+    kl: Tensor
+    """Sum over the tokens of the estimate of KL(π_θ ‖ π_ref); 0 without a reference policy."""
+    met: Diagnostics
 
 
 class Learner:
@@ -48,39 +63,54 @@ class Learner:
         self.rollout = recipe.rollout
         self.algorithm = resolve_algorithm(recipe.algorithm)
         self.correction = recipe.algorithm.correction
+        self.correction_bounds = recipe.algorithm.correction_bounds
         self.entropy_coef = recipe.algorithm.entropy_coef
+        self.value_clip = recipe.algorithm.value_clip
         self.device = next(model.parameters()).device
         self.reference = self._frozen_copy() if self.algorithm.kl_coefficient else None
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=self.settings.learning_rate,
-            betas=self.settings.betas,
-            weight_decay=self.settings.weight_decay,
-        )
+        self.critic = Critic(model) if self.algorithm.value_head else None
+        self.optimizer = self._adamw(model)
+        self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable()
+            if self.critic:
+                self.critic.trunk.gradient_checkpointing_enable()
         model.train()
 
     def _frozen_copy(self) -> Any:
         reference = copy.deepcopy(self.model).eval()
         return reference.requires_grad_(False)
 
+    def _adamw(self, module: Any) -> torch.optim.AdamW:
+        return torch.optim.AdamW(
+            module.parameters(), lr=0.0, betas=self.settings.betas, weight_decay=self.settings.weight_decay
+        )
+
     @property
     def temperature(self) -> float:
         """What the recorded log-probabilities were scaled with; greedy ones are those of temperature 1."""
         return self.rollout.temperature or 1.0
 
+    @property
+    def penalised(self) -> bool:
+        """Whether the KL penalty is taken from the reward."""
+        return self.reference is not None and self.algorithm.kl_place == "reward"
+
     def learning_rate(self, step: int) -> float:
-        """The learning rate of training step `step`, counted from 1."""
-        peak, warmup, steps = self.settings.learning_rate, self.settings.warmup_steps, self.settings.steps
+        """The policy's learning rate in training step `step`, counted from 1."""
+        return self.settings.learning_rate * self._schedule(step)
+
+    def _schedule(self, step: int) -> float:
+        """The share of the peak learning rate in `step`."""
+        warmup, steps = self.settings.warmup_steps, self.settings.steps
         if step <= warmup:
-            return peak * step / warmup
+            return step / warmup
         progress = (step - 1 - warmup) / max(steps - warmup, 1)
         if self.settings.lr_schedule == "linear":
-            return peak * max(1 - progress, 0.0)
+            return max(1 - progress, 0.0)
         if self.settings.lr_schedule == "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-        return peak
+            return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        return 1.0
 
     def train(self, step: Step, number: int) -> dict[str, float]:
         """Train on the groups of a rollout step and return the step's metrics.
@@ -91,17 +121,11 @@ class Learner:
         Raises:
             TrainingError: a gradient is not finite; the parameters are as they were before that update.
         """
-        lr = self.learning_rate(number)
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = lr
-        advantages = self.advantages(step.groups)
-        samples = [sample for group in step.groups for sample in group.samples]
-        prox = self._logprobs_before(samples, advantages, step.version) if self.settings.updates_per_step > 1 else None
-        size = len(samples) // self.settings.updates_per_step
-        results = [
-            self._update(samples, range(start, start + size), advantages, step.version, prox)
-            for start in range(0, len(samples), size)
-        ]
+        _set_learning_rate(self.optimizer, self.learning_rate(number))
+        if self.critic_optimizer:
+            _set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * self._schedule(number))
+        batch = self.prepare(step)
+        results = [self._update(batch.rows(rows)) for rows in self._updates(step.groups)]
         total = results[0][1]
         for _, met in results[1:]:
             total = total + met
@@ -109,7 +133,7 @@ class Learner:
         named = total.metrics()
         return {
             **metrics,
-            "lr": lr,
+            "lr": self.learning_rate(number),
             "clip_fraction": named["clipped"],
             "masked_fraction": named["masked"],
             "capped_fraction": named["capped"],
@@ -119,172 +143,227 @@ class Learner:
             **{f"by_age/{name}": value for name, value in named.items() if name.startswith("age_")},
         }
 
-    def advantages(self, groups: Sequence[Group]) -> Tensor:
-        """One advantage per sample of the groups, in order, [samples]."""
-        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
-        if self.algorithm.soft_overlong_penalty:
-            budget = self.rollout.max_response_length
-            lengths = torch.tensor([[sample.length for sample in group.samples] for group in groups])
-            rewards = rewards + soft_overlong_penalty(lengths, budget, max(budget // 5, 1))
-        estimator = getattr(advantage_estimators, self.algorithm.advantage)
-        result: Tensor = estimator(rewards)
-        return result.flatten()
+    @torch.no_grad()
+    def prepare(self, step: Step) -> Batch:
+        """The step's samples with their advantages, and with whatever else is of the moment before any update."""
+        samples = [sample for group in step.groups for sample in group.samples]
+        batch = Batch.of(samples, step.version)
+        if self.algorithm.overlong_filter:
+            truncated = torch.tensor([sample.finish is FinishReason.LENGTH for sample in samples])
+            batch = dataclasses.replace(batch, mask=overlong_filter(batch.mask, truncated))
+        if self.reference is not None:
+            batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
+        if self.penalised:
+            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch))
+        if self.critic is not None:
+            batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
+        batch = self._with_advantages(batch, self.rewards(step.groups))
+        if batch.prox is None and self.settings.updates_per_step > 1:
+            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch, self._carrying_signal(batch)))
+        return batch
 
-    def loss(
-        self, batch: MicroBatch, samples: Sequence[Sample], denominator: float, prox: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Diagnostics]:
-        """A micro-batch's part of the loss, the sum of its entropies, and what correction and clipping did.
+    def rewards(self, groups: Sequence[Group]) -> Tensor:
+        """The rewards trained on, [groups, samples]."""
+        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
+        if not self.algorithm.soft_overlong_penalty:
+            return rewards
+        budget = self.rollout.max_response_length
+        lengths = torch.tensor([[sample.length for sample in group.samples] for group in groups])
+        return rewards + soft_overlong_penalty(lengths, budget, max(budget // 5, 1))
+
+    def _with_advantages(self, batch: Batch, rewards: Tensor) -> Batch:
+        """`batch` with one advantage per sample or per token, from rewards [groups, samples]."""
+        chosen, mask = self.algorithm, batch.mask
+        penalty = torch.zeros(mask.shape)
+        if self.penalised:
+            assert batch.prox is not None
+            assert batch.reference is not None
+            estimate = kl(batch.prox, batch.reference, mask, chosen.kl_estimator or "k1")
+            penalty = chosen.kl_coefficient * estimate
+        if chosen.value_head:
+            assert batch.values is not None
+            token_rewards = estimators.outcome_rewards(rewards.flatten(), mask) - penalty
+            advantages, returns = estimators.gae(token_rewards, batch.values, mask, chosen.gamma, chosen.lam)
+            return dataclasses.replace(batch, advantages=estimators.whiten(advantages, mask), returns=returns)
+        if chosen.advantage == "reinforce_plus_plus":
+            advantages = estimators.reinforce_plus_plus_per_token(rewards.flatten(), mask, penalty)
+        else:
+            # A response is one action: its penalty is the sum over its tokens.
+            penalised = rewards - penalty.sum(-1).view_as(rewards)
+            advantages = estimators.ADVANTAGES[chosen.advantage](penalised).flatten()
+        return dataclasses.replace(batch, advantages=advantages)
+
+    def loss(self, batch: Batch, denominator: float) -> PolicyTerms:
+        """What a micro-batch adds to the policy's loss.
 
         Args:
-            samples: what the indices of `batch` refer to.
-            denominator: of the whole batch (see `losses.aggregate`).
-            prox: log-probabilities as the training step began, [B, T - 1]; the current ones if None.
+            denominator: of the whole update (see `losses.aggregate`).
         """
-        chosen = self.algorithm
+        chosen, mask = self.algorithm, batch.mask
+        assert batch.advantages is not None
         logp, entropy = token_scores(self.model, batch, self.temperature)
-        prox = logp.detach() if prox is None else prox
-        mask = batch.mask
-        if chosen.overlong_filter:
-            truncated = [samples[i].finish is FinishReason.LENGTH for i in batch.indices]
-            mask = mask & ~torch.tensor(truncated, device=mask.device)[:, None]
-        correction = correct(self.correction, logp, prox, batch.behaviour, mask, batch.ages)  # type: ignore[arg-type]
+        prox = logp.detach() if batch.prox is None else batch.prox
+        correction = batch.correction or self._correct(batch, logp, prox)
         clip = {"eps_low": chosen.eps_low, "eps_high": chosen.eps_high}
         if chosen.dual_clip is not None:
             clip["dual_clip"] = chosen.dual_clip
         policy = LOSSES[chosen.loss](logp, correction.old_logprobs, batch.advantages, correction.mask, **clip)
         tokens = policy.loss * correction.weights
-        if self.reference is not None:
-            with torch.no_grad():
-                reference, _ = token_scores(self.reference, batch, self.temperature)
-            tokens = tokens + chosen.kl_coefficient * kl(logp, reference, mask, chosen.kl_estimator or "k3")
+        divergence = torch.zeros(mask.shape, device=mask.device)
+        if batch.reference is not None:
+            divergence = kl(logp, batch.reference, mask, chosen.kl_estimator or "k3")
+        if not self.penalised:
+            tokens = tokens + chosen.kl_coefficient * divergence
         if self.entropy_coef:
             tokens = tokens - self.entropy_coef * entropy
         met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped)
-        return aggregate(tokens, mask, chosen.aggregation, denominator), (entropy.detach() * mask).sum(), met
+        loss = aggregate(tokens, mask, chosen.aggregation, denominator)
+        return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
 
-    def denominator(self, samples: Sequence[Sample]) -> float:
-        """What the sum over the batch is divided by, so that micro-batches add up to the whole."""
+    def value_loss(self, batch: Batch, tokens: int) -> Tensor:
+        """What a micro-batch adds to the critic's loss, the mean over the update's trained `tokens`."""
+        assert self.critic is not None
+        assert batch.values is not None
+        assert batch.returns is not None
+        terms = value_clip(self.critic(batch), batch.values, batch.returns, batch.mask, self.value_clip)
+        return aggregate(terms, batch.mask, "token-mean", tokens)
+
+    def denominator(self, batch: Batch) -> float:
+        """What the sum over an update's rows is divided by, so that micro-batches add up to the whole."""
         if self.algorithm.aggregation == "sequence-mean":
-            return len(samples)
+            return len(batch)
         if self.algorithm.aggregation == "constant":
-            return len(samples) * self.rollout.max_response_length
-        kept = [s for s in samples if not (self.algorithm.overlong_filter and s.finish is FinishReason.LENGTH)]
-        return max(sum(int(sample.loss_mask.sum()) for sample in kept), 1)
+            return len(batch) * self.rollout.max_response_length
+        return max(int(batch.mask.sum()), 1)
 
-    def _carrying_signal(self, indices: Sequence[int], advantages: Tensor) -> list[int]:
-        if self.reference is not None or self.entropy_coef:
-            return list(indices)
-        return [i for i in indices if advantages[i] != 0]
-
-    def _update(
-        self,
-        samples: Sequence[Sample],
-        indices: Sequence[int],
-        advantages: Tensor,
-        version: int,
-        prox: dict[int, Tensor] | None,
-    ) -> tuple[dict[str, float], Diagnostics]:
-        """One optimizer update on the samples at `indices`."""
-        denominator = self.denominator([samples[i] for i in indices])
-        chosen = self._carrying_signal(indices, advantages)
-        total, entropy, tokens = 0.0, 0.0, 0
+    def _update(self, batch: Batch) -> tuple[dict[str, float], Diagnostics]:
+        """One optimizer update on all rows of `batch`."""
+        if CORRECTIONS[self.correction].tau is not None:
+            now = self._score(self._logprobs, batch)
+            correction = self._correct(batch, now, now if batch.prox is None else batch.prox)
+            batch = dataclasses.replace(batch, correction=correction)
+        denominator, trained = self.denominator(batch), int(batch.mask.sum())
+        total = {"loss": 0.0, "entropy": 0.0, "kl_reference": 0.0, "value_loss": 0.0}
+        tokens = 0
         met = Diagnostics(torch.zeros(6, 9), torch.zeros(9), torch.zeros(9))
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in self._batches(samples, chosen, advantages, version):
-            before = None if prox is None else _rows(prox, batch)
-            loss, entropies, part = self.loss(batch, samples, denominator, before)
-            loss.backward()  # type: ignore[no-untyped-call]
-            met = met + Diagnostics(part.sums.cpu(), part.k3.cpu(), part.largest.cpu())
-            total += loss.item()
-            entropy += entropies.item()
-            tokens += int(batch.mask.sum())
-        norm = 0.0
+        if self.critic_optimizer:
+            self.critic_optimizer.zero_grad(set_to_none=True)
+        for micro in self._micro_batches(batch, self._carrying_signal(batch)):
+            terms = self.loss(micro, denominator)
+            terms.loss.backward()  # type: ignore[no-untyped-call]
+            if self.critic:
+                value_loss = self.value_loss(micro, trained)
+                value_loss.backward()  # type: ignore[no-untyped-call]
+                total["value_loss"] += value_loss.item()
+            met = met + Diagnostics(terms.met.sums.cpu(), terms.met.k3.cpu(), terms.met.largest.cpu())
+            total["loss"] += terms.loss.item()
+            total["entropy"] += terms.entropy.item()
+            total["kl_reference"] += terms.kl.item()
+            tokens += int(micro.mask.sum())
+        norms = {"grad_norm": 0.0, "value_grad_norm": 0.0}
         if tokens:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
-            if not math.isfinite(norm):
-                raise TrainingError(
-                    f"the gradient's norm is {norm} (loss {total:g}): lower the learning rate, or look for rewards "
-                    "or log-probabilities that are not plausible in this step"
-                )
+            norms["grad_norm"] = self._clip_gradient(self.model, f"loss {total['loss']:g}")
+            if self.critic:
+                norms["value_grad_norm"] = self._clip_gradient(self.critic, f"value loss {total['value_loss']:g}")
             self.optimizer.step()
-        return {"loss": total, "grad_norm": norm, "entropy": entropy / max(tokens, 1)}, met
+            if self.critic_optimizer:
+                self.critic_optimizer.step()
+        for name in ("entropy", "kl_reference"):
+            total[name] /= max(tokens, 1)
+        if self.reference is None:
+            del total["kl_reference"]
+        if self.critic is None:
+            del total["value_loss"], norms["value_grad_norm"]
+        return total | norms, met
 
-    def _batches(
-        self, samples: Sequence[Sample], indices: Sequence[int], advantages: Tensor, version: int
-    ) -> list[MicroBatch]:
-        budget = self.settings.max_tokens_per_micro_batch
-        return list(micro_batches(samples, advantages, version, budget, self.device, indices))
+    def _clip_gradient(self, module: Any, loss: str) -> float:
+        """Clip the gradient of `module` and return its norm before that."""
+        norm = float(torch.nn.utils.clip_grad_norm_(module.parameters(), self.settings.max_grad_norm))
+        if not math.isfinite(norm):
+            raise TrainingError(
+                f"the gradient's norm is {norm} ({loss}): lower the learning rate, or look for rewards or "
+                "log-probabilities that are not plausible in this step"
+            )
+        return norm
+
+    def _updates(self, groups: Sequence[Group]) -> Iterator[range]:
+        """The rows of each optimizer update: whole groups, as many in each."""
+        sizes = [len(group.samples) for group in groups]
+        count = self.settings.updates_per_step
+        bounds = [len(groups) * k // count for k in range(count + 1)]
+        for first, last in itertools.pairwise(bounds):
+            yield range(sum(sizes[:first]), sum(sizes[:last]))
+
+    def _carrying_signal(self, batch: Batch) -> list[int]:
+        """The rows that can have a gradient."""
+        assert batch.advantages is not None
+        trained = batch.mask.any(-1)
+        if batch.reference is None and self.critic is None and not self.entropy_coef:
+            advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
+            trained &= (advantages != 0).any(-1)
+        return trained.nonzero()[:, 0].tolist()
+
+    def _micro_batches(self, batch: Batch, rows: Sequence[int]) -> Iterator[Batch]:
+        for part in micro_batches(batch.lengths, rows, self.settings.max_tokens_per_micro_batch):
+            yield batch.rows(part, self.device)
+
+    def _correct(self, batch: Batch, logp: Tensor, prox: Tensor) -> Correction:
+        bounds: dict[str, Any] = self.correction_bounds
+        return correct(self.correction, logp, prox, batch.behaviour, batch.mask, batch.ages, **bounds)  # type: ignore[arg-type]
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        return token_scores(self.model, batch, self.temperature)[0]
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        return token_scores(self.reference, batch, self.temperature)[0]
 
     @torch.no_grad()
-    def _logprobs_before(self, samples: Sequence[Sample], advantages: Tensor, version: int) -> dict[int, Tensor]:
-        """log π_prox of each sample's tokens, by the sample's index: π_prox stays put while several updates move π."""
-        chosen = self._carrying_signal(range(len(samples)), advantages)
-        scores: dict[int, Tensor] = {}
-        for batch in self._batches(samples, chosen, advantages, version):
-            logp, _ = token_scores(self.model, batch, self.temperature)
-            scores |= dict(zip(batch.indices, logp, strict=True))
-        return scores
+    def _score(self, score: Callable[[Batch], Tensor], batch: Batch, rows: Sequence[int] | None = None) -> Tensor:
+        """`score` of `rows`, a micro-batch at a time, or of all that are trained on; [B, T - 1], 0 elsewhere."""
+        result = torch.zeros(batch.mask.shape)
+        chosen = batch.mask.any(-1).nonzero()[:, 0].tolist() if rows is None else rows
+        for part in micro_batches(batch.lengths, chosen, self.settings.max_tokens_per_micro_batch):
+            scores = score(batch.rows(part, self.device))
+            result[part, : scores.shape[1]] = scores.cpu()
+        return result
 
     def state_dict(self) -> dict[str, Any]:
-        reference = None if self.reference is None else self.reference.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "reference": reference}
+        parts = {
+            "optimizer": self.optimizer,
+            "reference": self.reference,
+            "critic": self.critic,
+            "critic_optimizer": self.critic_optimizer,
+        }
+        return {name: part.state_dict() for name, part in parts.items() if part is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.reference is not None:
-            self.reference.load_state_dict(state["reference"])
+        for name, part in state.items():
+            getattr(self, name).load_state_dict(part)
 
 
-def _rows(scores: dict[int, Tensor], batch: MicroBatch) -> Tensor:
-    width = batch.mask.shape[1]
-    rows = [scores[i][:width] for i in batch.indices]
-    return torch.stack([torch.nn.functional.pad(row, (0, width - len(row))) for row in rows])
+def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = lr
 
 
 def resolve_algorithm(settings: AlgorithmSettings) -> Algorithm:
     """The named algorithm with the recipe's own values in place of the published ones.
 
     Raises:
-        ValueError: there is no such algorithm, or it needs what `april train` does not have.
+        ValueError: there is no such algorithm.
     """
     chosen = algorithm(settings.algorithm)
+    if CORRECTIONS[settings.correction].tau is not None and chosen.loss == "ppo_clip":
+        # M2PO's choice of tokens takes the place of the clip.
+        chosen = dataclasses.replace(chosen, eps_low=UNBOUNDED, eps_high=UNBOUNDED)
     own: dict[str, Any] = {
         "eps_low": settings.eps_low,
         "eps_high": settings.eps_high,
+        "dual_clip": settings.dual_clip,
         "aggregation": settings.loss_aggregation,
         "kl_coefficient": settings.kl_coef,
+        "gamma": settings.gamma,
+        "lam": settings.gae_lambda,
     }
-    chosen = dataclasses.replace(chosen, **{name: value for name, value in own.items() if value is not None})
-    if chosen.value_head:
-        raise ValueError(f'algorithm = "{chosen.name}" needs a value head, which april train does not have yet')
-    if chosen.kl_coefficient and chosen.kl_place == "reward":
-        raise ValueError(
-            f'algorithm = "{chosen.name}" takes its KL penalty from the reward, which april train cannot do yet: set '
-            "kl_coef = 0"
-        )
-    return chosen
-
-
-def token_scores(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p and entropy of each token under the policy, [B, T - 1] each, 0 outside the mask.
-
-    The language-model head runs on the masked positions only, a chunk at a time.
-    """
-    mask = batch.mask
-    targets = batch.input_ids[:, 1:][mask]
-    head = model.get_output_embeddings()
-    if has_plain_head(model):
-        hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state[:, :-1][mask]
-        softcap = getattr(model.config, "final_logit_softcapping", None)
-        scores = token_logprobs(hidden, head.weight, targets, temperature, bias=head.bias, softcap=softcap)
-    else:
-        logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][mask]
-        scores = logprobs_from_logits(logits, targets, temperature)
-    logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
-    return logp, entropy
-
-
-def has_plain_head(model: Any) -> bool:
-    """Whether logits are head(hidden), softcapped at most; some architectures scale them."""
-    scales = ("logit_scale", "logits_scaling")
-    return not any(getattr(model.config, name, None) not in (None, 1.0) for name in scales)
+    return dataclasses.replace(chosen, **{name: value for name, value in own.items() if value is not None})

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from april.algorithms.dapo import informative_groups
 from april.config import ConfigError, Recipe
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
@@ -349,8 +350,9 @@ class Trainer:
 
 
 def carries_signal(group: Group) -> bool:
-    """Whether a group's rewards differ: the dynamic-sampling filter of DAPO, arXiv 2503.14476."""
-    return len({sample.reward for sample in group.samples}) > 1
+    """Whether dynamic sampling keeps a group."""
+    rewards = torch.tensor([[sample.reward for sample in group.samples]], dtype=torch.float64)
+    return bool(informative_groups(rewards))
 
 
 def trace_record(number: int, step: Step, slots: int) -> dict[str, Any]:

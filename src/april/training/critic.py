@@ -1,0 +1,37 @@
+"""The value function of PPO: what reward is to be expected from each state.
+
+Invariant: the critic shares no parameter with the policy, so its loss never moves the policy, nor any engine that
+shares the policy's parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from april.training.batch import Batch
+from april.training.forward import hidden_states
+
+
+class Critic(nn.Module):
+    """A trunk of its own, which starts as the policy's, and a linear head, which starts at 0.
+
+    Args:
+        model: the policy, a Hugging Face causal LM.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        weight = model.get_output_embeddings().weight
+        self.trunk = copy.deepcopy(model.base_model).requires_grad_(True)
+        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The value before each trained token, [B, T - 1] in float32; 0 outside the mask."""
+        values = self.head(hidden_states(self.trunk, batch)).squeeze(-1).float()
+        return torch.zeros(batch.mask.shape, device=batch.mask.device).masked_scatter(batch.mask, values)
