@@ -210,6 +210,23 @@ def test_replicas_share_the_load() -> None:
     assert run(main(1, 320)) > 5 * run(main(8, 320))
 
 
+def test_replicas_with_little_to_do_take_nothing_from_an_earlier_step() -> None:
+    """Queues of different lengths, after a step that had more samples than this one."""
+
+    async def main() -> list[Sample]:
+        engine = SimulatedEngine(cost(), WORKLOAD, 4, "keep")
+        many = samples(200)
+        for sample in many:
+            engine.submit(sample)
+        await engine.poll()
+        await engine.interrupt()
+        few = samples(7, seed=1)
+        await serve(engine, few)
+        return few
+
+    assert [sample.length for sample in run(main())] == [true_length(sample) for sample in samples(7, seed=1)]
+
+
 def test_a_sample_that_can_never_fit_is_refused() -> None:
     engine = SimulatedEngine(cost(kv_tokens=100), WORKLOAD)
     with pytest.raises(ValueError, match=r"sample 0\.0.*kv_tokens"):

@@ -415,9 +415,10 @@ class SimulatedEngine:
         at, limit = replicas[index], int(self.cost.kv_tokens * (1 - WATERMARK))
         # The next rows of each replica's queue, shape [replicas, most wanted]; what fits is a prefix.
         places = np.arange(wanted[index].max())
-        rows = self._queue[at[:, None], (self._head[at, None] + places) % self._queue.shape[1]]
+        queued = places < wanted[index, None]
+        rows = np.where(queued, self._queue[at[:, None], (self._head[at, None] + places) % self._queue.shape[1]], 0)
         tokens = self._prompt[rows] + self._done[rows]
-        fits = (places < wanted[index, None]) & (self._kv[at, None] + np.cumsum(tokens, axis=1) <= limit)
+        fits = queued & (self._kv[at, None] + np.cumsum(tokens, axis=1) <= limit)
         count = fits.sum(axis=1)
         some = count > 0
         index, at, rows, tokens, fits, count = (x[some] for x in (index, at, rows, tokens, fits, count))
