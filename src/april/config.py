@@ -15,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,6 +189,26 @@ class AlgorithmSettings:
 
 
 @dataclass(kw_only=True)
+class LoraSettings:
+    """Low-rank adapters instead of all parameters (needs the extra `lora`).
+
+    Args:
+        rank: Rank of the adapters; 0 trains all parameters.
+        alpha: The adapters' output counts alpha / rank; unset: twice the rank.
+        target_modules: Names of the modules that get adapters; unset: every linear layer but the head.
+    """
+
+    rank: int = 0
+    alpha: int | None = None
+    target_modules: tuple[str, ...] = ()
+
+    @property
+    def scale_alpha(self) -> int:
+        """Alpha with its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(kw_only=True)
 class TrainingSettings:
     """How it is optimised.
 
@@ -267,6 +288,8 @@ class Recipe:
     """What is optimised."""
     training: Annotated[TrainingSettings, FLAT] = field(default_factory=TrainingSettings)
     """How it is optimised."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Low-rank adapters."""
     reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)
     """What is written, and where."""
 
@@ -456,6 +479,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name in ("gamma", "gae_lambda"):
         if (value := getattr(recipe.algorithm, name)) is not None and value > 1:
             yield f"algorithm.{name} = {value}: must lie in [0, 1]"
+    if recipe.lora.rank and find_spec("peft") is None:
+        yield f'lora.rank = {recipe.lora.rank} needs peft: pip install "april-rl[lora]"'
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
 
@@ -504,6 +529,7 @@ POSITIVE = {
     "value_clip",
     "max_grad_norm",
     "max_tokens_per_micro_batch",
+    "alpha",
     "threads",
     "eval_samples",
     "keep_checkpoints",
@@ -526,4 +552,5 @@ NOT_NEGATIVE = {
     "correction_max_age",
     "gamma",
     "gae_lambda",
+    "rank",
 }

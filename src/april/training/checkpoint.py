@@ -5,7 +5,8 @@ Invariants:
 - policy, optimizer, rollout buffer and data position in it belong to the same step;
 - nothing in it is pickled code: safetensors, JSON, and tensors that are read back as weights only.
 
-A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it.
+A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it. Of a policy trained by
+adapters it holds the merged weights, and the adapters in the folder `adapter`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"
 STATE = "april.json"
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(Exception):
@@ -28,12 +31,18 @@ class CheckpointError(Exception):
 
 
 def save_checkpoint(
-    directory: Path, step: int, model: Any, tokenizer: Any, learner: dict[str, Any], state: dict[str, Any], keep: int
+    directory: Path,
+    step: int,
+    policy: Callable[[Path], None],
+    learner: dict[str, Any],
+    state: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Write the checkpoint of `step` and remove all but the newest `keep`.
 
     Args:
         directory: where checkpoints are kept, one folder each.
+        policy: writes the policy into a folder.
         learner: the learner's state, tensors in plain containers.
         state: everything else, as JSON types.
     """
@@ -41,8 +50,7 @@ def save_checkpoint(
     partial = directory / f".{path.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    policy(partial)
     torch.save(learner, partial / OPTIMIZER)
     (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
     if path.exists():

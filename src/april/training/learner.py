@@ -31,6 +31,7 @@ from april.step import Step
 from april.training.batch import Batch, micro_batches
 from april.training.critic import Critic
 from april.training.forward import token_scores
+from april.training.lora import Adapters
 from april.trajectory import FinishReason, Group
 
 
@@ -54,7 +55,7 @@ class Learner:
 
     Args:
         model: a Hugging Face causal LM, trained in place.
-        recipe: its sections `algorithm`, `training` and `rollout`.
+        recipe: its sections `algorithm`, `training`, `lora` and `rollout`.
     """
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
@@ -67,14 +68,16 @@ class Learner:
         self.entropy_coef = recipe.algorithm.entropy_coef
         self.value_clip = recipe.algorithm.value_clip
         self.device = next(model.parameters()).device
-        self.reference = self._frozen_copy() if self.algorithm.kl_coefficient else None
+        self.regularised = self.algorithm.kl_coefficient > 0
+        # With adapters the reference is the policy without them.
+        self.reference = self._frozen_copy() if self.regularised and not recipe.lora.rank else None
         self.critic = Critic(model) if self.algorithm.value_head else None
+        self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
         self.optimizer = self._adamw(model)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         if self.settings.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            if self.critic:
-                self.critic.trunk.gradient_checkpointing_enable()
+            for trunk in (model, self.critic.trunk) if self.critic else (model,):
+                trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
 
     def _frozen_copy(self) -> Any:
@@ -82,9 +85,13 @@ class Learner:
         return reference.requires_grad_(False)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
-        return torch.optim.AdamW(
-            module.parameters(), lr=0.0, betas=self.settings.betas, weight_decay=self.settings.weight_decay
-        )
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.0, betas=self.settings.betas, weight_decay=self.settings.weight_decay)
+
+    @property
+    def served(self) -> Any:
+        """The model that an engine in this process can run: the policy's own parameters, or adapters merged in."""
+        return self.adapters.merged_model() if self.adapters else self.model
 
     @property
     def temperature(self) -> float:
@@ -94,7 +101,7 @@ class Learner:
     @property
     def penalised(self) -> bool:
         """Whether the KL penalty is taken from the reward."""
-        return self.reference is not None and self.algorithm.kl_place == "reward"
+        return self.regularised and self.algorithm.kl_place == "reward"
 
     def learning_rate(self, step: int) -> float:
         """The policy's learning rate in training step `step`, counted from 1."""
@@ -151,7 +158,7 @@ class Learner:
         if self.algorithm.overlong_filter:
             truncated = torch.tensor([sample.finish is FinishReason.LENGTH for sample in samples])
             batch = dataclasses.replace(batch, mask=overlong_filter(batch.mask, truncated))
-        if self.reference is not None:
+        if self.regularised:
             batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
         if self.penalised:
             batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch))
@@ -271,7 +278,7 @@ class Learner:
                 self.critic_optimizer.step()
         for name in ("entropy", "kl_reference"):
             total[name] /= max(tokens, 1)
-        if self.reference is None:
+        if not self.regularised:
             del total["kl_reference"]
         if self.critic is None:
             del total["value_loss"], norms["value_grad_norm"]
@@ -299,7 +306,7 @@ class Learner:
         """The rows that can have a gradient."""
         assert batch.advantages is not None
         trained = batch.mask.any(-1)
-        if batch.reference is None and self.critic is None and not self.entropy_coef:
+        if not self.regularised and self.critic is None and not self.entropy_coef:
             advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
             trained &= (advantages != 0).any(-1)
         return trained.nonzero()[:, 0].tolist()
@@ -316,6 +323,9 @@ class Learner:
         return token_scores(self.model, batch, self.temperature)[0]
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
+        if self.adapters:
+            with self.adapters.disabled():
+                return self._logprobs(batch)
         return token_scores(self.reference, batch, self.temperature)[0]
 
     @torch.no_grad()
@@ -329,17 +339,27 @@ class Learner:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {
-            "optimizer": self.optimizer,
-            "reference": self.reference,
-            "critic": self.critic,
-            "critic_optimizer": self.critic_optimizer,
-        }
-        return {name: part.state_dict() for name, part in parts.items() if part is not None}
+        """All that training has changed but the policy's own parameters; of adapters, those too."""
+        return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in state.items():
-            getattr(self, name).load_state_dict(part)
+        """Go on from `state`.
+
+        Raises:
+            ValueError: it is of a run with other settings.
+        """
+        parts = self._stateful()
+        if parts.keys() != state.keys():
+            raise ValueError(
+                f"the checkpoint holds {', '.join(state)}, but these settings need {', '.join(parts)}: resume with the "
+                "algorithm, kl_coef and lora settings that the run was begun with"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    def _stateful(self) -> dict[str, Any]:
+        names = ("adapters", "optimizer", "reference", "critic", "critic_optimizer")
+        return {name: part for name in names if (part := getattr(self, name)) is not None}
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

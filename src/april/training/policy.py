@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from april.config import ConfigError, ModelSettings
+from april.training.lora import Adapters
 
 
 def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tuple[Any, Any]:
@@ -27,6 +28,15 @@ def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tupl
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None
     return model.to(device_of(settings)), tokenizer
+
+
+def save_policy(directory: Path, model: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
+    """Write the policy, its adapters merged in, as a directory that transformers loads."""
+    if adapters is None:
+        model.save_pretrained(directory)
+    else:
+        model.save_pretrained(directory, state_dict=dict(adapters.merged()))
+    tokenizer.save_pretrained(directory)
 
 
 def device_of(settings: ModelSettings) -> torch.device:

@@ -18,6 +18,8 @@ from typing import Any
 
 from april.config import ConfigError, EngineSettings, Recipe
 from april.engine import Engine
+from april.training.lora import Adapters
+from april.training.policy import save_policy
 
 API_KEY = "APRIL_ENGINE_API_KEY"
 """The environment variable that holds the key of servers that want one."""
@@ -115,39 +117,46 @@ class WeightHandover:
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
+        adapters: those of the model, if it has any; they are merged in.
     """
 
-    def __init__(self, recipe: Recipe, model: Any, tokenizer: Any, directory: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
+    ) -> None:
         self._engine = recipe.engine.engine
         self._transfer = recipe.engine.weight_transfer
         self._model = model
         self._tokenizer = tokenizer
+        self._adapters = adapters
         self._directory = directory / "weights"
         self._broadcast: Any = None
 
     def __call__(self, version: int) -> Any:
         """The weights as policy `version`, in the form the engine takes."""
         if self._engine == "embedded":
-            return None
+            return self._adapters and self._adapters.merged()
         if self._engine == "vllm-inproc":
-            return dict(self._model.state_dict())
+            return dict(self._adapters.merged() if self._adapters else self._model.state_dict())
         if self._transfer == "broadcast":
             return self._over_a_group()
         return self._on_disk(version)
 
     def _over_a_group(self) -> Any:
+        if self._adapters:
+            tensors = dict(self._adapters.merged())
+        else:
+            tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
         if self._broadcast is None:
             from april.engines.broadcast import Broadcast
 
-            tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
             device = next(iter(tensors.values())).device.type
             self._broadcast = Broadcast(tensors, backend="nccl" if device == "cuda" else "gloo")
+        self._broadcast.tensors = tensors
         return self._broadcast
 
     def _on_disk(self, version: int) -> Path:
         path = (self._directory / f"v{version}").resolve()
-        self._model.save_pretrained(path)
-        self._tokenizer.save_pretrained(path)
+        save_policy(path, self._model, self._tokenizer, self._adapters)
         # The version before stays: a replica that comes back in the middle of an update may be loading it.
         for old in self._directory.glob("v*"):
             if int(old.name[1:]) < version - 1:

@@ -34,9 +34,9 @@ from april.scheduler import RolloutScheduler
 from april.step import Step
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, build_task, encode
-from april.training.checkpoint import load_state, save_checkpoint
+from april.training.checkpoint import ADAPTER, load_state, save_checkpoint
 from april.training.learner import Learner
-from april.training.policy import load_policy, stop_tokens
+from april.training.policy import load_policy, save_policy, stop_tokens
 from april.training.scoring import Rewards
 from april.training.serving import WeightHandover, engine_of
 from april.trajectory import FinishReason, Group, Prompt
@@ -92,7 +92,7 @@ class Trainer:
             task = build_task(recipe.task)
         except ValueError as error:
             raise ConfigError(f"task.{error}") from None
-        self.model, self.tokenizer = load_policy(recipe.model, self.resume)
+        self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else self.resume)
         self.learner = Learner(self.model, recipe)
         prompts = self._prompts(task)
         held_out = [self._encode(task, i) for i in range(task.eval_size)]
@@ -100,13 +100,13 @@ class Trainer:
         resumed = state["totals"]["step"] if state else None
         async with AsyncExitStack() as stack:
             self.rewards = await stack.enter_async_context(Rewards(task.scorer, self.tokenizer, recipe.rollout))
-            self.engine = await stack.enter_async_context(engine_of(recipe, self.model, self.directory))
+            self.engine = await stack.enter_async_context(engine_of(recipe, self.learner.served, self.directory))
             self.scheduler = await stack.enter_async_context(self._scheduler(prompts))
             if state is not None and learner_state is not None:
                 self.learner.load_state_dict(learner_state)
                 self.scheduler.load_state_dict(state["rollout"])
                 self.totals = Totals(**state["totals"])
-            self.weights = WeightHandover(recipe, self.model, self.tokenizer, self.directory)
+            self.weights = WeightHandover(recipe, self.model, self.tokenizer, self.directory, self.learner.adapters)
             version = self.scheduler.version
             await self.engine.update_weights(version, self.weights(version))
             config, name = recipe.to_dict(), self.directory.name
@@ -281,7 +281,13 @@ class Trainer:
         }
         directory, keep = self.directory / "checkpoints", self.recipe.training.keep_checkpoints
         learner = self.learner.state_dict()
-        return save_checkpoint(directory, self.totals.step, self.model, self.tokenizer, learner, state, keep)
+        return save_checkpoint(directory, self.totals.step, self._save_policy, learner, state, keep)
+
+    def _save_policy(self, directory: Path) -> None:
+        adapters = self.learner.adapters
+        save_policy(directory, self.model, self.tokenizer, adapters)
+        if adapters:
+            adapters.save(directory / ADAPTER)
 
     def summary(self) -> dict[str, Any]:
         """What the run amounted to: the content of `summary.json`."""

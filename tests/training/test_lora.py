@@ -1,0 +1,141 @@
+"""Adapters on a real tiny model, against peft's own reading of them and against the engine that serves them merged."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from april import Step
+from april.config import ConfigError, LoraSettings, Recipe
+from april.engines.embedded import EmbeddedEngine
+from april.training.learner import Learner
+from april.training.policy import save_policy
+from april.training.serving import WeightHandover
+from tests import tiny
+from tests.engines import architectures
+from tests.training.test_learner import naive_objective, recipe, rollout
+
+peft = pytest.importorskip("peft")
+IDS = torch.arange(5, 30)[None]
+
+
+def settings(**algorithm: object) -> Recipe:
+    made = recipe(**algorithm)
+    made.lora = LoraSettings(rank=4)
+    made.training.learning_rate = 2e-2
+    return made
+
+
+def trained(steps: int = 2, **algorithm: object) -> Learner:
+    learner = Learner(tiny.model(sharpness=1.0), settings(**algorithm))
+    for number in range(1, steps + 1):
+        learner.train(rollout(number), number)
+    return learner
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits
+
+
+def test_only_adapters_are_trained() -> None:
+    start, learner = tiny.model(sharpness=1.0).state_dict(), trained()
+    for name, parameter in learner.model.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, start[name.replace(".base_layer", "")])
+    assert any(p.any() for name, p in learner.adapters.state_dict().items() if "lora_B" in name)
+    assert sum(p.numel() for group in learner.optimizer.param_groups for p in group["params"]) == sum(
+        p.numel() for p in learner.adapters.state_dict().values()
+    )
+
+
+def test_merged_weights_compute_the_same_and_leave_training_alone() -> None:
+    learner = trained()
+    before = {name: tensor.clone() for name, tensor in learner.model.state_dict().items()}
+    expected, plain = logits(learner.model), tiny.model()
+    plain.load_state_dict(dict(learner.adapters.merged()), strict=False)
+    torch.testing.assert_close(logits(plain), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits(learner.served), expected, atol=1e-5, rtol=1e-5)
+    assert list(dict(learner.adapters.merged())) == [name for name, _ in plain.named_parameters()]
+    assert (expected - logits(tiny.model(sharpness=1.0))).abs().max() > 1e-2, "training did something"
+    for name, tensor in learner.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Path) -> None:
+    learner = Learner(tiny.model(sharpness=3.0), settings(kl_coef=0.0))
+    engine = EmbeddedEngine(learner.served)
+    handover = WeightHandover(settings(), learner.model, tiny.tokenizer(), tmp_path, learner.adapters)
+    for version in range(1, 4):
+        learner.train(rollout(version), version)
+        await engine.update_weights(version, handover(version))
+        samples = await architectures.run(engine, architectures.samples())
+        architectures.assert_behaviour(learner.model, samples, tolerance=1e-4)
+    old = tiny.model(sharpness=3.0)
+    with pytest.raises(AssertionError, match="sample"):
+        architectures.assert_behaviour(old, samples, tolerance=1e-4)
+
+
+def test_the_reference_is_the_policy_without_adapters() -> None:
+    learner = Learner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    assert learner.reference is None
+    assert learner.train(rollout(1), 1)["kl_reference"] == pytest.approx(0, abs=1e-6)
+    batch = learner.prepare(rollout(1))
+    plain = Learner(tiny.model(sharpness=1.0), recipe(kl_coef=0.1))
+    torch.testing.assert_close(batch.reference, plain.prepare(rollout(1)).reference, atol=1e-5, rtol=1e-5)
+    assert learner.train(rollout(1), 2)["kl_reference"] > 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters_make_better_samples_likelier(checkpointing: bool) -> None:
+    chosen = settings(correction="none")
+    chosen.training.gradient_checkpointing = checkpointing
+    learner, step = Learner(tiny.model(sharpness=1.0), chosen), rollout(2)
+    before = naive_objective(learner, step)
+    for number in range(1, 6):
+        learner.train(step, number)
+    assert naive_objective(learner, step) > before + 0.1
+
+
+def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Path) -> None:
+    learner = trained()
+    save_policy(tmp_path, learner.model, tiny.tokenizer(), learner.adapters)
+    learner.adapters.save(tmp_path / "adapter")
+    expected = logits(learner.model)
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)), expected, atol=1e-5, rtol=1e-5
+    )
+    wrapped = peft.PeftModel.from_pretrained(tiny.model(sharpness=1.0), tmp_path / "adapter")
+    torch.testing.assert_close(logits(wrapped), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
+    straight, step = trained(kl_coef=0.1), rollout(9)
+    buffer = io.BytesIO()
+    torch.save(straight.state_dict(), buffer)
+    buffer.seek(0)
+    torch.manual_seed(123)
+    restored = Learner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    restored.load_state_dict(torch.load(buffer, weights_only=True))
+    assert straight.train(step, 3) == restored.train(Step(step.version, step.groups), 3)
+
+
+def test_a_checkpoint_of_other_settings_is_refused() -> None:
+    state = trained().state_dict()
+    with pytest.raises(ValueError, match="resume with the algorithm, kl_coef and lora settings"):
+        Learner(tiny.model(sharpness=1.0), recipe()).load_state_dict(state)
+    other = settings()
+    other.lora.rank = 2
+    with pytest.raises(ValueError, match="adapters are of other settings"):
+        Learner(tiny.model(sharpness=1.0), other).load_state_dict({**state, "optimizer": {}})
+
+
+def test_modules_that_do_not_exist_are_named() -> None:
+    chosen = settings()
+    chosen.lora.target_modules = ("q_prj",)
+    with pytest.raises(ConfigError, match=r"lora.target_modules = \('q_prj',\)"):
+        Learner(tiny.model(), chosen)
