@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,20 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from april.admission import largest_target
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
+from april.engines.address import is_loopback
 from april.reporting.metrics import check_trackers
 from april.tasks.task import TaskSpec
 from april.trajectory import SamplingParams
 
+API_KEY = "APRIL_ENGINE_API_KEY"
+"""The environment variable that holds the key of servers that want one."""
 FLAT: Any = tyro.conf.OmitArgPrefixes
 """Flags of this section carry no prefix."""
 
@@ -82,6 +87,10 @@ class RolloutSettings:
         reward_timeout: Seconds a reward may take.
         reward_workers: Processes that compute rewards beside generation; 0 computes them in the run's own
             process, which suits quick functions that cannot hang.
+        reward_memory_gb: Memory a reward process may take beyond what it holds after loading, in GB (on Linux);
+            unset: no limit.
+        reward_env: Environment variables that reward processes get although their names look like secrets; all
+            other such variables are kept from them.
     """
 
     partial_rollout: bool = True
@@ -101,6 +110,8 @@ class RolloutSettings:
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
     reward_timeout: float | None = 30.0
     reward_workers: int = 1
+    reward_memory_gb: float | None = 4.0
+    reward_env: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -121,6 +132,8 @@ class EngineSettings:
         replicas: vllm, sglang: servers to start.
         server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
         server_args: vllm, sglang: more options of the servers that april starts.
+        server_host: vllm, sglang: the address on which they listen. Other machines reach them only if it is none of
+            this machine's own; then they ask for the key in the environment variable APRIL_ENGINE_API_KEY.
         weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
             (broadcast: gloo on CPUs, nccl on GPUs).
         ready_timeout: vllm, sglang: seconds a server may take to start.
@@ -136,6 +149,7 @@ class EngineSettings:
     replicas: int = 1
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
+    server_host: str = "127.0.0.1"
     weight_transfer: Literal["disk", "broadcast"] = "disk"
     ready_timeout: float = 900.0
 
@@ -474,6 +488,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _correction_problems(recipe.algorithm)
     if engine.urls and engine.engine not in ("vllm", "sglang"):
         yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
+    yield from _exposed(engine)
     if engine.engine == "vllm-inproc" and engine.on_update == "keep":
         yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
     for name in ("gamma", "gae_lambda"):
@@ -506,6 +521,26 @@ def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
         )
 
 
+def _exposed(engine: EngineSettings) -> Iterator[str]:
+    """What would show a server or a key to those it is not meant for."""
+    for url in engine.urls:
+        if "@" in urlsplit(url).netloc:
+            yield f"engine.urls holds a password: leave it out, and put the servers' key into {API_KEY} instead"
+    for option in (argument.partition("=")[0] for argument in engine.server_args):
+        if option == "--host":
+            yield "engine.server_args names --host: set engine.server_host instead"
+        elif re.fullmatch(r"--(\w+-)?api-key|--hf-token|--.*password", option):
+            yield (
+                f"engine.server_args names {option}: everybody on the machine sees the options of a process; put the "
+                f"key into the environment (the servers' own as {API_KEY})"
+            )
+    if not is_loopback(engine.server_host) and not os.environ.get(API_KEY):
+        yield (
+            f"engine.server_host = {engine.server_host!r} can be reached from other machines: set the environment "
+            f'variable {API_KEY} to a key that the servers ask for, or server_host to "127.0.0.1"'
+        )
+
+
 POSITIVE = {
     "rollout_batch_size",
     "over_sampling_batch_size",
@@ -513,6 +548,7 @@ POSITIVE = {
     "max_response_length",
     "max_prompt_length",
     "reward_timeout",
+    "reward_memory_gb",
     "max_running",
     "context_length",
     "kv_cache_gb",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from april.engine import EngineError
-from april.engines.launch import free_port, launch
+from april.engines.address import is_loopback
+from april.engines.launch import Server, free_port, launch, launch_sglang, launch_vllm
 
 SERVER = """
 import http.server, subprocess, sys
@@ -109,3 +112,59 @@ async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="toy could not be started"):
         async with launch("toy", ["/nowhere/python"], 1, tmp_path, {}, 1.0):
             pass
+
+
+CONFESSION = """
+import http.server, os, sys
+from pathlib import Path
+given = sys.argv + [text for arg in sys.argv if arg.endswith("yaml") for text in [Path(arg).read_text()]]
+print("settings:", given, os.environ.get("VLLM_API_KEY"), flush=True)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
+"""
+"""A server that logs all it knows: its options, the file of options, its key."""
+
+
+@pytest.mark.parametrize("launch_it", [launch_vllm, launch_sglang])
+async def test_a_key_reaches_the_server_and_neither_its_log_nor_the_list_of_processes(
+    tmp_path: Path, launch_it: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
+    python = tmp_path / "python"
+    (tmp_path / "server.py").write_text(CONFESSION)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
+    python.chmod(0o700)
+    key = "sk-sentinel"
+    async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0", api_key=key) as server:
+        arguments = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+        assert b"0.0.0.0" in arguments
+        assert key.encode() not in b" ".join(arguments)
+        options = [Path(argument.decode()) for argument in arguments if argument.endswith(b".yaml")]
+        assert all(key in path.read_text() and path.parent.stat().st_mode & 0o077 == 0 for path in options)
+        assert server.url.startswith("http://127.0.0.1:")
+    assert not any(path.exists() for path in options)
+    log = server.log.read_text()
+    assert key not in log
+    assert "***" in log, "the server has the key, and tried to log it"
+
+
+@pytest.mark.parametrize("launch_it", [launch_vllm, launch_sglang])
+async def test_a_server_is_this_machines_own_unless_it_is_told_otherwise(
+    tmp_path: Path, launch_it: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{CONFESSION.replace(chr(39), '')}' \"$@\"\n")
+    python.chmod(0o700)
+    async with launch_it("m", log_dir=tmp_path / "run", python=python) as server:
+        assert "'--host', '127.0.0.1'" in server.log.read_text()
+    with pytest.raises(ValueError, match=r"host = '0\.0\.0\.0': other machines reach a server there"):
+        async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0"):
+            pass
+
+
+def test_what_is_a_loopback_address() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))

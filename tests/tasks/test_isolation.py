@@ -131,12 +131,24 @@ async def test_a_memory_hog_gets_a_memory_error():
 async def test_workers_see_no_secrets(monkeypatch):
     shown = {"PATH": os.environ["PATH"], "TOKENIZERS_PARALLELISM": "false", "JUDGE_API_KEY": "wanted"}
     hidden = {"HF_TOKEN": "x", "WANDB_API_KEY": "x", "AWS_SECRET_ACCESS_KEY": "x", "PGPASSWORD": "x", "my_token": "x"}
+    hidden |= {"SSH_AUTH_SOCK": "x", "SESSION_COOKIE": "x", "DATABASE_URL": "postgres://me:word@example.org/db"}
     for name, value in {**shown, **hidden}.items():
         monkeypatch.setenv(name, value)
     async with RewardWorkers(operator.call, workers=1, keep_env=["JUDGE_API_KEY"]) as workers:
         names = [*shown, *hidden, "OMP_NUM_THREADS"]
         seen = dict(zip(names, await asyncio.gather(*(workers(os.getenv, name) for name in names)), strict=True))
     assert seen == {**shown, **dict.fromkeys(hidden), "OMP_NUM_THREADS": "1"}
+
+
+async def test_what_a_call_starts_has_no_secrets_and_little_processor_time(monkeypatch):
+    """A process that a reward function leaves behind is nobody's any more: its limits end it."""
+    monkeypatch.setenv("HF_TOKEN", "x")
+    script = "import os, resource; print(resource.getrlimit(resource.RLIMIT_CPU)[0], 'HF_TOKEN' in os.environ)"
+    async with RewardWorkers(operator.call, workers=1, time_limit=30) as workers:
+        limits = [(await workers(subprocess.check_output, [sys.executable, "-c", script])).split() for _ in range(2)]
+    for seconds, secret in limits:
+        assert 30 < int(seconds) < 90
+        assert secret == b"False"
 
 
 async def test_workers_are_spawned_without_the_trainers_modules(workers):

@@ -202,6 +202,13 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
         ((), ("--temperature", "hot"), "--temperature"),
         ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
         ((), ("--trackers", "wandb"), "april-rl[wandb]"),
+        ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
+        ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
+        ((), ("--urls", "http://me:secret@host:1", "--engine", "vllm"), "engine.urls holds a password"),
+        ((), ("--server-args=--host=0.0.0.0",), "set engine.server_host instead"),
+        ((), ("--server-args=--api-key=x",), "everybody on the machine sees the options of a process"),
+        ((), ("--server-host", "0.0.0.0"), "set the environment variable APRIL_ENGINE_API_KEY"),
+        ((), ("--reward-memory-gb", "0"), "rollout.reward_memory_gb = 0.0: must be positive"),
     ],
 )
 def test_bad_settings_are_one_clear_line_before_anything_starts(

@@ -1,18 +1,25 @@
 """Servers that april starts itself: on a free port of the loopback interface, gone when the block ends.
 
 Invariants:
+- a server listens where only this machine reaches it, unless it is told another host, and then it asks for a key;
+- a key is in no command line, which everybody on the machine sees, and in no log;
 - a server and everything it spawned is one process group, and no process of it outlives the block, however it ends;
 - the server's log is in the run directory from its first line on, and its tail is in the error if it dies.
+
+vLLM asks for its key on some paths only, and not on those that change its weights: on a network that others use, keep
+it on the loopback interface.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -22,6 +29,7 @@ from pathlib import Path
 import aiohttp
 
 from april.engine import EngineError
+from april.engines.address import is_loopback, reachable
 
 LOG_TAIL = 30
 GRACE = 10.0
@@ -53,6 +61,8 @@ def launch_vllm(
     port: int = 0,
     ready_timeout: float = 900.0,
     name: str = "vllm",
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
     broadcast: bool = False,
 ) -> AbstractAsyncContextManager[Server]:
     """vLLM on `model`, with everything `VLLMEngine` needs; the log is `log_dir/<name>.log`.
@@ -66,19 +76,24 @@ def launch_vllm(
         port: 0 takes a free one.
         ready_timeout: seconds the server may take until it answers.
         name: of the log file, and in errors.
+        host: the address it listens on.
+        api_key: what it asks clients for; needed where `host` is reached from other machines.
         broadcast: make the server able to take weights from an `april.engines.broadcast.Broadcast`.
 
     Raises:
+        ValueError: other machines reach `host`, and there is no key.
         EngineError: the server died or did not become ready; with the tail of its log.
     """
     port = port or free_port()
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--host", host, "--port", str(port)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         *arguments,
     ]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **(environment or {})}
+    if api_key:
+        variables["VLLM_API_KEY"] = api_key
     if broadcast:
         # The server's environment need not have april: it gets the one module it needs on a path of its own.
         plugin = Path(log_dir).absolute() / f"{name}-plugin"
@@ -90,7 +105,7 @@ def launch_vllm(
             *("--worker-extension-cls", "april_vllm_receiver.WorkerExtension"),
             *("--weight-transfer-config", '{"backend": "april"}'),
         ]
-    return launch(name, command, port, Path(log_dir), variables, ready_timeout)
+    return launch(name, command, port, Path(log_dir), variables, ready_timeout, host=host, api_key=api_key)
 
 
 def launch_sglang(
@@ -103,16 +118,44 @@ def launch_sglang(
     port: int = 0,
     ready_timeout: float = 900.0,
     name: str = "sglang",
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
 ) -> AbstractAsyncContextManager[Server]:
-    """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`."""
+    """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`.
+
+    SGLang takes its key as an option or from a file of options, never from the environment: it gets a file that only
+    this user can read, and that is gone when the block ends.
+    """
     port = port or free_port()
     command = [
         *(str(python), "-m", "sglang.launch_server"),
-        *("--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)),
+        *("--model-path", str(model), "--host", host, "--port", str(port)),
         *("--incremental-streaming-output", "--skip-server-warmup"),
         *arguments,
     ]
-    return launch(name, command, port, Path(log_dir), environment or {}, ready_timeout)
+    return _with_key_file(name, command, port, Path(log_dir), environment or {}, ready_timeout, host, api_key)
+
+
+@asynccontextmanager
+async def _with_key_file(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    log_dir: Path,
+    environment: Mapping[str, str],
+    ready_timeout: float,
+    host: str,
+    api_key: str | None,
+) -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="april-") as directory:  # made so that only its owner can enter it
+        if api_key:
+            options = Path(directory) / "options.yaml"
+            options.write_text(f"api-key: {json.dumps(api_key)}\n")
+            command = [*command, "--config", str(options)]
+        async with launch(
+            name, command, port, log_dir, environment, ready_timeout, host=host, api_key=api_key
+        ) as server:
+            yield server
 
 
 @asynccontextmanager
@@ -124,8 +167,12 @@ async def launch(
     environment: Mapping[str, str],
     ready_timeout: float,
     health_path: str = "/health",
+    host: str = "127.0.0.1",
+    api_key: str | None = None,
 ) -> AsyncIterator[Server]:
     """Run any server that answers 200 at `health_path` once it is ready."""
+    if not api_key and not is_loopback(host):
+        raise ValueError(f"host = {host!r}: other machines reach a server there: give it an api_key to ask for")
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / f"{name}.log"
     with open(path, "wb") as output:
@@ -133,19 +180,37 @@ async def launch(
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
+                # Servers are known to log their settings, key and all: what they say then goes through here.
+                stdout=asyncio.subprocess.PIPE if api_key else output,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
         except OSError as error:
             raise EngineError(f"{name} could not be started: {error}") from error
-    server = Server(name, f"http://127.0.0.1:{port}", path, process)
+    server = Server(name, f"http://{reachable(host)}:{port}", path, process)
+    logging = {asyncio.create_task(_log(process, path, api_key), name=f"log of {name}")} if api_key else set()
     try:
-        await _ready(server, health_path, ready_timeout)
+        await _ready(server, health_path, ready_timeout, logging)
         yield server
     finally:
         await _stop(process)
+        for task in logging:  # what has left the process group may hold its end open
+            with suppress(TimeoutError):
+                await asyncio.wait_for(task, GRACE)
+
+
+async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> None:
+    """Write what a server says to `path`, with stars where the secret stood."""
+    assert process.stdout is not None
+    hidden, rest = secret.encode(), b""
+    with open(path, "ab", buffering=0) as log:
+        while data := await process.stdout.read(2**16):
+            text = (rest + data).replace(hidden, b"***")
+            end = max(0, len(text) - len(hidden) + 1)  # the rest may be the beginning of a secret
+            log.write(text[:end])
+            rest = text[end:]
+        log.write(rest)
 
 
 def free_port() -> int:
@@ -155,12 +220,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def _ready(server: Server, health_path: str, timeout: float) -> None:
+async def _ready(server: Server, health_path: str, timeout: float, logging: set[asyncio.Task[None]]) -> None:
     client = aiohttp.ClientTimeout(total=10)
     try:
         async with asyncio.timeout(timeout), aiohttp.ClientSession(server.url, timeout=client) as session:
             while True:
                 if server.process.returncode is not None:
+                    if logging:
+                        await asyncio.wait(logging, timeout=1.0)
                     raise EngineError(
                         f"{server.name} died while starting (exit status {server.process.returncode}); the end of its "
                         f"log, {server.log}:\n{server.tail()}"

@@ -4,7 +4,8 @@ Invariants:
 - the caller's event loop never waits for a worker: not for its start, nor for its end;
 - a call ends within its time limit, counted from when a worker takes it up; the worker of one that does not is killed
   and replaced, and every other call goes on;
-- workers are spawned, never forked: no locks, threads or device contexts of the trainer come with them.
+- workers are spawned, never forked: no locks, threads or device contexts of the trainer come with them;
+- no variable that looks like a secret is left in a worker's environment when the function's module is imported.
 
 This guards against accidents, not against malice: a worker has the user's rights, and sees files and network. Code that
 a model wrote belongs in a sandbox that the reward function calls.
@@ -13,12 +14,13 @@ a model wrote belongs in a sandbox that the reward function calls.
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import pickle
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -28,8 +30,10 @@ from pebble import ProcessExpired, ProcessPool
 
 from april.reward import RewardError
 
-SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-"""Environment variables that workers do not see."""
+SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+"""Names of environment variables that workers do not see."""
+SECRET_VALUE = re.compile(r"://[^/@\s]+:[^/@\s]+@")
+"""Values that workers do not see: addresses with a password in them."""
 STATM = Path("/proc/self/statm")
 """Where Linux says how large a process is; its first number is its address space in pages."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -43,7 +47,8 @@ class RewardWorkers:
     Args:
         function: must pickle; each worker unpickles it once, when it starts. Arguments and results must pickle too.
         workers: processes, and thereby calls at a time; further calls wait their turn.
-        time_limit: seconds a call may run; None for no limit.
+        time_limit: seconds a call may run; None for no limit. On Linux no process that a call starts gets much more
+            processor time than that either, even if nobody waits for it.
         memory_limit: bytes of address space that calls may take in one worker beyond what it holds after loading
             `function` (Linux only); a call that wants more gets a MemoryError.
         keep_env: variables that the function needs although their names look like secrets (`OPENAI_API_KEY`).
@@ -68,7 +73,7 @@ class RewardWorkers:
         if memory_limit is not None and (memory_limit < 1 or not STATM.exists()):
             raise ValueError(f"memory_limit = {memory_limit}: must be positive bytes, and needs Linux")
         # The function travels as bytes, so that a worker's environment is set before its modules are imported.
-        self._settings = (pickle.dumps(function), memory_limit, tuple(keep_env))
+        self._settings = (pickle.dumps(function), time_limit, memory_limit, tuple(keep_env))
         self._workers = workers
         self._calls: set[Future[bytes]] = set()
         self._closed = False
@@ -134,19 +139,28 @@ async def _stop(pool: ProcessPool) -> None:
 
 _function: Callable[..., Any]
 """What this worker process calls."""
+_seconds: float | None
+"""How long a call of it may take."""
 
 
-def _initialise(function: bytes, memory_limit: int | None, keep_env: Sequence[str]) -> None:
-    global _function
-    for name in [name for name in os.environ if SECRET.search(name) and name not in keep_env]:
-        del os.environ[name]
+def _initialise(function: bytes, time_limit: float | None, memory_limit: int | None, keep_env: Sequence[str]) -> None:
+    global _function, _seconds
+    for name in secrets(os.environ):
+        if name not in keep_env:
+            del os.environ[name]
     os.environ.update(dict.fromkeys(THREADS, "1"))
     try:
         _function = pickle.loads(function)
     except Exception as error:  # a worker that fails to start is started again for ever: fail its calls instead
         _function = _raising(error)
+    _seconds = time_limit if STATM.exists() else None
     if memory_limit is not None:
         _limit_memory(memory_limit)
+
+
+def secrets(environment: Mapping[str, str]) -> list[str]:
+    """The variables of an environment that look like secrets."""
+    return [name for name, value in environment.items() if SECRET.search(name) or SECRET_VALUE.search(value)]
 
 
 def _raising(error: Exception) -> Callable[..., Any]:
@@ -164,9 +178,20 @@ def _limit_memory(memory_limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
+def _limit_processor_time(seconds: float) -> None:
+    """Allow the call that begins now, and each process it starts, `seconds` of processor time and what was used."""
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
 def _call(*args: Any) -> bytes:
     """Result, exception and traceback, pickled here: what fails to pickle must fail the call, not the pool."""
     try:
+        if _seconds is not None:
+            _limit_processor_time(_seconds)
         return pickle.dumps((_function(*args), None, ""))
     except BaseException as error:
         trace = traceback.format_exc()

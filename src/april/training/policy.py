@@ -22,8 +22,11 @@ def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tupl
     transformers_logging.disable_progress_bar()
     path = str(checkpoint or Path(settings.path).expanduser())
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, settings.dtype))
+        # Without a word, transformers would ask whether to run the code that a model brings.
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, settings.dtype), trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from april.config import RolloutSettings
 from april.reward import RewardError
-from april.tasks.isolation import RewardWorkers
+from april.tasks.isolation import STATM, RewardWorkers
 from april.tasks.scoring import Scorer
 from april.tasks.task import Problem
 from april.trajectory import Group, Prompt, Sample
@@ -22,9 +22,7 @@ class Rewards:
         self.tokenizer = tokenizer
         self.scope = scorer.scope
         self._on_error = settings.on_reward_error
-        self._workers = (
-            RewardWorkers(scorer, settings.reward_workers, settings.reward_timeout) if settings.reward_workers else None
-        )
+        self._workers = _workers(scorer, settings) if settings.reward_workers else None
 
     async def __call__(self, prompt: Prompt, samples: Sample | Sequence[Sample]) -> Any:
         """The reward of a sample, or of each sample of a group."""
@@ -64,3 +62,9 @@ class Rewards:
     async def __aexit__(self, *_: object) -> None:
         if self._workers is not None:
             await self._workers.close()
+
+
+def _workers(scorer: Scorer, settings: RolloutSettings) -> RewardWorkers:
+    limited = settings.reward_memory_gb is not None and STATM.exists()
+    memory = int(settings.reward_memory_gb * 1e9) if limited else None  # type: ignore[operator]
+    return RewardWorkers(scorer, settings.reward_workers, settings.reward_timeout, memory, settings.reward_env)

@@ -16,13 +16,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from april.config import ConfigError, EngineSettings, Recipe
+from april.config import API_KEY, ConfigError, EngineSettings, Recipe
 from april.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy
-
-API_KEY = "APRIL_ENGINE_API_KEY"
-"""The environment variable that holds the key of servers that want one."""
 
 
 @asynccontextmanager
@@ -84,6 +81,8 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> En
             "python": settings.server_python or sys.executable,
             "ready_timeout": settings.ready_timeout,
             "name": f"{settings.engine}-{index}",
+            "host": settings.server_host,
+            "api_key": os.environ.get(API_KEY),
         }
         arguments = [*_limits(recipe, vllm), *settings.server_args]
         if vllm:

@@ -95,7 +95,7 @@ class Trainer:
         self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else self.resume)
         self.learner = Learner(self.model, recipe)
         prompts = self._prompts(task)
-        held_out = [self._encode(task, i) for i in range(task.eval_size)]
+        held_out = self._held_out(task, prompts.max_prompt_length)
         learner_state, state = load_state(self.resume) if self.resume else (None, None)
         resumed = state["totals"]["step"] if state else None
         async with AsyncExitStack() as stack:
@@ -121,13 +121,38 @@ class Trainer:
 
     def _prompts(self, task: Task) -> PromptStream:
         recipe = self.recipe
-        limit = recipe.rollout.max_prompt_length
-        return PromptStream(
-            task, self.tokenizer, recipe.training.seed, recipe.task.chat_template, limit, overlong_prompts="filter"
-        )
+        settings = (self.tokenizer, recipe.training.seed, recipe.task.chat_template, self._prompt_limit())
+        try:
+            next(PromptStream(task, *settings))
+        except ValueError as error:
+            raise ConfigError(f"task: no prompt to train on: {error}") from None
+        return PromptStream(task, *settings)
 
-    def _encode(self, task: Task, index: int) -> Prompt:
-        return encode(task.problem(index, "eval"), self.tokenizer, self.recipe.task.chat_template)
+    def _prompt_limit(self) -> int | None:
+        """Tokens a prompt may have: what the context has room for beside a full response, or less by the recipe."""
+        rollout, engine = self.recipe.rollout, self.recipe.engine
+        context = engine.context_length or getattr(self.model.config, "max_position_embeddings", None)
+        if context is None:
+            return rollout.max_prompt_length
+        room = context - rollout.max_response_length
+        if room < 1:
+            raise ConfigError(
+                f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
+                f"of {context} tokens: lower it, or raise engine.context_length if the model allows"
+            )
+        return min(rollout.max_prompt_length or room, room)
+
+    def _held_out(self, task: Task, limit: int | None) -> list[Prompt]:
+        template = self.recipe.task.chat_template
+        prompts = [encode(task.problem(i, "eval"), self.tokenizer, template) for i in range(task.eval_size)]
+        for prompt in prompts:
+            if limit is not None and len(prompt.token_ids) > limit:
+                raise ConfigError(
+                    f"task: held-out problem {prompt.id!r} has a prompt of {len(prompt.token_ids)} tokens, and {limit} "
+                    "is the limit: raise engine.context_length or rollout.max_prompt_length, lower "
+                    "rollout.max_response_length, or leave the problem out"
+                )
+        return prompts
 
     def _scheduler(self, prompts: PromptStream) -> RolloutScheduler:
         rollout, chosen = self.recipe.rollout, self.learner.algorithm

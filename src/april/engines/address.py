@@ -1,0 +1,18 @@
+"""Addresses servers listen on."""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def reachable(host: str) -> str:
+    """`host` as this machine calls it: a server that listens on every address is reached by the loopback's."""
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -1,0 +1,116 @@
+"""Nothing runs that nobody asked for, nothing is read that could run, and no key is left lying about."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from april.config import API_KEY, ConfigError, ModelSettings
+from april.training.policy import load_policy
+from tests import tiny
+
+SOURCE = Path(__file__).parents[1] / "src" / "april"
+
+CODE_FROM_DATA = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "marshal.loads",
+    "shelve.open",
+    "joblib.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "importlib.import_module",
+    "os.system",
+    "os.popen",
+}
+ALLOWED = {
+    ("tasks/isolation.py", "pickle.loads"): "what goes to and from worker processes over pipes",
+    ("tasks/scoring.py", "importlib.import_module"): "the dotted path of a reward function",
+}
+
+
+def calls(file: Path) -> list[tuple[str, ast.Call]]:
+    tree = ast.parse(file.read_text())
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_data_becomes_code(file: Path) -> None:
+    for name, call in calls(file):
+        where = f"{file}:{call.lineno}"
+        arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert name not in CODE_FROM_DATA or (str(file.relative_to(SOURCE)), name) in ALLOWED, where
+        assert name != "torch.load" or arguments.get("weights_only") == "True", where
+        assert arguments.get("allow_pickle", "False") == "False", where
+        assert arguments.get("trust_remote_code", "False") == "False", where
+        assert arguments.get("shell", "False") == "False", where
+        if name.endswith(".from_pretrained"):
+            assert "trust_remote_code" in arguments, f"{where}: say so, or transformers asks"
+
+
+def test_code_that_a_model_brings_is_not_run(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "model")
+    proof = tmp_path / "ran"
+    (model / "theirs.py").write_text(f"open({str(proof)!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    config = json.loads((model / "config.json").read_text())
+    config |= {
+        "model_type": "theirs",
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"},
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        load_policy(ModelSettings(path=str(model)))
+    assert not proof.exists()
+
+
+RECIPE = """
+[model]
+path = "policy"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 2
+[rollout]
+rollout_batch_size = 2
+over_sampling_batch_size = 4
+n_samples_per_prompt = 2
+max_response_length = 16
+[engine]
+max_running = 8
+context_length = 128
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = 2
+eval_samples = 1
+threads = 1
+[reporting]
+output = "run"
+"""
+
+
+def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "policy")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    keys = {name: f"sk-sentinel-{name}" for name in (API_KEY, "WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")}
+    environment = {**os.environ, **keys, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "april", "train", "recipe.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
+    assert written
+    assert all(path.is_relative_to(tmp_path / "run") for path in written)
+    for name, content in [("output", done.stdout + done.stderr), *((str(p), p.read_bytes()) for p in written)]:
+        assert b"sk-sentinel" not in content, name
