@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-CORE = ("trajectory", "outbox", "engine", "staleness", "admission", "buffer", "reward", "step", "retries", "scheduler")
+CORE = (
+    *("trajectory", "outbox", "engine", "staleness", "buffer", "reward", "step", "retries", "order", "scheduler"),
+    *("admission", "auto_admission", "forecast", "length_model", "rates"),
+)
 
 
 def test_importing_april_imports_nothing_but_numpy() -> None:

@@ -5,14 +5,43 @@ Invariant: admission only ever decides how many groups are begun. It never drops
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from april.step import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What admission wants of a step, why, and what it expects of it.
+
+    Args:
+        target: groups to have under way (N'), complete ones that wait included; at least `rollout_batch_size`.
+        reason: a sentence for the report.
+        consumed_tokens_per_second: expected of a step in the long run; None if nothing is expected.
+        staleness: expected mean staleness, in versions.
+    """
+
+    target: int
+    reason: str = "as set"
+    consumed_tokens_per_second: float | None = None
+    staleness: float | None = None
 
 
 class Admission(Protocol):
-    def target(self, batch_size: int) -> int:
-        """Groups to have under way in this step, complete ones that wait included; at least `batch_size`."""
+    def plan(self, batch_size: int) -> Plan:
+        """What to aim at in the step that begins."""
         ...
+
+    def observe(self, step: Step) -> None:
+        """Learn from a step that is over."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +50,17 @@ class FixedAdmission:
 
     over_sampling_batch_size: int
 
-    def target(self, batch_size: int) -> int:
-        return max(self.over_sampling_batch_size, batch_size)
+    def plan(self, batch_size: int) -> Plan:
+        return Plan(max(self.over_sampling_batch_size, batch_size))
+
+    def observe(self, step: Step) -> None:
+        """Nothing changes its mind."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
 
 
 def largest_target(batch_size: int, max_staleness: int | None) -> int | None:

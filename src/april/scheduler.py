@@ -15,11 +15,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
-from april.admission import Admission, FixedAdmission, largest_target
+from april.admission import Admission, FixedAdmission, Plan, largest_target
+from april.auto_admission import AutoAdmission
 from april.buffer import Buffer, Rejection
 from april.engine import Chunk, Engine, EngineError
+from april.length_model import LengthModel
+from april.order import ORDERS, Order
 from april.retries import Retries
 from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
 from april.staleness import StalenessError, feasible, select
@@ -47,12 +51,15 @@ class RolloutScheduler:
         reward: scores a finished sample, `reward(prompt, sample)`, or with `reward_scope="group"` a complete group,
             `reward(prompt, samples)`. Sync (run in a thread) or async.
         rollout_batch_size: complete groups a step trains on (N).
-        over_sampling_batch_size: groups under way in a step (N'), or an `Admission`; N if None.
+        over_sampling_batch_size: groups under way in a step (N'); "auto" to have it chosen from what is observed
+            (`AutoAdmission`), or an `Admission` of your own; N if None.
         n_samples_per_prompt: samples in a group (G).
         sampling: how tokens are drawn, and the response budget.
         partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy.
         max_staleness: the most weight updates between a group's first token and the step that trains on it; None for
             no bound.
+        order: which unfinished samples the engine is given first: a name in `april.order.ORDERS`, or an `Order`.
+        first_come: train on the groups that were complete first instead of the oldest; only without a bound.
         dynamic_filter: called with each complete, rewarded group; False turns it away, and a new prompt replaces it.
         on_reward_error: what a failing reward function means.
         reward_timeout: seconds a reward may take.
@@ -72,11 +79,13 @@ class RolloutScheduler:
         reward: RewardFunction | GroupRewardFunction,
         *,
         rollout_batch_size: int,
-        over_sampling_batch_size: int | Admission | None = None,
+        over_sampling_batch_size: int | Literal["auto"] | Admission | None = None,
         n_samples_per_prompt: int = 8,
         sampling: SamplingParams | None = None,
         partial_rollout: bool = True,
         max_staleness: int | None = 5,
+        order: str | Order = "oldest",
+        first_come: bool = False,
         reward_scope: Literal["sample", "group"] = "sample",
         dynamic_filter: Callable[[Group], bool] | None = None,
         on_reward_error: RewardErrorPolicy = "raise",
@@ -88,10 +97,18 @@ class RolloutScheduler:
         on_progress: Callable[[RolloutScheduler], None] | None = None,
     ) -> None:
         admission = over_sampling_batch_size
+        sampling = sampling or SamplingParams()
+        self.lengths = LengthModel(sampling.max_tokens)
         if not partial_rollout:
             admission, max_staleness = rollout_batch_size, 0
-        if admission is None or isinstance(admission, int):
+        if admission == "auto":
+            admission = AutoAdmission(engine, self.lengths, n_samples_per_prompt, max_staleness)
+        elif admission is None or isinstance(admission, int):
             admission = self._fixed(rollout_batch_size, admission, max_staleness)
+        if isinstance(order, str) and order not in ORDERS:
+            raise ValueError(f"order = {order!r}: choose from {', '.join(ORDERS)}")
+        if first_come and max_staleness is not None:
+            raise ValueError(f"first_come cannot keep max_staleness = {max_staleness}: set it to None, for no bound")
         if n_samples_per_prompt < 1:
             raise ValueError(f"n_samples_per_prompt = {n_samples_per_prompt}: a group needs at least one sample")
         if on_reward_error not in ("raise", "zero", "reject"):
@@ -101,8 +118,10 @@ class RolloutScheduler:
         self.batch_size = rollout_batch_size
         self.admission = admission
         self.group_size = n_samples_per_prompt
-        self.sampling = sampling or SamplingParams()
+        self.sampling = sampling
         self.max_staleness = max_staleness
+        self.order = ORDERS[order] if isinstance(order, str) else order
+        self.first_come = first_come
         self.dynamic_filter = dynamic_filter
         self.on_reward_error = on_reward_error
         self.max_rejected_groups = max_rejected_groups
@@ -119,7 +138,7 @@ class RolloutScheduler:
         self._doomed: dict[int, Quarantine] = {}
         self._resume = False
         """Something unfinished is not in flight."""
-        self._step = Step(version=0)
+        self._step = Step(version=0, plan=Plan(rollout_batch_size))
         self._began = 0.0
 
     @staticmethod
@@ -160,7 +179,7 @@ class RolloutScheduler:
         try:
             while True:
                 self._settle()
-                chosen = select(self.buffer, self.ready.values(), self.version, self.batch_size, self.max_staleness)
+                chosen = self._select()
                 if chosen is None:
                     self._fill()
                     await self._advance()
@@ -229,7 +248,14 @@ class RolloutScheduler:
         """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
         assert not self._flight, "samples are in flight: their tokens are not all here yet"
         prompts = self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
-        return {"version": self.version, "seed": self.seed, "buffer": self.buffer.state_dict(), "prompts": prompts}
+        return {
+            "version": self.version,
+            "seed": self.seed,
+            "buffer": self.buffer.state_dict(),
+            "prompts": prompts,
+            "lengths": self.lengths.state_dict(),
+            "admission": self.admission.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: same groups, same tokens, same data position."""
@@ -238,6 +264,8 @@ class RolloutScheduler:
         self.ready.clear()
         self._resume = True
         self._check_bound(self.version, "the saved groups cannot all be trained on")
+        self.lengths.load_state_dict(state["lengths"])
+        self.admission.load_state_dict(state["admission"])
         if state["prompts"] is not None:
             self.prompts.load_state_dict(state["prompts"])  # type: ignore[attr-defined]
             self._prompts = iter(self.prompts)
@@ -269,40 +297,43 @@ class RolloutScheduler:
 
     def _begin(self) -> None:
         self._began = asyncio.get_running_loop().time()
-        target = self.admission.target(self.batch_size)
+        plan = self.admission.plan(self.batch_size)
         largest = largest_target(self.batch_size, self.max_staleness)
         self._resume = True
         self._retries.hurry()
-        self._step = Step(self.version, target=target if largest is None else min(target, largest))
+        self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
         for group in list(self.buffer):
             self._rewards.missing(group)
             self._weigh(group)
 
+    def _select(self) -> list[Group] | None:
+        bound, ready = self.max_staleness, self.ready.values()
+        return select(self.buffer, ready, self.version, self.batch_size, bound, self.first_come)
+
     def _fill(self) -> None:
-        """Everything unfinished goes on, oldest first; then new prompts, one for each group that is missing."""
-        if self._resume:
-            for group in self.buffer:
-                self._submit(group)
+        """A new prompt for each group that is missing; then everything unfinished goes on, in the policy's order."""
+        groups = list(self.buffer) if self._resume else []
         while len(self.buffer) - len(self._doomed) < self._step.target:
             prompt = next(self._prompts, None)
             if prompt is None:
                 break
             group = Group.start(self.buffer.admitted, prompt, self.group_size, self.sampling, self.seed)
             self.buffer.admit(group)
-            self._submit(group)
+            groups.append(group)
+        for group, sample in self.order(groups, self.lengths) if groups else ():
+            if sample not in self._retries:
+                self._submit(group, sample)
         self._resume = False
         for sample in self._retries.due():
-            self._submit(self.buffer.groups[sample.group_id])
+            self._submit(self.buffer.groups[sample.group_id], sample)
 
-    def _submit(self, group: Group) -> None:
-        if group.id in self._doomed:
+    def _submit(self, group: Group, sample: Sample) -> None:
+        if group.id in self._doomed or sample.id in self._flight:
             return
-        for sample in group.samples:
-            if sample.finish is None and sample.id not in self._flight and sample not in self._retries:
-                self.engine.submit(sample)
-                span = Span(sample.id, group.id, self._now(), sample.length)
-                self._flight[sample.id] = (sample, group, span)
-                self._step.spans.append(span)
+        self.engine.submit(sample)
+        span = Span(sample.id, group.id, self._now(), sample.length)
+        self._flight[sample.id] = (sample, group, span)
+        self._step.spans.append(span)
 
     async def _advance(self) -> None:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
@@ -461,5 +492,12 @@ class RolloutScheduler:
         step.buffered_groups = len(self.buffer)
         step.buffered_tokens = self.buffer.tokens
         self.buffer.check()
+        self._learn(step)
         assert self.max_staleness is None or step.staleness.max() <= self.max_staleness, "the staleness bound is broken"
         return step
+
+    def _learn(self, step: Step) -> None:
+        spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+        self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
+        self.lengths.observe_groups([[sample.length for sample in group.samples] for group in step.groups])
+        self.admission.observe(step)

@@ -40,18 +40,24 @@ def age(group: Group) -> tuple[float, int]:
 
 
 def select(
-    under_way: Iterable[Group], ready: Collection[Group], version: int, batch_size: int, max_staleness: int | None
+    under_way: Iterable[Group],
+    ready: Collection[Group],
+    version: int,
+    batch_size: int,
+    max_staleness: int | None,
+    first_come: bool = False,
 ) -> list[Group] | None:
     """The groups to train on at `version`: the oldest `batch_size` of `ready`, or None if the step must wait.
 
     Args:
         under_way: every group that was admitted and not yet trained on, those of `ready` included.
-        ready: the groups that may be trained on.
+        ready: the groups that may be trained on, in the order in which they became so.
         max_staleness: the bound in versions; None for no bound.
+        first_come: take the groups that were ready first instead of the oldest; only without a bound.
     """
     if len(ready) < batch_size:
         return None
-    chosen = sorted(ready, key=age)[:batch_size]
+    chosen = (list(ready) if first_come else sorted(ready, key=age))[:batch_size]
     if max_staleness is None:
         return chosen
     taken = {group.id for group in chosen}

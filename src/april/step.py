@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from april.admission import Plan
 from april.buffer import Rejection
 from april.trajectory import ENVIRONMENT, Group
 
@@ -58,6 +59,8 @@ class Step:
     """
 
     version: int
+    plan: Plan
+    """What admission aimed at in this step, and why."""
     groups: list[Group] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
@@ -69,13 +72,16 @@ class Step:
     interrupted_at: float | None = None
     sampled_tokens: int = 0
     occupancy: float = 0.0
-    target: int = 0
-    """Groups that admission wanted under way (N')."""
     surplus_groups: int = 0
     """Complete groups that wait for the next step."""
     buffered_groups: int = 0
     """Groups under way after the step, surplus ones included."""
     buffered_tokens: int = 0
+
+    @property
+    def target(self) -> int:
+        """Groups that admission wanted under way (N')."""
+        return self.plan.target
 
     @property
     def consumed_tokens(self) -> int:

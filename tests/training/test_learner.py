@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment, Step
+from april.admission import Plan
 from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
 from april.config import AlgorithmSettings, Recipe
@@ -40,7 +41,7 @@ def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> Ste
             sample.finish = FinishReason.STOP if rng.random() < 0.8 else FinishReason.LENGTH
             sample.reward = float(rng.integers(0, 3))
         made.append(group)
-    return Step(VERSION, made)
+    return Step(VERSION, Plan(len(made)), made)
 
 
 def recipe(**algorithm: object) -> Recipe:

@@ -1,0 +1,111 @@
+"""What an engine's work costs in time, learned from the steps it took.
+
+All samples that decode together get a token each per decode step, and a decode step takes `step + sample * running`
+seconds. So a stay in the engine takes `step` seconds for each token of its own, `sample` for each token that anyone
+sampled meanwhile, and the prefill of whatever was submitted meanwhile: `prompt` for each token of a new prompt,
+`resumed` for each token of a prompt and partial response that goes on. These four costs are fitted, none below zero, to
+the stays that began with a step; an engine that keeps its KV caches shows a `resumed` near zero of its own accord.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.step import Span
+
+Floats = NDArray[np.float64]
+
+
+class EngineRates:
+    """Seconds of engine time per unit of work.
+
+    Args:
+        half_life: steps after which an observation counts half.
+    """
+
+    def __init__(self, half_life: float = 6.0) -> None:
+        self.decay = 0.5 ** (1.0 / half_life)
+        self.costs = np.zeros(4)
+        """Seconds per decode step, sampled token, new prompt token, resumed token."""
+        self._normal = np.zeros((4, 4))
+        self._target = np.zeros(4)
+
+    @property
+    def known(self) -> bool:
+        return bool(self.costs.any())
+
+    def seconds(self, depth: Any, sampled: Any, prompt: Any, resumed: Any) -> Any:
+        """Engine time for `depth` decode steps in which so many tokens are sampled and prefilled."""
+        return self.costs @ np.array([depth, sampled, prompt, resumed], dtype=float)
+
+    def observe(self, spans: Sequence[Span], prompt_tokens: float, slots: int) -> None:
+        """Learn from one step's stays in the engine; new prompts are `prompt_tokens` long on average."""
+        begun = [span for span in spans if span.queued is not None and span.after > span.before]
+        if not begun:
+            return
+        columns = ((s.start, s.queued, s.end, s.before, s.after) for s in begun)
+        submitted, first, end, before, after = np.array(list(columns), dtype=float).T
+        first += submitted
+        together = min(slots, _peak(first, end))
+        wave = np.arange(len(begun)) < together  # they had a slot at once; when they began is not known from chunks
+        start = np.where(wave, submitted, first)
+        start, end = start - start.min(), end - start.min()
+        taken = np.maximum(end - start, 1e-9)
+        tokens = after - before
+        rows = wave & (start < 0.05 * end.max()) & (tokens >= 2)
+        if not rows.any():
+            return
+        sampled = _integral(start, end, tokens / taken, end[rows])
+        new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(before > 0, prompt_tokens + before, 0.0)
+        by_start = np.argsort(start, kind="stable")
+        upto = np.searchsorted(start[by_start], end[rows], "right")
+        prefilled = [np.concatenate(([0.0], np.cumsum(work[by_start])))[upto] for work in (new, old)]
+        work = np.stack([tokens[rows], sampled, *prefilled], axis=1) / taken[rows, None]
+        self._normal = self.decay * self._normal + work.T @ work / len(work)
+        self._target = self.decay * self._target + work.mean(0)
+        self._fit(together)
+
+    def _fit(self, together: float) -> None:
+        """Least squares with no cost below zero. Where the data cannot tell, a decode step at full slots is taken to
+        cost half for itself and half for its samples, and prefill nothing."""
+        normal, target = self._normal.copy(), self._target
+        scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
+        even = np.array([1.0, -together, 0.0, 0.0]) * scale[0]
+        normal += 1e-3 * np.outer(even, even) + np.diag(1e-6 * scale**2)
+        free = np.diag(self._normal) > 0
+        while free.any():
+            costs = np.zeros(4)
+            inner = np.ix_(free, free)
+            costs[free] = np.linalg.solve(normal[inner] / np.outer(scale, scale)[inner], target[free] / scale[free])
+            if (costs >= 0).all():
+                self.costs = costs / scale
+                return
+            free[np.argmin(costs)] = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"costs": self.costs.tolist(), "normal": self._normal.tolist(), "target": self._target.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.costs = np.array(state["costs"])
+        self._normal, self._target = np.array(state["normal"]), np.array(state["target"])
+
+
+def _peak(start: Floats, end: Floats) -> int:
+    """The most stays at any one time."""
+    times = np.concatenate((end, start))
+    change = np.concatenate((-np.ones(len(end)), np.ones(len(start))))
+    return int(np.cumsum(change[np.argsort(times, kind="stable")]).max())
+
+
+def _integral(start: Floats, end: Floats, rate: Floats, at: Floats) -> Floats:
+    """What has come together by the times `at` if each stay yields at its rate from start to end."""
+    times, change = np.concatenate((start, end)), np.concatenate((rate, -rate))
+    order = np.argsort(times, kind="stable")
+    times, slope = times[order], np.cumsum(change[order])
+    total = np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(times))))
+    found: Floats = np.interp(at, times, total)
+    return found
