@@ -21,6 +21,7 @@ from april import (
     Step,
 )
 from april.buffer import Rejection
+from april.order import ORDERS
 from tests.scripted_engine import ScriptedEngine, logprob, response
 
 
@@ -63,6 +64,9 @@ SETTINGS = st.fixed_dictionaries(
         "failure_rate": st.sampled_from([0.0, 0.05]),
         "filtered": st.booleans(),
         "reward_delay": st.integers(0, 3),
+        "auto": st.sampled_from([False, False, True]),
+        "order": st.sampled_from(sorted(ORDERS)),
+        "first_come": st.booleans(),
     }
 )
 
@@ -83,9 +87,11 @@ def build(s: dict[str, object], engine_seed: int = 0) -> tuple[ScriptedEngine, R
         engine,
         reward=slow_score,
         rollout_batch_size=batch_size,
-        over_sampling_batch_size=over_sampling,
+        over_sampling_batch_size="auto" if s["auto"] else over_sampling,
         n_samples_per_prompt=s["group_size"],
         max_staleness=bound,
+        order=s["order"],
+        first_come=s["first_come"] and bound is None,
         dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if s["filtered"] else None,
         max_retries=20,
         seed=s["seed"],
@@ -132,7 +138,9 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
 
     Where rewards take time, those of the last step are still being computed when the run stops and begin anew when it
     goes on, so that a group may be complete a step earlier or later: then its content is compared, not its step.
+    N' is set: what is chosen automatically depends on how long things take, too.
     """
+    s = {**s, "auto": False}
 
     async def straight() -> list[Step]:
         engine, rollouts = build(s)
@@ -445,6 +453,8 @@ async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
         ({"on_reward_error": "ignore"}, "on_reward_error"),
         ({"reward_scope": "batch"}, "reward_scope"),
         ({"reward_timeout": 0}, "reward_timeout"),
+        ({"order": "alphabetical"}, "choose from oldest"),
+        ({"first_come": True}, "first_come cannot keep max_staleness = 5"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:

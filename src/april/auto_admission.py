@@ -1,7 +1,7 @@
 """Admission that tunes itself: the smallest N' expected to come close to the best throughput that the bound allows.
 
-More groups under way keep the engine fuller and make what is trained on staler, so throughput alone would always ask for
-more. What lengths and engine would make of each N' is forecast (`april.forecast`) from the lengths learned so far
+More groups under way keep the engine fuller and make what is trained on staler, so throughput alone would always ask
+for more. What lengths and engine would make of each N' is forecast (`april.forecast`) from the lengths learned so far
 (`april.length_model`) and the engine's costs (`april.rates`), both followed as they drift. Nothing needs to be set.
 
 Invariant: N <= N' <= N * (max_staleness + 1), whatever was observed.
@@ -76,43 +76,44 @@ class AutoAdmission:
         played: dict[int, Forecast] = {}
         workload, scale, steps = self._workload(batch_size)
 
-        def forecast(target: int) -> Forecast:
+        def rate(target: int) -> float:
             if target not in played:
                 # A group that is turned away is replaced: the step has to complete more, with as many more under way.
                 under_way = round((target - batch_size) * scale) + workload.batch_size
                 played[target] = workload.forecast(under_way, steps, steps // 3)
-            return played[target]
+            return played[target].consumed_tokens_per_second
 
-        best = 0.0
-        low, high = batch_size, batch_size
         ladder = np.unique(np.round(np.geomspace(batch_size, largest, 10)).astype(int)).tolist()
+        best, flat = 0.0, 0
         for target in ladder:
-            best = max(best, forecast(target).consumed_tokens_per_second)
+            flat = 0 if rate(target) > 1.005 * best else flat + 1
+            best = max(best, rate(target))
+            if flat == 2:
+                break  # more groups under way only wait
         enough = self.share * best
-        high = next(target for target in ladder if forecast(target).consumed_tokens_per_second >= enough)
+        high = next(target for target in ladder if rate(target) >= enough)
         low = max([target for target in ladder if target < high], default=high)
         while high - low > max(1, batch_size // 16):
             middle = (low + high) // 2
-            if forecast(middle).consumed_tokens_per_second >= enough:
+            if rate(middle) >= enough:
                 high = middle
             else:
                 low = middle
-        top = max(played.values(), key=lambda f: f.consumed_tokens_per_second)
-        chosen = played[high]
-        rate = chosen.consumed_tokens_per_second * self.accepted / scale
+        per_second = self.accepted / scale
+        expected, chosen = rate(high) * per_second, played[high]
         reason = (
-            f"the smallest N' expected to reach {self.share:.0%} of the best that the bound allows: {rate:,.0f} of "
-            f"{top.consumed_tokens_per_second * self.accepted / scale:,.0f} consumed tokens/s; engine "
-            f"{chosen.occupancy:.0%} full, mean response {self.lengths.mean:,.0f} tokens"
+            f"the smallest N' expected to reach {self.share:.0%} of the best that the bound allows: {expected:,.0f} of "
+            f"{best * per_second:,.0f} consumed tokens/s; engine {chosen.occupancy:.0%} full, mean response "
+            f"{self.lengths.mean:,.0f} tokens"
         )
-        return Plan(high, reason, rate, chosen.staleness)
+        return Plan(high, reason, expected, chosen.staleness)
 
     def _workload(self, batch_size: int) -> tuple[Workload, float, int]:
         """What a forecast plays with, by how much it is scaled, and for how many steps."""
         needed = batch_size / max(self.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
         groups = max(round(needed * scale), 1)
-        steps = max(18, -(-384 // groups))
+        steps = max(18, min(256 // groups, 72))
         capacity = self.engine.capacity
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
         lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng)

@@ -197,7 +197,9 @@ def compare(args: list[str]) -> int:
 
     recipe = read_recipe([str(settings.recipe), *flags], "april compare", "")
     slots = recipe.engine.max_running
-    unlimited = recipe.over_sampling_batch_size * recipe.rollout.n_samples_per_prompt
+    under_way = recipe.over_sampling_batch_size
+    groups = 2 * recipe.rollout.rollout_batch_size if under_way == "auto" else under_way
+    unlimited = groups * recipe.rollout.n_samples_per_prompt
     arms = {
         "synchronous": ["--no-partial-rollout", "--max-running", str(slots)],
         "partial": ["--partial-rollout", "--max-running", str(slots)],

@@ -65,12 +65,16 @@ class RolloutSettings:
         partial_rollout: Active partial rollouts: start more groups than a step needs, interrupt the rest once
             enough are complete, and go on with them first in the next step. Off: synchronous, every sample
             on-policy.
+        policy: april, or the reference's for comparison (april-paper): a fixed N', no staleness bound, the groups that
+            are complete first, in the order of their arrival.
         rollout_batch_size: Groups a step trains on (N).
-        over_sampling_batch_size: Groups under way at a step's start (N'), from N to N × (max_staleness + 1); 2
-            N if unset.
+        over_sampling_batch_size: Groups under way at a step's start (N'), from N to N × (max_staleness + 1). auto:
+            the fewest that are expected to come within 3 % of the best throughput that the bound allows, chosen
+            anew as lengths and speeds drift.
         n_samples_per_prompt: Samples in a group (G).
         max_staleness: The most weight updates between a group's first token and the step that trains on it. A
             guarantee.
+        order: Which unfinished samples get a slot first.
         max_prompt_length: Leave out prompts of more tokens than this; unset: what the context has room for
             beside a full response.
         max_response_length: Response budget of a sample, in tokens.
@@ -94,10 +98,12 @@ class RolloutSettings:
     """
 
     partial_rollout: bool = True
+    policy: Literal["april", "april-paper"] = "april"
     rollout_batch_size: int = 32
-    over_sampling_batch_size: int | None = None
+    over_sampling_batch_size: int | Literal["auto"] = "auto"
     n_samples_per_prompt: int = 8
     max_staleness: int = 5
+    order: Literal["oldest", "most-complete", "nearest", "longest", "shortest"] = "oldest"
     max_prompt_length: int | None = None
     max_response_length: int = 1024
     temperature: float = 1.0
@@ -308,15 +314,17 @@ class Recipe:
     """What is written, and where."""
 
     @property
-    def over_sampling_batch_size(self) -> int:
-        """N' with its default filled in: what the staleness bound allows of 2 N, or N for synchronous rollouts."""
+    def over_sampling_batch_size(self) -> int | Literal["auto"]:
+        """N' as the policy takes it: the reference's has no way to choose it, and takes 2 N unless it is set."""
         rollout = self.rollout
-        if not rollout.partial_rollout:
-            return rollout.rollout_batch_size
-        if rollout.over_sampling_batch_size is not None:
-            return rollout.over_sampling_batch_size
-        largest = largest_target(rollout.rollout_batch_size, rollout.max_staleness)
-        return min(2 * rollout.rollout_batch_size, largest or 2 * rollout.rollout_batch_size)
+        if rollout.policy == "april-paper" and rollout.over_sampling_batch_size == "auto":
+            return 2 * rollout.rollout_batch_size
+        return rollout.over_sampling_batch_size
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The bound, which the reference's policy does not have."""
+        return None if self.rollout.policy == "april-paper" else self.rollout.max_staleness
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         rollout = self.rollout
@@ -353,7 +361,7 @@ def load_recipe(path: Path) -> Recipe:
     try:
         recipe: Recipe = TypeAdapter(Recipe).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(path, text, problem) for problem in error.errors())) from None
+        raise ConfigError("\n".join(_explain(path, text, problems) for problems in _by_setting(error))) from None
     recipe.model.path = _beside(path, recipe.model.path)
     data, held_out = (value and _beside(path, value) for value in (recipe.task.path, recipe.task.eval_path))
     recipe.task = dataclasses.replace(recipe.task, path=data, eval_path=held_out)
@@ -391,10 +399,19 @@ def _nearest(name: str, known: list[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
-def _explain(path: Path, text: str, problem: Any) -> str:
-    """One line for one of pydantic's findings: file, line, setting, what is wrong."""
-    location = [str(part) for part in problem["loc"]]
-    message = problem["msg"].removeprefix("Value error, ")
+def _by_setting(error: ValidationError) -> list[list[Any]]:
+    """pydantic's findings; those about the types one setting may have are together."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for problem in error.errors():
+        found.setdefault(problem["loc"][:2], []).append(problem)
+    return list(found.values())
+
+
+def _explain(path: Path, text: str, problems: list[Any]) -> str:
+    """One line for what pydantic found about a setting: file, line, setting, what is wrong."""
+    problem = problems[0]
+    location = [str(part) for part in (problem["loc"] if len(problems) == 1 else problem["loc"][:2])]
+    message = "; or: ".join(problem["msg"].removeprefix("Value error, ") for problem in problems)
     if problem["type"] == "value_error":
         return f"{_where(path, text, location)}: {'.'.join(location)}.{message}"
     return f"{_where(path, text, location)}: {'.'.join(location)} = {problem['input']!r}: {message}"
@@ -440,24 +457,30 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for section in dataclasses.fields(recipe):
         values = getattr(recipe, section.name)
         for name in POSITIVE & {f.name for f in dataclasses.fields(values)}:
-            if (value := getattr(values, name)) is not None and value <= 0:
+            if (value := getattr(values, name)) not in (None, "auto") and value <= 0:
                 yield f"{section.name}.{name} = {value}: must be positive"
         for name in NOT_NEGATIVE & {f.name for f in dataclasses.fields(values)}:
             if (value := getattr(values, name)) is not None and value < 0:
                 yield f"{section.name}.{name} = {value}: must not be negative"
 
-    batch_size, over_sampling = rollout.rollout_batch_size, recipe.over_sampling_batch_size
-    if over_sampling < batch_size:
+    batch_size, bound = rollout.rollout_batch_size, recipe.max_staleness
+    over_sampling = recipe.over_sampling_batch_size if rollout.partial_rollout else batch_size
+    if over_sampling != "auto" and over_sampling < batch_size:
         yield (
             f"rollout.over_sampling_batch_size = {over_sampling} is less than rollout_batch_size = {batch_size}: raise "
             f"it to {batch_size} or more, or use --no-partial-rollout for synchronous rollouts"
         )
-    largest = batch_size * (rollout.max_staleness + 1)
-    if rollout.partial_rollout and over_sampling > largest:
+    largest = largest_target(batch_size, bound)
+    if over_sampling != "auto" and largest is not None and over_sampling > largest:
         yield (
-            f"rollout.over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {rollout.max_staleness}: "
+            f"rollout.over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {bound}: "
             f"at most rollout_batch_size × (max_staleness + 1) = {largest} groups may be under way; lower it, or raise "
             f"max_staleness to {-(-over_sampling // batch_size) - 1}"
+        )
+    if rollout.policy == "april-paper" and engine.on_update == "keep":
+        yield (
+            'rollout.policy = "april-paper" computes unfinished samples anew when the weights change: set '
+            'engine.on_update = "recompute"'
         )
     if batch_size > 0 and training.updates_per_step > 0 and batch_size % training.updates_per_step:
         yield (

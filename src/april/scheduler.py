@@ -252,6 +252,7 @@ class RolloutScheduler:
             "version": self.version,
             "seed": self.seed,
             "buffer": self.buffer.state_dict(),
+            "ready": list(self.ready),
             "prompts": prompts,
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),
@@ -261,7 +262,7 @@ class RolloutScheduler:
         """Go on from `state_dict`: same groups, same tokens, same data position."""
         self.version, self.seed = state["version"], state["seed"]
         self.buffer = Buffer.from_state_dict(state["buffer"])
-        self.ready.clear()
+        self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
         self._resume = True
         self._check_bound(self.version, "the saved groups cannot all be trained on")
         self.lengths.load_state_dict(state["lengths"])

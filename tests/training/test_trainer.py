@@ -183,6 +183,12 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
         (("rollout_batch_size = 3", "rollout_batch_size = 9"), (), "recipe.toml:10: rollout.over_sampling_batch_size"),
         ((), ("--over-sampling-batch-size", "2"), "less than rollout_batch_size = 3"),
         ((), ("--max-staleness", "0"), "cannot keep max_staleness = 0"),
+        (
+            ("over_sampling_batch_size = 6", 'over_sampling_batch_size = "many"'),
+            (),
+            "as an integer; or: Input should be 'auto'",
+        ),
+        ((), ("--policy", "april-paper", "--on-update", "keep"), 'set engine.on_update = "recompute"'),
         ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
         (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
         (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),
