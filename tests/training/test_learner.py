@@ -235,7 +235,7 @@ def sampled(learner: Learner, number: int, groups: int = 4, size: int = 8, lengt
             sample.extend(tokens, logp, VERSION, FinishReason.LENGTH)
             sample.reward = sum(token < 20 for token in tokens) / length
         made.append(group)
-    return Step(VERSION, made)
+    return Step(VERSION, Plan(len(made)), made)
 
 
 def mean_reward(step: Step) -> float:
