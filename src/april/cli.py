@@ -1,4 +1,4 @@
-"""The command line: `april train`, `compare`, `report`, `algorithms`.
+"""The command line: `april train`, `compare`, `simulate`, `report`, `algorithms`.
 
 Invariant: a user's mistake ends in one clear line on stderr and exit code 2, without a traceback and before anything
 expensive has started; a run that fails later says how to go on with it.
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -28,6 +28,7 @@ usage: april COMMAND [OPTIONS]
 commands:
   train RECIPE         train a policy by reinforcement learning (--resume DIR goes on with a run)
   compare RECIPE       the same recipe synchronous and with partial rollouts, side by side
+  simulate RECIPE      what the recipe would do on a cluster: throughput, staleness, cost, and the setting to take
   report DIR           write a run's HTML report anew
   algorithms           the algorithms and corrections a recipe can name, with settings and sources
 
@@ -48,6 +49,7 @@ def main() -> None:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "compare": compare,
+        "simulate": simulate,
         "report": report,
         "algorithms": algorithms,
     }
@@ -255,6 +257,111 @@ def comparison_record(arm: str, seed: int, summary: dict[str, Any], target: floa
         "slots": summary["recipe"]["engine"]["max_running"],
         "versions": summary["versions"],
     }
+
+
+@dataclasses.dataclass(kw_only=True)
+class SimulationSettings:
+    """What a recipe would do on a cluster, in virtual time: the scheduler that real runs use, over engines that follow
+    a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
+    smallest N' that comes within 3 % of the best.
+
+    Engines and training share the GPUs and take turns (colocated). Costs come from a roofline of GPU and model, or from
+    a measurement: --cost-model takes a file that april calibrate wrote."""
+
+    recipe: tyro.conf.Positional[Path]
+    """The recipe. Its N, G, max_staleness, max_response_length, max_running, on_update and seed count."""
+    gpus: int = 8
+    """GPUs, one engine on each."""
+    hardware: Literal["h100", "h200", "mi300x"] = "h100"
+    """The GPU."""
+    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] = "qwen3-8b"
+    """The model's shape."""
+    cost_model: Path | None = None
+    """A measured cost model, in place of the roofline's. Training time still comes from hardware and model."""
+    workload: str = "lognormal"
+    """How long responses are: light, lognormal, heavy, bimodal, truncated, drifting or group-correlated."""
+    price: float = 2.0
+    """Of a GPU for an hour."""
+    steps: int = 40
+    """Steps to simulate of each setting."""
+    warm_up: int = 10
+    """Steps that figures leave out, while the buffer fills."""
+    output: Path = Path("runs/simulation")
+    """Where simulation.html and simulation.json are written."""
+
+
+def simulate(args: list[str]) -> int:
+    """`april simulate RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
+    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    settings = tyro.cli(
+        SimulationSettings,
+        prog="april simulate",
+        args=own,
+        description=f"{SimulationSettings.__doc__}\n\nFlags of april train may follow after --.",
+    )
+    from rich.console import Console
+
+    from april.simulation.cost_model import CostModel, CostModelError
+    from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
+    from april.simulation.page import print_points, simulation_page
+    from april.simulation.plan import Cluster, explore, recommended
+    from april.simulation.workload import WORKLOADS
+
+    recipe = read_recipe([str(settings.recipe), "--model.path", settings.model, *flags], "april simulate", "")
+    for name in ("gpus", "price", "steps"):
+        if getattr(settings, name) <= 0:
+            return _fail(f"--{name} {getattr(settings, name)}: must be positive")
+    if not 0 <= settings.warm_up < settings.steps:
+        return _fail(f"--warm-up {settings.warm_up}: must leave at least one of --steps {settings.steps}")
+    if settings.workload not in WORKLOADS:
+        return _fail(f"--workload {settings.workload}: there are {', '.join(WORKLOADS)}")
+    gpu, shape = GPUS[settings.hardware], MODELS[settings.model]
+    try:
+        if settings.cost_model is None:
+            cost = roofline(gpu, shape, Roofline(slots=recipe.engine.max_running), training_memory=True)
+        else:
+            cost = CostModel.load(settings.cost_model)
+    except (CostModelError, ValueError) as error:
+        return _fail(str(error))
+    training = training_seconds_per_token(gpu, shape, settings.gpus)
+    cluster = Cluster(gpus=settings.gpus, cost=cost, train_token_seconds=training, price=settings.price)
+    points = []
+    try:
+        with Console(stderr=True).status("") as status:
+            for point in explore(recipe, WORKLOADS[settings.workload], cluster, settings.steps, settings.warm_up):
+                points.append(point)
+                status.update(f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
+    except ValueError as error:
+        return _fail(str(error))
+    chosen = recommended(points)
+    title = f"{settings.recipe.stem}: {settings.model} on {settings.gpus} × {settings.hardware}"
+    rollout = recipe.rollout
+    subtitle = (
+        f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples, {settings.workload} lengths"
+    )
+    assumptions = (
+        f"Costs: {cost.source or settings.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of KV cache an "
+        f"engine. Lengths: the workload {settings.workload}, cut off at {rollout.max_response_length:,} tokens. "
+        f"Training takes {training * 1e6:.3g} s for a million tokens and alternates with rollouts on the same GPUs. "
+        f"A GPU costs {settings.price:g} an hour."
+    )
+    settings.output.mkdir(parents=True, exist_ok=True)
+    text = simulation_page(title, subtitle, points, chosen, assumptions)
+    (settings.output / "simulation.html").write_text(text, encoding="utf-8")
+    document = {
+        "command": " ".join(["april", "simulate", *args]),
+        "assumptions": assumptions,
+        "cost_model": dataclasses.asdict(cost),
+        "settings": [point.to_dict() for point in points],
+        "recommended": chosen.to_dict(),
+    }
+    (settings.output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(f"{title}\n{subtitle}")
+    print_points(points, chosen)
+    print(f"{assumptions}\n\nTokens per second of rollout; cost of a million consumed tokens, training included.")
+    print(f"recommended: {chosen.name}")
+    print(f"written: {settings.output / 'simulation.html'}")
+    return 0
 
 
 def report(args: list[str]) -> int:

@@ -136,10 +136,10 @@ class Sample:
     reward: float | None = None
     length: int = 0
     """Response tokens so far; kept beside the segments because it is asked for at every chunk."""
+    id: str = field(init=False)
 
-    @property
-    def id(self) -> str:
-        return f"{self.group_id}.{self.index}"
+    def __post_init__(self) -> None:
+        self.id = f"{self.group_id}.{self.index}"
 
     @property
     def budget_left(self) -> int:
@@ -215,6 +215,7 @@ class Group:
     id: int
     prompt: Prompt
     samples: list[Sample]
+    _begun: int | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def complete(self) -> bool:
@@ -227,7 +228,9 @@ class Group:
     @property
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
-        return min((v for s in self.samples if (v := s.first_version) is not None), default=None)
+        if self._begun is None:  # versions never go back, so what came first stays first
+            self._begun = min((v for s in self.samples if (v := s.first_version) is not None), default=None)
+        return self._begun
 
     @property
     def tokens(self) -> int:

@@ -357,7 +357,8 @@ class SimulatedEngine:
         self._began[at, slots] = began
         self._ends[at, slots] = began + self._total[rows] - self._done[rows]
         np.add.at(self._kv, at, 1)
-        ongoing = rows[(self._total[rows] - self._done[rows] > 1) & (self._out[rows] == self._done[rows])]
+        # What a group needs to know is that it has begun: a resumed sample's next token comes with those after it.
+        ongoing = rows[(self._total[rows] > 1) & (self._done[rows] == 0)]
         self._out[ongoing] += 1
         one, version, ids = Blank(1), self.version, self._ids
         self._chunks.extend(Chunk(ids[row], one, one, version) for row in ongoing.tolist())

@@ -119,10 +119,11 @@ class Workload:
 
     def prompts(self) -> Iterator[Prompt]:
         """Prompts without end. The first token of a prompt is its number; that is how an engine knows it."""
-        for number in itertools.count():
-            score = float(normals(_mix(np.array([number], np.uint64), self.seed + 2))[0])
-            length = min(max(int(self.prompt_tokens * math.exp(0.5 * score)), 1), 8192)
-            yield Prompt((number, *self._zeros[: length - 1]), str(number))
+        for start in itertools.count(0, 1024):
+            scores = normals(_mix(np.arange(start, start + 1024, dtype=np.uint64), self.seed + 2))
+            lengths = np.clip(self.prompt_tokens * np.exp(0.5 * scores), 1, 8192).astype(int)
+            for number, length in enumerate(lengths.tolist(), start):
+                yield Prompt((number, *self._zeros[: length - 1]), str(number))
 
 
 def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:

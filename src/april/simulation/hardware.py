@@ -1,0 +1,185 @@
+"""Cost models computed from a GPU and a model's shape, by a roofline.
+
+A decode step reads every weight once, whatever the batch, and computes 2 FLOP per parameter and sample; it takes the
+longer of the two. Attention reads the KV cache of the running samples. Prefill computes 2 FLOP per parameter and token,
+and attention's 4 FLOP per layer, head dimension and earlier token. Bandwidth and FLOP/s are reached to a share only
+(`bandwidth_share`, `compute_share`), and each step costs a launch overhead; these three are assumptions, to be replaced
+by a measurement (`april calibrate`) as soon as there is a machine.
+
+GPUs, dense bfloat16, from the vendors' data sheets:
+- H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s. H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA H100 and H200 Tensor Core
+  GPU data sheets; both print 1,979 with sparsity, half of which is dense);
+- MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s (AMD Instinct MI300X data sheet).
+
+Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.simulation.cost_model import CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """What a data sheet says: bytes, bytes/s, FLOP/s in dense bfloat16."""
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A dense decoder with grouped-query attention and a gated MLP."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that every token is multiplied with: the layers and the output head."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        """All parameters but biases and norms."""
+        return self.matrix_parameters + (0 if self.tied else self.hidden * self.vocabulary)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV cache of a token, in bfloat16."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """What of a data sheet is reached, and what stands beside it.
+
+    Args:
+        bandwidth_share: of the memory bandwidth, in decoding.
+        compute_share: of the FLOP/s, in prefill, decoding and training.
+        step_overhead: seconds of each decode step beside reading and computing.
+        memory_share: of the memory, for weights and KV cache.
+        slots: samples that decode together on one GPU.
+        link: bytes/s at which new weights reach a GPU.
+        update_overhead: seconds of each weight update beside the transfer.
+        interrupt_seconds: from an interrupt to the last partial.
+    """
+
+    bandwidth_share: float = 0.7
+    compute_share: float = 0.45
+    step_overhead: float = 2e-3
+    memory_share: float = 0.85
+    slots: int = 256
+    link: float = 2.5e10
+    update_overhead: float = 1.0
+    interrupt_seconds: float = 0.1
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU(name="h100", memory=80e9, bandwidth=3.35e12, flops=989e12),
+        GPU(name="h200", memory=141e9, bandwidth=4.8e12, flops=989e12),
+        GPU(name="mi300x", memory=192e9, bandwidth=5.3e12, flops=1307e12),
+    )
+}
+MODELS = {
+    shape.name: shape
+    for shape in (
+        ModelShape(
+            name="qwen3-4b",
+            layers=36,
+            hidden=2560,
+            intermediate=9728,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            vocabulary=151936,
+            tied=True,
+        ),
+        ModelShape(
+            name="qwen3-8b",
+            layers=36,
+            hidden=4096,
+            intermediate=12288,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
+            vocabulary=151936,
+            tied=False,
+        ),
+        ModelShape(
+            name="r1-distill-1.5b",
+            layers=28,
+            hidden=1536,
+            intermediate=8960,
+            heads=12,
+            kv_heads=2,
+            head_dim=128,
+            vocabulary=151936,
+            tied=False,
+        ),
+    )
+}
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def roofline(
+    gpu: GPU, model: ModelShape, assumptions: Roofline | None = None, *, training_memory: bool = False
+) -> CostModel:
+    """The cost model of one engine on one GPU.
+
+    Args:
+        training_memory: the trainer's share of the weights, gradients and optimizer stays on the GPU beside the engine
+            (colocated, over eight GPUs at least); what it takes is not there for the KV cache.
+
+    Raises:
+        ValueError: the model does not fit the GPU.
+    """
+    given = assumptions or Roofline()
+    bandwidth, flops = gpu.bandwidth * given.bandwidth_share, gpu.flops * given.compute_share
+    weights = 2 * model.parameters
+    room = gpu.memory * given.memory_share - weights
+    if training_memory:
+        # bfloat16 weights and gradients, float32 weights and two moments, over eight GPUs.
+        room -= 16 * model.parameters / 8
+    kv_tokens = int(room / model.kv_bytes)
+    if kv_tokens < 1:
+        raise ValueError(
+            f"{model.name} needs {weights / 1e9:.0f} GB for its weights and does not fit a {gpu.name} "
+            f"({gpu.memory / 1e9:.0f} GB)"
+        )
+    reading, computing = 2 * model.matrix_parameters / bandwidth, 2 * model.matrix_parameters / flops
+    batches = (*(b for b in BATCHES if b < given.slots), given.slots)
+    return CostModel(
+        slots=given.slots,
+        kv_tokens=kv_tokens,
+        decode_batches=batches,
+        decode_seconds=tuple(given.step_overhead + max(reading, b * computing) for b in batches),
+        kv_token_seconds=model.kv_bytes / bandwidth,
+        prefill_token_seconds=computing,
+        # Scores and values over the half of the pairs that causality leaves.
+        prefill_pair_seconds=2 * model.layers * model.heads * model.head_dim / flops,
+        update_seconds=given.update_overhead + weights / given.link,
+        interrupt_seconds=given.interrupt_seconds,
+        source=f"roofline: {model.name} on {gpu.name}",
+    )
+
+
+def training_seconds_per_token(gpu: GPU, model: ModelShape, gpus: int, assumptions: Roofline | None = None) -> float:
+    """Seconds of training for each consumed token: forward and backward, 6 FLOP per parameter, and one forward pass for
+    the log-probabilities of the trainer, 2 more."""
+    given = assumptions or Roofline()
+    return 8 * model.matrix_parameters / (gpu.flops * given.compute_share * gpus)

@@ -1,0 +1,108 @@
+"""What a simulation says, as a table on the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from april.reporting.charts import WIDE, Axis, Series, compact, line_chart, percent, seconds
+from april.reporting.page import Section, Tile, page, row
+from april.simulation.plan import Point
+
+COLUMNS = {
+    "consumed/s": lambda p: f"{p.consumed_tokens_per_second:,.0f}",
+    "generated/s": lambda p: f"{p.generated_tokens_per_second:,.0f}",
+    "step": lambda p: seconds(p.step_seconds),
+    "slots": lambda p: percent(p.occupancy),
+    "stale": lambda p: f"{p.mean_staleness:.2f}",
+    "p99": lambda p: f"{p.p99_staleness:.0f}",
+    "KV": lambda p: percent(p.peak_kv),
+    "cost": lambda p: f"{p.cost_per_million_tokens:.3g}",
+}
+
+
+def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for point in points:
+        cells = [cell(point) for cell in COLUMNS.values()]
+        table.add_row(point.name, *cells, style="bold green" if point is chosen else "")
+    (console or Console()).print(table)
+
+
+def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: Point, assumptions: str) -> str:
+    """The page: the frontier of throughput against staleness, what goes with it, and every figure.
+
+    Args:
+        points: synchronous first, then by N'.
+        chosen: the one recommended.
+        assumptions: what the figures rest on, in plain sentences.
+    """
+    synchronous, *partial = points
+    gain = chosen.consumed_tokens_per_second / synchronous.consumed_tokens_per_second - 1
+    tiles = [
+        Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
+        Tile("Consumed tokens/s", compact(chosen.consumed_tokens_per_second), f"{gain:+.0%} to synchronous"),
+        Tile("Mean staleness", f"{chosen.mean_staleness:.2f}", f"{chosen.max_staleness} updates at most"),
+        Tile("Cost of a million tokens", f"{chosen.cost_per_million_tokens:.3g}", "consumed; rollout and training"),
+    ]
+    stale = Axis(
+        [p.mean_staleness for p in partial],
+        "mean staleness, in weight updates",
+        [f"{p.name}: staleness {p.mean_staleness:.2f}" for p in partial],
+    )
+    frontier = line_chart(
+        "Consumed tokens/s against mean staleness",
+        stale,
+        [
+            Series("partial rollouts", [p.consumed_tokens_per_second for p in partial], "c-blue", dots=True),
+            Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
+        ],
+        y_range=(0, None),
+        size=WIDE,
+    )
+    others = row(
+        ("Engine slots that decode", _over(partial, stale, "occupancy")),
+        ("KV cache, at most", _over(partial, stale, "peak_kv")),
+    )
+    return page(
+        title,
+        subtitle,
+        tiles,
+        [
+            Section(
+                "Throughput against staleness",
+                frontier,
+                "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older.",
+            ),
+            Section("What fills the engines", others),
+            Section(
+                "Every figure",
+                _table(points),
+                "Consumed and generated tokens per second of rollout; seconds a step, training included; slots that "
+                "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used; cost of a "
+                "million consumed tokens.",
+            ),
+            Section("What this rests on", "", assumptions),
+        ],
+        "Written by april simulate. Simulated, not measured: a cost model of april calibrate comes nearer.",
+    )
+
+
+def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
+    values = [float(getattr(point, name)) for point in points]
+    return line_chart(name, axis, [Series(name, values, "c-blue", dots=True)], y_format=percent, legend=False)
+
+
+def _table(points: Sequence[Point]) -> str:
+    head = "".join(f"<th>{column}</th>" for column in ("", *COLUMNS))
+    rows = (
+        f"<tr><td>{point.name}</td>{''.join(f'<td>{cell(point)}</td>' for cell in COLUMNS.values())}</tr>"
+        for point in points
+    )
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

@@ -1,0 +1,146 @@
+"""What a recipe would do on a cluster: settings of N' tried in virtual time, and the one to take.
+
+The setting recommended is the smallest N' that reaches `GOOD_ENOUGH` of the best consumed tokens/s, so that staleness
+is never bought for nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from april.config import Recipe
+from april.simulation.cost_model import CostModel
+from april.simulation.run import Outcome, simulate
+from april.simulation.workload import Workload
+
+GOOD_ENOUGH = 0.97
+RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+"""Values of N' / N that are tried, as far as the staleness bound allows them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """What a recipe is simulated on.
+
+    Args:
+        gpus: in all, one engine on each.
+        cost: of one engine.
+        train_token_seconds: training time for each consumed token, over all GPUs.
+        price: of a GPU for an hour; any currency.
+    """
+
+    gpus: int
+    cost: CostModel
+    train_token_seconds: float
+    price: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One setting, and what came of it. Rates are tokens per second, times seconds per step."""
+
+    name: str
+    over_sampling_batch_size: int
+    synchronous: bool
+    consumed_tokens_per_second: float
+    generated_tokens_per_second: float
+    step_seconds: float
+    rollout_seconds: float
+    occupancy: float
+    mean_staleness: float
+    p99_staleness: float
+    max_staleness: int
+    off_policy_token_share: float
+    peak_kv: float
+    preemptions: int
+    cost_per_million_tokens: float
+    """Rollout, weight update and training, for a million consumed tokens."""
+
+    @classmethod
+    def of(cls, outcome: Outcome, cluster: Cluster, name: str, target: int, synchronous: bool) -> Point:
+        steps = len(outcome.counted)
+        tokens = sum(step.consumed_tokens for step in outcome.counted)
+        return cls(
+            name=name,
+            over_sampling_batch_size=target,
+            synchronous=synchronous,
+            consumed_tokens_per_second=outcome.consumed_tokens_per_second,
+            generated_tokens_per_second=outcome.generated_tokens_per_second,
+            step_seconds=outcome.seconds / steps,
+            rollout_seconds=outcome.rollout_seconds / steps,
+            occupancy=outcome.occupancy,
+            mean_staleness=outcome.mean_staleness,
+            p99_staleness=float(np.percentile(outcome.staleness, 99)),
+            max_staleness=outcome.max_staleness,
+            off_policy_token_share=outcome.off_policy_token_share,
+            peak_kv=outcome.peak_kv,
+            preemptions=outcome.preemptions,
+            cost_per_million_tokens=1e6 * outcome.seconds / tokens * cluster.gpus * cluster.price / 3600,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def workload_of(recipe: Recipe, lengths: Workload) -> Workload:
+    """The recipe's step with the lengths of a workload."""
+    rollout = recipe.rollout
+    return dataclasses.replace(
+        lengths,
+        max_tokens=rollout.max_response_length,
+        rollout_batch_size=rollout.rollout_batch_size,
+        n_samples_per_prompt=rollout.n_samples_per_prompt,
+        seed=recipe.training.seed,
+    )
+
+
+def targets(recipe: Recipe) -> list[int]:
+    """Values of N' to try: some multiples of N that the bound allows, and the recipe's own."""
+    batch_size, bound = recipe.rollout.rollout_batch_size, recipe.rollout.max_staleness
+    tried = {round(ratio * batch_size) for ratio in RATIOS if ratio <= bound + 1}
+    own = recipe.rollout.over_sampling_batch_size
+    return sorted(tried | ({own} if own is not None else set()))
+
+
+def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
+    """Synchronous rollouts at N, then partial ones at each of `targets`."""
+    workload = workload_of(recipe, lengths)
+    # A tenth of a second is far below what a step takes, and lets a large cluster's events come together.
+    resolution = 0.0 if cluster.gpus == 1 else 0.1
+
+    def point(name: str, target: int, **settings: Any) -> Point:
+        outcome = simulate(
+            workload,
+            cluster.cost,
+            replicas=cluster.gpus,
+            steps=steps,
+            warm_up=warm_up,
+            on_update=recipe.engine.on_update,
+            train_token_seconds=cluster.train_token_seconds,
+            resolution=resolution,
+            seed=recipe.training.seed,
+            **settings,
+        )
+        return Point.of(outcome, cluster, name, target, "partial_rollout" in settings)
+
+    batch_size = recipe.rollout.rollout_batch_size
+    yield point("synchronous", batch_size, partial_rollout=False)
+    for target in targets(recipe):
+        bound = recipe.rollout.max_staleness
+        yield point(f"N' = {target:,}", target, over_sampling_batch_size=target, max_staleness=bound)
+
+
+def recommended(points: Sequence[Point]) -> Point:
+    """The smallest N' within `GOOD_ENOUGH` of the best rate."""
+
+    def rate(point: Point) -> float:
+        # Over a short run, tokens consumed may exceed those generated by what was under way before; no run keeps that.
+        return min(point.consumed_tokens_per_second, point.generated_tokens_per_second)
+
+    best = max(map(rate, points))
+    return min((p for p in points if rate(p) >= GOOD_ENOUGH * best), key=lambda p: p.over_sampling_batch_size)

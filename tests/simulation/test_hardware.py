@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+
+from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("r1-distill-1.5b", 1.78)])
+def test_shapes_have_the_parameters_their_model_cards_say(name: str, billions: float) -> None:
+    assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_kv_bytes_of_a_token() -> None:
+    assert MODELS["qwen3-8b"].kv_bytes == 36 * 8 * 128 * 2 * 2 == 147456
+
+
+def test_a_decode_step_is_bound_by_memory_at_small_batches_and_by_compute_at_large_ones() -> None:
+    ideal = Roofline(bandwidth_share=1, compute_share=1, step_overhead=1e-12, slots=1024)
+    cost = roofline(GPUS["h100"], MODELS["qwen3-8b"], ideal)
+    base, weights = cost.base(), 2 * MODELS["qwen3-8b"].matrix_parameters
+    assert base[1] == pytest.approx(weights / 3.35e12)
+    assert base[64] == pytest.approx(base[1]), "below 295 samples, the weights are read anyway"
+    assert base[1024] == pytest.approx(1024 * weights / 989e12)
+    assert cost.kv_token_seconds == pytest.approx(147456 / 3.35e12)
+
+
+def test_colocated_training_leaves_less_room_for_the_kv_cache() -> None:
+    apart, together = (
+        roofline(GPUS["h100"], MODELS["qwen3-8b"], training_memory=training) for training in (False, True)
+    )
+    assert together.kv_tokens < apart.kv_tokens
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not fit a h100"):
+        roofline(GPUS["h100"], MODELS["qwen3-8b"], Roofline(memory_share=0.1))
+
+
+def test_training_is_shared_by_the_gpus() -> None:
+    eight, one = (training_seconds_per_token(GPUS["h200"], MODELS["qwen3-4b"], n) for n in (8, 1))
+    assert one == pytest.approx(8 * eight)

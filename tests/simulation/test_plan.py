@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = """
+[model]
+path = "someone/some-model"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+[rollout]
+rollout_batch_size = 4
+n_samples_per_prompt = 2
+max_response_length = 2000
+max_staleness = 2
+[engine]
+max_running = 4
+"""
+
+
+def april(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "recipe.toml").write_text(RECIPE)
+    command = [sys.executable, "-m", "april", "simulate", "recipe.toml", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+
+
+def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path: Path) -> None:
+    done = april(tmp_path, "--gpus", "2", "--steps", "12", "--warm-up", "4", "--price", "3.5", "--hardware", "mi300x")
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+    synchronous, *partial = document["settings"]
+    assert [point["over_sampling_batch_size"] for point in partial] == [4, 5, 6, 8, 10, 12]
+    assert all(point["max_staleness"] <= 2 for point in partial)
+    assert synchronous["max_staleness"] == 0
+    assert partial[3]["consumed_tokens_per_second"] > synchronous["consumed_tokens_per_second"]
+    chosen = document["recommended"]
+    hours = chosen["step_seconds"] / 3600
+    tokens = chosen["consumed_tokens_per_second"] * chosen["rollout_seconds"]
+    assert chosen["cost_per_million_tokens"] == pytest.approx(2 * 3.5 * hours / tokens * 1e6, rel=1e-6)
+    assert f"recommended: {chosen['name']}" in done.stdout
+    page = (tmp_path / "runs/simulation/simulation.html").read_text()
+    assert "Throughput against staleness" in page
+    assert "qwen3-8b on mi300x" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workload", "lite"), "--workload lite: there are light, lognormal"),
+        (("--gpus", "0"), "--gpus 0: must be positive"),
+        (("--warm-up", "40"), "--warm-up 40"),
+        (("--cost-model", "none.json"), "none.json: cannot read this cost model"),
+        (("--", "--over-sampling-batch-size", "99"), "over_sampling_batch_size = 99"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    done = april(tmp_path, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
