@@ -104,7 +104,7 @@ def targets(recipe: Recipe) -> list[int]:
     batch_size, bound = recipe.rollout.rollout_batch_size, recipe.rollout.max_staleness
     tried = {round(ratio * batch_size) for ratio in RATIOS if ratio <= bound + 1}
     own = recipe.rollout.over_sampling_batch_size
-    return sorted(tried | ({own} if own is not None else set()))
+    return sorted(tried | ({own} if isinstance(own, int) else set()))
 
 
 def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
