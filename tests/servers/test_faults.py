@@ -178,10 +178,10 @@ async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
 
 async def refuse_updates(engine):  # type: ignore[no-untyped-def]
     """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back."""
-    post = engine._post
+    post = engine._http.post
 
     async def astray(path: str, body: object = None) -> object:
         return await post("/no" + path if "weights" in str((path, body)) else path, body)
 
-    engine._post = astray
+    engine._http.post = astray
     return lambda: setattr(engine, "_post", post)

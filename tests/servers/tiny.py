@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from april.trajectory import Sample, SamplingParams
+from tests import tiny
 
 VOCABULARY = 512
 
@@ -38,6 +39,7 @@ def tiny_model(path: Path, seed: int, layers: int = 2) -> Path:
             if parameter.ndim > 1:
                 parameter.mul_(4)
     model.save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
     return path
 
 

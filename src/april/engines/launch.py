@@ -94,17 +94,15 @@ def launch_vllm(
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **(environment or {})}
     if api_key:
         variables["VLLM_API_KEY"] = api_key
+    # The server's environment need not have april: it gets the one module it needs on a path of its own.
+    plugin = Path(log_dir).absolute() / f"{name}-plugin"
+    plugin.mkdir(parents=True, exist_ok=True)
+    shutil.copy(Path(__file__).with_name("vllm_worker.py"), plugin / "april_vllm_worker.py")
+    path = [str(plugin), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
+    variables["PYTHONPATH"] = os.pathsep.join(path)
+    command += ["--worker-extension-cls", "april_vllm_worker.WorkerExtension"]
     if broadcast:
-        # The server's environment need not have april: it gets the one module it needs on a path of its own.
-        plugin = Path(log_dir).absolute() / f"{name}-plugin"
-        plugin.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(__file__).with_name("vllm_receiver.py"), plugin / "april_vllm_receiver.py")
-        path = [str(plugin), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-        variables["PYTHONPATH"] = os.pathsep.join(path)
-        command += [
-            *("--worker-extension-cls", "april_vllm_receiver.WorkerExtension"),
-            *("--weight-transfer-config", '{"backend": "april"}'),
-        ]
+        command += ["--weight-transfer-config", '{"backend": "april"}']
     return launch(name, command, port, Path(log_dir), variables, ready_timeout, host=host, api_key=api_key)
 
 

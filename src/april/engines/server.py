@@ -49,12 +49,20 @@ class ServerInfo:
     label: str | None = None
 
 
+def local_config(model: str) -> dict[str, Any]:
+    """The config of a model directory that can be read from here; empty if it cannot."""
+    path = Path(model) / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def has_tied_head(model: str) -> bool:
+    """Whether the output layer is known to be that of the embeddings."""
+    return bool(local_config(model).get("tie_word_embeddings"))
+
+
 def local_vocab_size(model: str) -> int | None:
     """The vocabulary of a model directory that can be read from here; None if it cannot."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
+    config = local_config(model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size) if size else None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from april.engine import Capacity, EngineError
 from april.engines.http import RequestError
-from april.engines.server import ServerEngine, ServerInfo, is_broadcast, local_vocab_size, weights_directory
+from april.engines.server import ServerEngine, ServerInfo, has_tied_head, is_broadcast, local_vocab_size, weights_directory
 from april.engines.stream import Delta, Finish, Stream
 from april.trajectory import FinishReason, SamplingParams
 
@@ -41,6 +41,12 @@ class VLLMEngine(ServerEngine):
         await self._require_token_ids()
         self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
+        self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
+        if not self._extended and config["device_config"]["device_type"] == "cpu" and has_tied_head(model["root"]):
+            raise EngineError(
+                f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "
+                "weights change: start it with --worker-extension-cls april.engines.vllm_worker.WorkerExtension"
+            )
         capacity = Capacity(
             slots=config["scheduler_config"]["max_num_seqs"],
             context_length=model["max_model_len"],
@@ -123,6 +129,8 @@ class VLLMEngine(ServerEngine):
             await self._http.post(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
             )
+            if self._extended:
+                await self._http.post("/collective_rpc", {"method": "refresh_output_layer"})
             await self._http.post("/update_weight_version", {"new_version": str(version)})
         if self.on_update == "recompute":
             await self._http.post("/reset_prefix_cache")

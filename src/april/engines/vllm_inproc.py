@@ -35,7 +35,7 @@ class VLLMInProcess:
     """A `vllm.LLM` as an engine. `VLLMInProcess.load(model, …)` makes both.
 
     Args:
-        llm: made with `logprobs_mode="processed_logprobs"`.
+        llm: made with `logprobs_mode="processed_logprobs"` and the worker extension `load` names.
         vocab_size: of the model.
     """
 
@@ -64,7 +64,11 @@ class VLLMInProcess:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 
-        defaults = {"logprobs_mode": "processed_logprobs", "distributed_executor_backend": "uni"}
+        defaults = {
+            "logprobs_mode": "processed_logprobs",
+            "distributed_executor_backend": "uni",
+            "worker_extension_cls": "april.engines.vllm_worker.WorkerExtension",
+        }
         return cls(LLM(model, **{**defaults, **settings}))
 
     @property
@@ -170,6 +174,7 @@ class VLLMInProcess:
 
     def _reload(self, weights: dict[str, Any]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs=weights)
+        self._llm.collective_rpc("refresh_output_layer")
         self._engine.reset_prefix_cache()
 
     async def _call(self, function: Any, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The receiving side of `april.engines.broadcast` inside vLLM: a weight-transfer backend called `april`.
+"""What april adds to vLLM's workers: the receiving side of `april.engines.broadcast`, and output layers kept fresh.
 
-Runs in the server's workers, where `--worker-extension-cls` has it imported before the backend is looked up. It imports
-nothing of april: the server's environment need not have it. vLLM's own nccl backend needs GPUs and vLLM's
-communicator on the trainer's side; this one is a plain torch group, gloo or nccl.
+Runs in the server's workers, where `--worker-extension-cls` names `WorkerExtension`. It imports nothing of april: the
+server's environment need not have it. vLLM's own nccl backend needs GPUs and vLLM's communicator on the trainer's side;
+the one here, called `april`, is a plain torch group, gloo or nccl.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        refresh_output_layer(self.model)
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -87,5 +88,19 @@ if "april" not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine("april", Receiver)
 
 
+def refresh_output_layer(model: Any) -> None:
+    """Have an output layer that is tied to the embeddings take up what the embeddings have become.
+
+    On a CPU, vLLM 0.32 computes with a repacked copy of the output layer, and when weights change it does not make
+    that copy anew unless the checkpoint has weights of the layer's own.
+    """
+    head = getattr(model, "lm_head", None)
+    if hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
 class WorkerExtension:
-    """Adds nothing to a worker: naming it has this module imported."""
+    """The methods a worker gets."""
+
+    def refresh_output_layer(self) -> None:
+        refresh_output_layer(self.model_runner.get_model())  # type: ignore[attr-defined]

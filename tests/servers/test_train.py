@@ -1,0 +1,156 @@
+"""`april train` on the real servers: started by april, found by URL, and vLLM in the trainer's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from april.config import load_recipe
+from april.engines.launch import Server
+from april.training import learner
+from april.training.trainer import Trainer
+from tests import tiny
+from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, python_of
+
+AGREES = 1e-3
+"""Largest difference of log-probabilities between a server and the trainer, both in float32."""
+
+RECIPE = f"""
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 4
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 3
+max_response_length = 60
+max_staleness = 2
+stop_token_ids = [20, 21, 22]
+reward_workers = 0
+[engine]
+max_running = {SLOTS}
+context_length = 256
+[algorithm]
+kl_coef = 0.0
+entropy_coef = 0.001    # no answer is right here: it makes every token count all the same
+[training]
+steps = 4
+learning_rate = 3e-3
+eval_samples = 2
+eval_interval = 4
+save_interval = 4
+threads = 1
+"""
+
+
+def write_recipe(directory: Path, model: Path, **engine: Any) -> Path:
+    path = directory / "recipe.toml"
+    settings = "\n".join(f"{name} = {json.dumps(value)}" for name, value in engine.items())
+    where = f'[model]\npath = "{model}"\n[reporting]\noutput = "{directory / "run"}"\n'
+    path.write_text(where + RECIPE.replace("[engine]", f"[engine]\n{settings}"))
+    return path
+
+
+@pytest.fixture
+def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Largest difference of the engine's log-probabilities from the trainer's own, of each batch's on-policy tokens."""
+    seen = []
+    correct = learner.correct
+
+    def watched(kind: Any, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, **rest: Any):  # type: ignore[no-untyped-def]
+        fresh = mask & (ages == 0)
+        if fresh.any():
+            seen.append(float((prox - behaviour)[fresh].abs().max()))
+        return correct(kind, logp, prox, behaviour, mask, ages, **rest)
+
+    monkeypatch.setattr(learner, "correct", watched)
+    return seen
+
+
+def check(summary: dict[str, Any] | None, mismatches: list[float]) -> None:
+    assert summary is not None
+    assert summary["steps"] == 4
+    assert summary["discarded_tokens"] == 0
+    assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
+    assert summary["max_staleness_seen"] <= 2
+    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["buffered_tokens"]
+    assert len(mismatches) >= 4
+    assert max(mismatches) < AGREES
+
+
+def processes(word: str) -> list[str]:
+    """Command lines of live processes that contain `word`."""
+    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in lines if word in line]
+
+
+async def test_two_servers_that_april_starts(
+    kind: Kind, mismatches: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tiny.save(tmp_path / "policy", head_dim=32)
+    environment = {**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[0])}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    recipe = write_recipe(
+        tmp_path,
+        model,
+        engine=kind.name,
+        replicas=2,
+        server_python=str(python_of(kind.name)),
+        server_args=VLLM if kind.name == "vllm" else SGLANG,
+    )
+    check(await Trainer(load_recipe(recipe)).run(), mismatches)
+    logs = sorted((tmp_path / "run" / "servers").glob("*.log"))
+    assert [log.name for log in logs] == [f"{kind.name}-0.log", f"{kind.name}-1.log"]
+    assert all(log.stat().st_size for log in logs)
+    assert not processes(str(model)), "the servers have ended with the run"
+
+
+@pytest.mark.parametrize("transfer", ["disk", "broadcast"])
+async def test_a_running_server(
+    transfer: str, kind: Kind, server: Server, models: list[Path], mismatches: list[float], tmp_path: Path
+) -> None:
+    """The server was started on other weights than those of the run: it gets the run's before anything else."""
+    recipe = write_recipe(
+        tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer=transfer, on_update="keep"
+    )
+    check(await Trainer(load_recipe(recipe)).run(), mismatches)
+    assert server.process.returncode is None, "a server that april did not start goes on"
+
+
+def test_no_server_at_the_url(kind: Kind, models: list[Path], tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, models[0], engine=kind.name, urls=["http://127.0.0.1:9"])
+    done = subprocess.run(
+        [sys.executable, "-m", "april", "train", recipe], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert f"no {kind.engine.name} server answers at http://127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_vllm_in_the_trainers_process(tmp_path: Path) -> None:
+    model = tiny.save(tmp_path / "policy", head_dim=32)
+    recipe = write_recipe(tmp_path, model, engine="vllm-inproc")
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[0]), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(
+        [python_of("vllm"), "-m", "april", "train", recipe],
+        env={**os.environ, **ENVIRONMENT, **variables, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    ratios = [line["by_age/age_0/w_max"] for line in lines if "by_age/age_0/w_max" in line]
+    assert len(ratios) >= 2
+    assert max(ratios) < 1 + AGREES
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["off_policy_token_share"] > 0
