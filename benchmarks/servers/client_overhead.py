@@ -70,7 +70,8 @@ async def follow(session: aiohttp.ClientSession, path: str, body: dict[str, Any]
 
 def bodies_of(engine: ServerEngine, samples: list[Sample]) -> list[dict[str, Any]]:
     streams = [
-        Stream(s.id, f"bare-{s.id}", list(s.prompt_ids), s.sampling, s.seed, s.sampling.max_tokens, 0) for s in samples
+        Stream(s.id, f"bare-{s.id}", list(s.prompt_ids), s.sampling, s.seed, s.sampling.max_tokens, 0, 2**31)
+        for s in samples
     ]
     return [engine._body(stream) for stream in streams]
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import aiohttp
+import orjson
 
 
 class RequestError(Exception):
@@ -77,7 +78,7 @@ def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             data = line[5:].strip()
             if data == b"[DONE]":
                 continue
-            event = json.loads(data)
+            event = orjson.loads(data)
             if not isinstance(event, dict):
                 raise RequestError(f"an event that is no object came: {data[:100]!r}")
             yield event

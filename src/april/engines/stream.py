@@ -129,9 +129,11 @@ class Stream:
         ids, logprobs = delta.token_ids, delta.logprobs
         if len(ids) != len(logprobs):
             raise RequestError(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        for token, logprob in zip(ids, logprobs, strict=True):
-            if type(token) is not int or not 0 <= token < self.vocab_size:
+        vocab_size = self.vocab_size
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
                 raise RequestError(f"token {token!r} came, which is outside the vocabulary")
+        for logprob in logprobs:
             if not -math.inf < logprob <= LOGPROB_SLACK:
                 raise RequestError(f"log-probability {logprob!r} came")
         total = self.received + len(ids)

@@ -16,7 +16,14 @@ from typing import Any
 
 from april.engine import Capacity, EngineError
 from april.engines.http import RequestError
-from april.engines.server import ServerEngine, ServerInfo, has_tied_head, is_broadcast, local_vocab_size, weights_directory
+from april.engines.server import (
+    ServerEngine,
+    ServerInfo,
+    has_tied_head,
+    is_broadcast,
+    local_vocab_size,
+    weights_directory,
+)
 from april.engines.stream import Delta, Finish, Stream
 from april.trajectory import FinishReason, SamplingParams
 

@@ -95,7 +95,7 @@ def refresh_output_layer(model: Any) -> None:
     that copy anew unless the checkpoint has weights of the layer's own.
     """
     head = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear"):
+    if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
 
 

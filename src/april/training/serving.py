@@ -8,18 +8,21 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from april.config import API_KEY, ConfigError, EngineSettings, Recipe
 from april.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -74,8 +77,8 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> En
         ) from None
     settings = recipe.engine
     vllm = settings.engine == "vllm"
-    urls = list(settings.urls)
-    for index in range(0 if urls else settings.replicas):
+    starting = []
+    for index in range(0 if settings.urls else settings.replicas):
         common: dict[str, Any] = {
             "log_dir": directory / "servers",
             "python": settings.server_python or sys.executable,
@@ -87,10 +90,10 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> En
         arguments = [*_limits(recipe, vllm), *settings.server_args]
         if vllm:
             broadcast = settings.weight_transfer == "broadcast"
-            started = launch_vllm(recipe.model.path, arguments=arguments, broadcast=broadcast, **common)
+            starting.append(launch_vllm(recipe.model.path, arguments=arguments, broadcast=broadcast, **common))
         else:
-            started = launch_sglang(recipe.model.path, arguments=arguments, **common)
-        urls.append((await stack.enter_async_context(started)).url)
+            starting.append(launch_sglang(recipe.model.path, arguments=arguments, **common))
+    urls = settings.urls or [server.url for server in await _all_entered(starting, stack)]
     kind = VLLMEngine if vllm else SGLangEngine
     engines: list[Engine] = []
     for url in urls:
@@ -99,6 +102,16 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> En
             stack.push_async_callback(engine.close)
         engines.append(engine)
     return engines[0] if len(engines) == 1 else EnginePool(engines)
+
+
+async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack: AsyncExitStack) -> list[T]:
+    """Enter all at the same time, onto `stack`; if one fails, those still at it are stopped."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            entering = [group.create_task(stack.enter_async_context(context)) for context in contexts]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in entering]
 
 
 def _limits(recipe: Recipe, vllm: bool) -> list[str]:
