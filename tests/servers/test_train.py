@@ -119,9 +119,7 @@ async def test_a_running_server(
     transfer: str, kind: Kind, server: Server, models: list[Path], mismatches: list[float], tmp_path: Path
 ) -> None:
     """The server was started on other weights than those of the run: it gets the run's before anything else."""
-    recipe = write_recipe(
-        tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer=transfer, on_update="keep"
-    )
+    recipe = write_recipe(tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer=transfer)
     check(await Trainer(load_recipe(recipe)).run(), mismatches)
     assert server.process.returncode is None, "a server that april did not start goes on"
 
