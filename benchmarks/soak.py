@@ -3,8 +3,8 @@
     python benchmarks/soak.py simulated --samples 200000
     python benchmarks/soak.py embedded --minutes 30
 
-`simulated` runs the scheduler over a simulated engine in virtual time, `embedded` over a pool of two embedded engines on
-one small Qwen3, in real time, with rewards in worker processes. In both, requests fail, some groups' requests fail
+`simulated` runs the scheduler over a simulated engine in virtual time, `embedded` over a pool of two embedded engines
+on one small Qwen3, in real time, with rewards in worker processes. In both, requests fail, some groups' requests fail
 always, and rewards raise, are no numbers, or hang; in `embedded` engines die and come back as well, and rewards end
 their process or ask for more memory than they may have.
 

@@ -133,7 +133,7 @@ def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
     from april.scheduler import RejectionError
     from april.staleness import StalenessError
     from april.training.checkpoint import CheckpointError
-    from april.training.learner import TrainingError
+    from april.training.mishap import TrainingError
     from april.training.output import prepare_output
     from april.training.trainer import Trainer
 

@@ -243,7 +243,9 @@ class TrainingSettings:
         weight_decay: AdamW's decoupled weight decay.
         max_grad_norm: Gradients are clipped to this norm.
         max_tokens_per_micro_batch: Tokens, padding included, of one forward and backward pass. Lower it when
-            memory runs out.
+            memory runs out; it is halved then by itself.
+        max_skipped_updates: Updates in a row that may be skipped because loss or gradient is not finite; then the
+            run stops. Their batches are kept in the run's folder `skipped`.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
         seed: Everything random follows from it: data order, samples, initialisation.
         threads: CPU threads of PyTorch; unset: as PyTorch chooses.
@@ -265,6 +267,7 @@ class TrainingSettings:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     max_tokens_per_micro_batch: int = 8192
+    max_skipped_updates: int = 3
     gradient_checkpointing: bool = False
     seed: int = 0
     threads: int | None = None
@@ -588,6 +591,7 @@ POSITIVE = {
     "value_clip",
     "max_grad_norm",
     "max_tokens_per_micro_batch",
+    "max_skipped_updates",
     "alpha",
     "threads",
     "eval_samples",

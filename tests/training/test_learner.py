@@ -16,7 +16,7 @@ from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
 from april.config import AlgorithmSettings, Recipe
 from april.training.batch import Batch, micro_batches
-from april.training.learner import Learner, TrainingError, resolve_algorithm
+from april.training.learner import Learner, resolve_algorithm
 from tests import tiny
 
 VERSION = 3
@@ -313,7 +313,7 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
         parameters["lr"] = alone.learning_rate(1)
     moved = []
     for rows in alone._updates(step.groups):
-        alone._update(batch.rows(rows))
+        alone._update("an update", batch.rows(rows), [])
         moved.append(float((alone._logprobs(batch).detach() - start).abs().max()))
     assert moved[0] > 1e-3
     for a, b in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
@@ -364,16 +364,6 @@ def test_a_kl_penalty_holds_the_policy_near_the_reference() -> None:
         return sum(float((a - b).detach().abs().sum()) for a, b in zip(learner.model.parameters(), start, strict=True))
 
     assert distance(held) < distance(free)
-
-
-def test_a_gradient_that_is_not_finite_stops_training_and_leaves_the_policy_alone() -> None:
-    learner = Learner(tiny.model(), recipe())
-    step = rollout(6)
-    step.groups[0].samples[0].reward = float("nan")
-    before = [p.clone() for p in learner.model.parameters()]
-    with pytest.raises(TrainingError, match="norm is nan"):
-        learner.train(step, 1)
-    assert all(torch.equal(a, b) for a, b in zip(before, learner.model.parameters(), strict=True))
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:

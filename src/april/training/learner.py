@@ -6,6 +6,7 @@ Invariants:
 - an update takes whole groups;
 - a sample without advantage is not run through the model unless a term other than the policy loss needs it, and still
   counts in every denominator;
+- an update whose loss or gradient is not finite is not made;
 - parameters change in place, so an engine that shares them sees each update.
 """
 
@@ -16,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +34,8 @@ from april.training.batch import Batch, micro_batches
 from april.training.critic import Critic
 from april.training.forward import token_scores
 from april.training.lora import Adapters
-from april.trajectory import FinishReason, Group
-
-
-class TrainingError(Exception):
-    """Training cannot go on: the loss or the gradient is not finite."""
+from april.training.mishap import Memory, Skipped
+from april.trajectory import FinishReason, Group, Sample
 
 
 class PolicyTerms(NamedTuple):
@@ -56,9 +55,10 @@ class Learner:
     Args:
         model: a Hugging Face causal LM, trained in place.
         recipe: its sections `algorithm`, `training`, `lora` and `rollout`.
+        skipped: where the batches of updates are kept that are not made.
     """
 
-    def __init__(self, model: Any, recipe: Recipe) -> None:
+    def __init__(self, model: Any, recipe: Recipe, skipped: Path | None = None) -> None:
         self.model = model
         self.settings: TrainingSettings = recipe.training
         self.rollout = recipe.rollout
@@ -67,6 +67,8 @@ class Learner:
         self.correction_bounds = recipe.algorithm.correction_bounds
         self.entropy_coef = recipe.algorithm.entropy_coef
         self.value_clip = recipe.algorithm.value_clip
+        self.memory = Memory(recipe.training.max_tokens_per_micro_batch)
+        self.skipped = Skipped(skipped, recipe.training.max_skipped_updates)
         self.device = next(model.parameters()).device
         self.regularised = self.algorithm.kl_coefficient > 0
         # With adapters the reference is the policy without them.
@@ -126,21 +128,30 @@ class Learner:
             number: the training step, counted from 1.
 
         Raises:
-            TrainingError: a gradient is not finite; the parameters are as they were before that update.
+            TrainingError: too many updates in a row had no finite loss and gradient, or memory runs out with one
+                sample at a time. The parameters are as they were before that update.
         """
         _set_learning_rate(self.optimizer, self.learning_rate(number))
         if self.critic_optimizer:
             _set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * self._schedule(number))
-        batch = self.prepare(step)
-        results = [self._update(batch.rows(rows)) for rows in self._updates(step.groups)]
+        samples = [sample for group in step.groups for sample in group.samples]
+        lengths = [len(sample.prompt_ids) + sample.length for sample in samples]
+        shortages = self.memory.shortages
+        batch = self.memory.fit(lambda: self.prepare(step), lengths)
+        results = [
+            self._update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
+            for index, rows in enumerate(self._updates(step.groups))
+        ]
         total = results[0][1]
         for _, met in results[1:]:
             total = total + met
         metrics = {name: sum(r[name] for r, _ in results) / len(results) for name in results[0][0]}
+        metrics["skipped_updates"] *= len(results)
         named = total.metrics()
         return {
             **metrics,
             "lr": self.learning_rate(number),
+            "out_of_memory": self.memory.shortages - shortages,
             "clip_fraction": named["clipped"],
             "masked_fraction": named["masked"],
             "capped_fraction": named["capped"],
@@ -243,8 +254,35 @@ class Learner:
             return len(batch) * self.rollout.max_response_length
         return max(int(batch.mask.sum()), 1)
 
-    def _update(self, batch: Batch) -> tuple[dict[str, float], Diagnostics]:
-        """One optimizer update on all rows of `batch`."""
+    def _update(self, name: str, batch: Batch, samples: Sequence[Sample]) -> tuple[dict[str, float], Diagnostics]:
+        """One optimizer update on all rows of `batch`, which are these `samples`."""
+        total, tokens, met = self.memory.fit(lambda: self._gradient(batch), batch.lengths)
+        measured = {"loss": total["loss"], "grad_norm": 0.0}
+        if self.critic:
+            measured |= {"value_loss": total["value_loss"], "value_grad_norm": 0.0}
+        finite = True
+        if tokens:
+            measured["grad_norm"] = self._clip_gradient(self.model)
+            if self.critic:
+                measured["value_grad_norm"] = self._clip_gradient(self.critic)
+            finite = all(map(math.isfinite, measured.values()))
+            if finite:
+                self.optimizer.step()
+                if self.critic_optimizer:
+                    self.critic_optimizer.step()
+                self.skipped.made()
+            else:
+                self.skipped.skip(name, batch, samples, measured)
+        for term in ("entropy", "kl_reference"):
+            total[term] /= max(tokens, 1)
+        if not self.regularised:
+            del total["kl_reference"]
+        if self.critic is None:
+            del total["value_loss"]
+        return total | measured | {"skipped_updates": float(not finite)}, met
+
+    def _gradient(self, batch: Batch) -> tuple[dict[str, float], int, Diagnostics]:
+        """The gradient of an update's loss, added up over its micro-batches; sums over its tokens, and their number."""
         if CORRECTIONS[self.correction].tau is not None:
             now = self._score(self._logprobs, batch)
             correction = self._correct(batch, now, now if batch.prox is None else batch.prox)
@@ -268,31 +306,11 @@ class Learner:
             total["entropy"] += terms.entropy.item()
             total["kl_reference"] += terms.kl.item()
             tokens += int(micro.mask.sum())
-        norms = {"grad_norm": 0.0, "value_grad_norm": 0.0}
-        if tokens:
-            norms["grad_norm"] = self._clip_gradient(self.model, f"loss {total['loss']:g}")
-            if self.critic:
-                norms["value_grad_norm"] = self._clip_gradient(self.critic, f"value loss {total['value_loss']:g}")
-            self.optimizer.step()
-            if self.critic_optimizer:
-                self.critic_optimizer.step()
-        for name in ("entropy", "kl_reference"):
-            total[name] /= max(tokens, 1)
-        if not self.regularised:
-            del total["kl_reference"]
-        if self.critic is None:
-            del total["value_loss"], norms["value_grad_norm"]
-        return total | norms, met
+        return total, tokens, met
 
-    def _clip_gradient(self, module: Any, loss: str) -> float:
+    def _clip_gradient(self, module: Any) -> float:
         """Clip the gradient of `module` and return its norm before that."""
-        norm = float(torch.nn.utils.clip_grad_norm_(module.parameters(), self.settings.max_grad_norm))
-        if not math.isfinite(norm):
-            raise TrainingError(
-                f"the gradient's norm is {norm} ({loss}): lower the learning rate, or look for rewards or "
-                "log-probabilities that are not plausible in this step"
-            )
-        return norm
+        return float(torch.nn.utils.clip_grad_norm_(module.parameters(), self.settings.max_grad_norm))
 
     def _updates(self, groups: Sequence[Group]) -> Iterator[range]:
         """The rows of each optimizer update: whole groups, as many in each."""
@@ -312,7 +330,7 @@ class Learner:
         return trained.nonzero()[:, 0].tolist()
 
     def _micro_batches(self, batch: Batch, rows: Sequence[int]) -> Iterator[Batch]:
-        for part in micro_batches(batch.lengths, rows, self.settings.max_tokens_per_micro_batch):
+        for part in micro_batches(batch.lengths, rows, self.memory.tokens):
             yield batch.rows(part, self.device)
 
     def _correct(self, batch: Batch, logp: Tensor, prox: Tensor) -> Correction:
@@ -333,7 +351,7 @@ class Learner:
         """`score` of `rows`, a micro-batch at a time, or of all that are trained on; [B, T - 1], 0 elsewhere."""
         result = torch.zeros(batch.mask.shape)
         chosen = batch.mask.any(-1).nonzero()[:, 0].tolist() if rows is None else rows
-        for part in micro_batches(batch.lengths, chosen, self.settings.max_tokens_per_micro_batch):
+        for part in micro_batches(batch.lengths, chosen, self.memory.tokens):
             scores = score(batch.rows(part, self.device))
             result[part, : scores.shape[1]] = scores.cpu()
         return result

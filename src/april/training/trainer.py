@@ -93,7 +93,7 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(f"task.{error}") from None
         self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else self.resume)
-        self.learner = Learner(self.model, recipe)
+        self.learner = Learner(self.model, recipe, self.directory / "skipped")
         prompts = self._prompts(task)
         held_out = self._held_out(task, prompts.max_prompt_length)
         learner_state, state = load_state(self.resume) if self.resume else (None, None)
