@@ -1,4 +1,4 @@
-"""The command line: `april train`, `compare`, `simulate`, `report`, `algorithms`.
+"""The command line: `april train`, `compare`, `calibrate`, `simulate`, `report`, `algorithms`.
 
 Invariant: a user's mistake ends in one clear line on stderr and exit code 2, without a traceback and before anything
 expensive has started; a run that fails later says how to go on with it.
@@ -28,6 +28,7 @@ usage: april COMMAND [OPTIONS]
 commands:
   train RECIPE         train a policy by reinforcement learning (--resume DIR goes on with a run)
   compare RECIPE       the same recipe synchronous and with partial rollouts, side by side
+  calibrate RECIPE     measure the recipe's engine and write a cost model for simulate
   simulate RECIPE      what the recipe would do on a cluster: throughput, staleness, cost, and the setting to take
   report DIR           write a run's HTML report anew
   algorithms           the algorithms and corrections a recipe can name, with settings and sources
@@ -49,6 +50,7 @@ def main() -> None:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": train,
         "compare": compare,
+        "calibrate": calibrate,
         "simulate": simulate,
         "report": report,
         "algorithms": algorithms,
@@ -361,6 +363,53 @@ def simulate(args: list[str]) -> int:
     print(f"{assumptions}\n\nTokens per second of rollout; cost of a million consumed tokens, training included.")
     print(f"recommended: {chosen.name}")
     print(f"written: {settings.output / 'simulation.html'}")
+    return 0
+
+
+@dataclasses.dataclass(kw_only=True)
+class CalibrationSettings:
+    """Measure the recipe's engine for some seconds to minutes and write a cost model for april simulate.
+
+    Takes the engine the recipe's [engine] names: embedded, or vLLM and SGLang by their urls, or started for the
+    purpose. Nothing else should use it meanwhile."""
+
+    recipe: tyro.conf.Positional[Path]
+    """The recipe whose engine and model are measured."""
+    output: Path = Path("cost_model.json")
+    """Where the cost model is written."""
+    longest: int = 512
+    """The longest prompt that is prefilled, in tokens."""
+    repeats: int = 3
+    """Times each measurement is made; the fastest counts."""
+
+
+def calibrate(args: list[str]) -> int:
+    """`april calibrate RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
+    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    settings = tyro.cli(
+        CalibrationSettings,
+        prog="april calibrate",
+        args=own,
+        description=f"{CalibrationSettings.__doc__}\n\nFlags of april train may follow after --.",
+    )
+    for name in ("longest", "repeats"):
+        if getattr(settings, name) < 1:
+            return _fail(f"--{name} {getattr(settings, name)}: must be at least 1")
+    recipe = read_recipe([str(settings.recipe), *flags], "april calibrate", "")
+    from april.engine import EngineError
+    from april.simulation.calibration import calibrate_recipe
+
+    try:
+        cost = asyncio.run(calibrate_recipe(recipe, settings.longest, settings.repeats))
+    except (EngineError, ValueError, OSError) as error:
+        return _fail(f"{type(error).__name__}: {error}")
+    cost.save(settings.output)
+    largest = cost.decode_batches[-1]
+    print(f"decode step: {1e3 * cost.base()[1]:.3g} ms alone, {1e3 * cost.base()[largest]:.3g} ms at {largest} samples")
+    print(f"prefill: {cost.prefill_token_seconds * 1e6:.3g} us a token; a request: {cost.request_seconds * 1e3:.3g} ms")
+    print(f"interrupt: {cost.interrupt_seconds * 1e3:.3g} ms; weight update: {cost.update_seconds * 1e3:.3g} ms")
+    print(f"mean error of the fit: decoding {cost.errors['decode']:.1%}, prefill {cost.errors['prefill']:.1%}")
+    print(f"written: {settings.output}")
     return 0
 
 

@@ -44,6 +44,8 @@ class SimulatedEngine:
         on_update: what happens to the KV cache of interrupted samples when the weights change.
         resolution: seconds by which chunks may come late, so that many replicas' events are handed out together. What
             the replicas do is exact whatever it is.
+        stream_seconds: hand out what every running sample has at least this often. By default tokens come with a
+            sample's first one, at its end and when it is interrupted, which is all that a scheduler needs.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class SimulatedEngine:
         replicas: int = 1,
         on_update: KVPolicy = "recompute",
         resolution: float = 0.0,
+        stream_seconds: float | None = None,
     ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas = {replicas}: needs at least one")
@@ -67,6 +70,7 @@ class SimulatedEngine:
         """Most of its KV cache that any replica has used, as a share."""
         self._on_update = on_update
         self._resolution = resolution
+        self._stream_seconds = stream_seconds
         self._base = cost.base()
         self._submitted: list[tuple[str, int, int, int, int, int, int]] = []
         self._parked: dict[str, tuple[int, int]] = {}
@@ -136,9 +140,14 @@ class SimulatedEngine:
         while self._in_flight and not self._chunks:
             self._take_up(loop.time())
             until = float(self._next.min()) + self._resolution
+            if self._stream_seconds is not None:
+                until = min(until, loop.time() + self._stream_seconds)
             # Nothing past the present is settled yet: a cancelled poll, or a sample submitted meanwhile, changes it.
             await asyncio.sleep(until - loop.time())
             self._advance(until)
+            if self._stream_seconds is not None:
+                self._decode_until(until)
+                self._stream()
         return self._take()
 
     async def interrupt(self) -> list[Chunk]:
@@ -148,28 +157,22 @@ class SimulatedEngine:
         self._take_up(loop.time())
         self._advance(loop.time())
         self._decode_until(loop.time())
-        chunks = self._take()
-        replicas, slots = np.nonzero(self._row >= 0)
-        rows = self._row[replicas, slots]
-        sampled = np.maximum(self._steps[replicas] - self._began[replicas, slots], 0)
-        self._done[rows] += sampled
-        for row, replica in zip(rows.tolist(), replicas.tolist(), strict=True):
-            done = int(self._done[row])
-            if fresh := done - int(self._out[row]):
-                blank = Blank(fresh)
-                chunks.append(Chunk(self._ids[row], blank, blank, self.version))
-            if done:
-                self._parked[self._ids[row]] = (replica, int(self._prompt[row]) + done)
+        rows, replicas = self._stream()
+        tokens = self._prompt[rows] + self._out[rows]
+        for row, replica, held, out in zip(
+            *(x.tolist() for x in (rows, replicas, tokens, self._out[rows])), strict=True
+        ):
+            if out:
+                self._parked[self._ids[row]] = (replica, held)
         for replica in np.nonzero(self._waiting)[0].tolist():
             for row in self._queued(replica).tolist():
                 if held := int(self._held[row]):
                     self._parked[self._ids[row]] = (replica, held)
-                if fresh := int(self._done[row] - self._out[row]):
-                    blank = Blank(fresh)
-                    chunks.append(Chunk(self._ids[row], blank, blank, self.version))
+                if fresh := int(self._done[row] - self._out[row]):  # preempted
+                    self._put(row, fresh)
         self._clear()
         await asyncio.sleep(self.cost.interrupt_seconds)
-        return chunks
+        return self._take()
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Go over to policy `version`, which takes the cost model's `update_seconds`."""
@@ -189,6 +192,21 @@ class SimulatedEngine:
 
     async def close(self) -> None:
         await self.interrupt()
+
+    def _put(self, row: int, fresh: int, finish: FinishReason | None = None) -> None:
+        blank = Blank(fresh)
+        self._chunks.append(Chunk(self._ids[row], blank, blank, self.version, finish))
+
+    def _stream(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Hand out what the running samples have; their rows and replicas."""
+        replicas, slots = np.nonzero(self._row >= 0)
+        rows = self._row[replicas, slots]
+        sampled = self._done[rows] + np.maximum(self._steps[replicas] - self._began[replicas, slots], 0)
+        fresh = sampled - self._out[rows]
+        self._out[rows] = sampled
+        for row, n in zip(rows[fresh > 0].tolist(), fresh[fresh > 0].tolist(), strict=True):
+            self._put(row, n)
+        return rows, replicas
 
     def _take(self) -> list[Chunk]:
         chunks, self._chunks = self._chunks, []
@@ -360,8 +378,8 @@ class SimulatedEngine:
         # What a group needs to know is that it has begun: a resumed sample's next token comes with those after it.
         ongoing = rows[(self._total[rows] > 1) & (self._done[rows] == 0)]
         self._out[ongoing] += 1
-        one, version, ids = Blank(1), self.version, self._ids
-        self._chunks.extend(Chunk(ids[row], one, one, version) for row in ongoing.tolist())
+        for row in ongoing.tolist():
+            self._put(row, 1)
 
     def _finish(self, replicas: NDArray[np.int64]) -> None:
         at, slots = np.nonzero(self._ends[replicas] <= self._steps[replicas, None])
@@ -373,9 +391,7 @@ class SimulatedEngine:
         fresh = totals - self._out[rows]
         full = totals >= self._limit[rows]
         for row, n, cut in zip(rows.tolist(), fresh.tolist(), full.tolist(), strict=True):
-            blank = Blank(n)
-            reason = FinishReason.LENGTH if cut else FinishReason.STOP
-            self._chunks.append(Chunk(self._ids[row], blank, blank, self.version, reason))
+            self._put(row, n, FinishReason.LENGTH if cut else FinishReason.STOP)
         np.subtract.at(self._kv, at, self._prompt[rows] + totals)
         self._vacate(at, slots)
 

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from april.engines.simulated import SimulatedEngine
+from april.simulation import calibration
+from april.simulation.calibration import Calibration, Decoding, Prefill, calibrate
+from april.simulation.cost_model import CostModel
+from april.simulation.virtual_time import run
+from april.simulation.workload import Part, Workload
+from tests import tiny
+
+TRUE = CostModel(
+    slots=16,
+    kv_tokens=100_000,
+    decode_batches=(1, 16),
+    decode_seconds=(0.01, 0.025),
+    kv_token_seconds=2e-6,
+    prefill_token_seconds=1e-4,
+    prefill_pair_seconds=1e-8,
+    request_seconds=2e-3,
+    update_seconds=0.7,
+    interrupt_seconds=0.05,
+    prefix_caching=False,
+)
+
+
+def test_an_exact_measurement_gives_its_costs_back() -> None:
+    base = {b: 0.01 + 0.001 * (b - 1) for b in (1, 2, 4, 8)}
+    measured = Calibration(8, 1000)
+    measured.decoding = [Decoding(b, kv, base[b] + 3e-6 * kv) for b in base for kv in (10.0 * b, 500.0 * b)]
+    measured.prefill = [Prefill(n, t, n * (1e-4 * t + 2e-7 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
+    cost = measured.fit("test")
+    assert cost.decode_seconds == pytest.approx(tuple(base.values()))
+    assert cost.kv_token_seconds == pytest.approx(3e-6)
+    assert cost.prefill_token_seconds == pytest.approx(1e-4)
+    assert cost.prefill_pair_seconds == pytest.approx(2e-7)
+    assert max(cost.errors.values()) < 1e-6
+
+
+def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
+    rng = np.random.default_rng(0)
+    measured = Calibration(4, 1000)
+    measured.decoding = [Decoding(b, 100.0 * b, rng.uniform(0.01, 0.02)) for b in (1, 2, 4) for _ in range(5)]
+    measured.prefill = [Prefill(1, t, rng.uniform(0.01, 0.02)) for t in (512, 256, 64, 16)]
+    cost = measured.fit("noise")
+    assert min(cost.prefill_token_seconds, cost.prefill_pair_seconds, cost.kv_token_seconds) >= 0
+    assert cost.errors["decode"] > 0.05
+
+
+def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole sweep, against a simulated engine and its clock."""
+
+    async def main() -> CostModel:
+        monkeypatch.setattr(calibration.time, "perf_counter", asyncio.get_running_loop().time)
+        endless = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9, prompt_tokens=8)
+        engine = SimulatedEngine(TRUE, endless, stream_seconds=0.003)
+        return (await calibrate(engine, update=engine.update_weights, longest=400, steps=16)).fit("simulated")
+
+    found = run(main())
+    np.testing.assert_allclose(found.base(16)[1:], TRUE.base(16)[1:], rtol=0.03)
+    assert found.kv_token_seconds == pytest.approx(TRUE.kv_token_seconds, rel=0.1)
+    assert found.prefill_token_seconds == pytest.approx(TRUE.prefill_token_seconds, rel=0.15)
+    assert found.update_seconds == pytest.approx(0.7)
+    assert found.interrupt_seconds == pytest.approx(0.05)
+    assert max(found.errors.values()) < 0.03
+
+
+def test_calibrate_writes_a_cost_model_of_the_embedded_engine(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "model")
+    recipe = (
+        '[model]\npath = "model"\n[task]\nkind = "reasoning_gym"\nname = "gcd"\n'
+        "[rollout]\nmax_response_length = 64\n[engine]\nmax_running = 4\ncontext_length = 256\n"
+    )
+    (tmp_path / "recipe.toml").write_text(recipe)
+    command = [sys.executable, "-m", "april", "calibrate", "recipe.toml", "--repeats", "1", "--longest", "64"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cost = CostModel.load(tmp_path / "cost_model.json")
+    assert cost.slots == 4
+    assert cost.decode_batches == (1, 2, 4)
+    assert cost.source.startswith("measured: embedded")
+    assert "written: cost_model.json" in done.stdout
