@@ -83,6 +83,7 @@ table{border-collapse:collapse;width:100%;margin-top:12px;font-size:13px}
 th,td{text-align:right;padding:3px 10px;border-bottom:1px solid var(--rule);white-space:nowrap}
 th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left;padding-left:0}
+.text{text-align:left;white-space:normal;overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:13px}
 @media(max-width:760px){main{padding:20px 12px}.tiles{grid-template-columns:repeat(2,1fr)}.wide svg{min-width:640px}}
 @media print{:root,:root.dark{color-scheme:light;--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;

@@ -33,6 +33,7 @@ from april.reporting.charts import (
     seconds,
     stacked_chart,
 )
+from april.reporting.faults import read_faults, told
 from april.reporting.metrics import read_metrics
 from april.reporting.page import Section, Tile, folded, page, row
 from april.reporting.step_log import scan
@@ -42,6 +43,8 @@ FILE_NAME = "report.html"
 MAX_POINTS = 400
 """Points along a plot's x axis; a longer run is drawn with several steps to a point."""
 MAX_COLUMNS = 120
+MAX_FAULTS = 100
+"""Rows of the table of faults; the latest are shown."""
 AGES = 6
 """Policy ages shown apart; the last one stands for itself and all older."""
 LAST_VALUE = frozenset({"step", "seconds", "epoch", "policy_version", "consumed_tokens", "generated_tokens", "lr"})
@@ -88,7 +91,7 @@ def write_report(run_directory: Path | str) -> Path:
     """
     run = Run.read(Path(run_directory))
     sections = [_note(run)] if not run.steps else _sections(run)
-    sections += [_numbers(run), _recipe(run)]
+    sections += [_faults(run), _numbers(run), _recipe(run)]
     versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
     text = page(
         run.directory.resolve().name,
@@ -366,6 +369,23 @@ def _optimisation(run: Run) -> Section:
         row(*parts, thirds=True),
         "What the optimiser saw. A healthy run keeps the gradient norm and the KL to the policy that sampled the "
         "tokens small, and loses entropy slowly.",
+    )
+
+
+def _faults(run: Run) -> Section:
+    rows = [(record["step"], what, why) for record in read_faults(run.directory) for what, why in told(record)]
+    if not rows:
+        return Section("", "")
+    cells = [
+        f'<tr><td>{step}</td><td class="text">{escape(what)}</td><td class="text">{escape(why)}</td></tr>'
+        for step, what, why in rows[-MAX_FAULTS:]
+    ]
+    head = '<tr><th>step</th><th class="text">what</th><th class="text">why</th></tr>'
+    return Section(
+        "Faults",
+        f'<div class="scroll"><table>{head}{"".join(cells)}</table></div>',
+        f"What went wrong and was survived, the latest {len(cells)} of {len(rows)}; faults.jsonl has all of it. A "
+        "quarantined group was left out, and another took its place in the step.",
     )
 
 

@@ -26,6 +26,7 @@ import torch
 
 from april.algorithms.dapo import informative_groups
 from april.config import ConfigError, Recipe
+from april.reporting.faults import FaultLog
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
@@ -115,6 +116,7 @@ class Trainer:
                 MetricsWriter(self.directory, trackers, project, name, config, resume_step=resumed)
             )
             self.trace = stack.enter_context(TraceWriter(self.directory, resumed))
+            self.faults = stack.enter_context(FaultLog(self.directory, resumed))
             (self.directory / RECIPE).write_text(json.dumps(config, indent=2))
             stack.enter_context(self._stopping_on_signals())
             return await self._train(held_out)
@@ -199,6 +201,7 @@ class Trainer:
             totals.seconds = self._clock() - started
             self._log({"step": totals.step, "seconds": totals.seconds, **metrics})
             self.trace.write(trace_record(totals.step, step, self.engine.capacity.slots))
+            self.faults.write_step(totals.step, step, metrics)
             if last or (settings.save_interval and totals.step % settings.save_interval == 0):
                 self._save()
         summary = self.summary()
@@ -272,6 +275,7 @@ class Trainer:
             "samples_resumed": step.resumed_samples,
             "groups_surplus": step.surplus_groups,
             "groups_rejected": len(step.rejections),
+            "groups_quarantined": len(step.quarantined),
             "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
             "engine_failures": sum(failure.kind == "engine" for failure in step.failures),
             "rollout_seconds": step.seconds,

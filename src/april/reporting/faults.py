@@ -1,0 +1,79 @@
+"""What went wrong: `faults.jsonl` in the run directory, a line for each step in which anything did.
+
+Invariant: a line is of bounded size, however much went wrong; what it leaves out it counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from april.reporting.step_log import StepLog, scan
+from april.step import Step
+
+FILE_NAME = "faults.jsonl"
+MOST = 20
+"""Different failures, and quarantined groups, that a line names."""
+LONGEST = 500
+"""Characters of an error."""
+
+
+class FaultLog(StepLog):
+    """Appends the faults of a step to `faults.jsonl`, if there were any; for `resume_step` see `StepLog`."""
+
+    def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
+        super().__init__(Path(directory) / FILE_NAME, resume_step)
+
+    def write_step(self, number: int, step: Step, learned: Mapping[str, Any]) -> None:
+        """The faults of training step `number`, from its rollout and from what its training measured."""
+        record = faults_of(step, learned)
+        if record:
+            self.write({"step": number, **record})
+
+
+def faults_of(step: Step, learned: Mapping[str, Any]) -> dict[str, Any]:
+    """What went wrong in a step, as JSON types; empty if nothing did."""
+    met = Counter((failure.kind, failure.error[:LONGEST]) for failure in step.failures)
+    example = {(failure.kind, failure.error[:LONGEST]): failure.prompt_id for failure in step.failures}
+    record: dict[str, Any] = {
+        "failures": [
+            {"kind": kind, "error": error, "times": times, "prompt": example[kind, error]}
+            for (kind, error), times in met.most_common(MOST)
+        ],
+        "more_failures": sum(met.values()) - sum(times for _, times in met.most_common(MOST)),
+        "quarantined": [
+            {"group": q.group_id, "prompt": q.prompt_id, "reason": str(q.reason), "error": q.error[:LONGEST]}
+            for q in step.quarantined[:MOST]
+        ],
+        "more_quarantined": max(0, len(step.quarantined) - MOST),
+        "skipped_updates": int(learned.get("skipped_updates") or 0),
+        "out_of_memory": int(learned.get("out_of_memory") or 0),
+    }
+    return {name: value for name, value in record.items() if value}
+
+
+def read_faults(directory: Path | str) -> list[dict[str, Any]]:
+    """The lines of a run's `faults.jsonl`; none if there is no such file."""
+    path = Path(directory) / FILE_NAME
+    return [record for _, _, record in scan(path)] if path.exists() else []
+
+
+def told(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A line of the log for people: what happened, and why."""
+    lines = [
+        (f"{failure['times']} × {failure['kind']} failure", f"{failure['error']} (prompt {failure['prompt']})")
+        for failure in record.get("failures", ())
+    ]
+    lines += [
+        (f"group {q['group']} quarantined ({q['reason']})", f"{q['error']} (prompt {q['prompt']})")
+        for q in record.get("quarantined", ())
+    ]
+    if more := record.get("more_failures", 0) + record.get("more_quarantined", 0):
+        lines.append((f"{more} more", "left out here"))
+    if skipped := record.get("skipped_updates"):
+        lines.append((f"{skipped} × update skipped", "loss or gradient not finite; the batch is in skipped/"))
+    if shortages := record.get("out_of_memory"):
+        lines.append((f"{shortages} × out of memory", "micro-batches were made smaller"))
+    return lines
