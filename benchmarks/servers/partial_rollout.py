@@ -6,7 +6,8 @@ every step as if they had changed. Arms:
 
 - `sync N`: synchronous, N groups a step;
 - `sync N'`: synchronous, N' groups a step, so with the concurrency of the partial arms;
-- `paper`: N' groups under way, N a step, interrupted requests prefilled again, no bound on staleness;
+- `paper`: N' groups under way, the first N complete make a step, interrupted requests are prefilled again, no bound on
+  staleness;
 - `ours`: the same with the KV cache kept over updates, and a bound of 5.
 
 All run on one server in turn, a block of steps each, round after round. Reported: consumed tokens/s (tokens of the
@@ -91,6 +92,7 @@ class Arm:
             sampling=SamplingParams(workload.longest),
             partial_rollout=partial,
             max_staleness=5 if keep else None,
+            first_come=partial and not keep,
         )
         self.staleness: list[float] = []
 

@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import os
 import re
+import shutil
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -512,11 +513,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     except (ValueError, ModuleNotFoundError) as error:
         yield str(error)
     yield from _correction_problems(recipe.algorithm)
-    if engine.urls and engine.engine not in ("vllm", "sglang"):
-        yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
+    yield from _engine_problems(engine)
     yield from _exposed(engine)
-    if engine.engine == "vllm-inproc" and engine.on_update == "keep":
-        yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
     for name in ("gamma", "gae_lambda"):
         if (value := getattr(recipe.algorithm, name)) is not None and value > 1:
             yield f"algorithm.{name} = {value}: must lie in [0, 1]"
@@ -524,6 +522,25 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f'lora.rank = {recipe.lora.rank} needs peft: pip install "april-rl[lora]"'
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
+
+
+def _engine_problems(engine: EngineSettings) -> Iterator[str]:
+    servers = engine.engine in ("vllm", "sglang")
+    if engine.urls and not servers:
+        yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield f'engine.urls has {url!r}: write each as "http://host:port"'
+    if servers and not engine.urls and engine.server_python and shutil.which(engine.server_python) is None:
+        yield f"engine.server_python = {engine.server_python!r}: no such interpreter"
+    if engine.engine == "vllm-inproc":
+        if engine.on_update == "keep":
+            yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
+        if find_spec("vllm") is None:
+            yield (
+                'engine.engine = "vllm-inproc" needs vLLM in this environment: install it here, or use "vllm", whose '
+                "server may have an environment of its own (engine.server_python)"
+            )
 
 
 def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
