@@ -95,16 +95,20 @@ def demonstration(problem: Problem, hasty: float, rng: random.Random) -> str:
     return response(states[:stop], rng.choice((1, 1, 2, 3, rng.randint(1, 20))))
 
 
-def make_tokenizer(problem: Problem) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer that knows the question's words, the digits and the characters of a trace.
+def vocabulary_of(problem: Problem) -> list[str]:
+    """The digits, the characters of a trace, the answer tags and the words of the question."""
+    return [*"0123456789", *",> ", "<answer>", "</answer>", *re.findall(PIECE, problem["question"])]
+
+
+def make_tokenizer(pieces: Sequence[str], pattern: str) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of the known `pieces`, which the regular expression `pattern` cuts a text into.
 
     Decoding gives back the exact text, spaces included. There is no chat template and no start token: the response
     follows the question directly.
     """
-    pieces = [*"0123456789", *",> ", "<answer>", "</answer>", *re.findall(PIECE, problem["question"])]
     vocabulary = {piece: id for id, piece in enumerate(dict.fromkeys([PAD, EOS, UNK, *pieces]))}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -117,12 +121,12 @@ def make_tokenizer(problem: Problem) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, hidden_size: int = 128, layers: int = 4) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -204,10 +208,15 @@ async def finish(engine: EmbeddedEngine, samples: Sequence[Sample]) -> None:
 
 
 def sample_responses(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, problems: Sequence[Problem], n: int, seed: int
+    model: torch.nn.Module,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: Sequence[Problem],
+    max_tokens: int,
+    n: int,
+    seed: int,
 ) -> list[Group]:
     """`n` responses to each problem at temperature 1."""
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=(tokenizer.eos_token_id,))
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
     prompts = (Prompt(tuple(tokenizer.encode(problem["question"]))) for problem in problems)
     groups = [Group.start(id, prompt, n, sampling, seed) for id, prompt in enumerate(prompts)]
     engine = EmbeddedEngine(model, max_running=256)
@@ -221,11 +230,13 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
     return {name: ordered[math.ceil(rank * len(ordered)) - 1] for name, rank in ranks.items()}
 
 
-def held_out_figures(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, n: int, seed: int) -> dict[str, Any]:
+def held_out_figures(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, dataset: Any, max_tokens: int, n: int, seed: int
+) -> dict[str, Any]:
     """Accuracy (the mean of reasoning-gym's scores) and response lengths over `n` samples of each held-out problem."""
-    dataset = held_out_problems()
     scores, lengths, truncated = [], [], 0
-    for problem, group in zip(dataset, sample_responses(model, tokenizer, list(dataset), n, seed), strict=True):
+    groups = sample_responses(model, tokenizer, list(dataset), max_tokens, n, seed)
+    for problem, group in zip(dataset, groups, strict=True):
         for sample in group.samples:
             text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
             scores.append(dataset.score_answer(answer=extract_answer(text), entry=problem))
@@ -261,11 +272,11 @@ def task_figures(size: int = 10_000) -> dict[str, Any]:
     }
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path, max_tokens: int) -> None:
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
-        max_new_tokens=MAX_TOKENS,
+        max_new_tokens=max_tokens,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
@@ -296,7 +307,7 @@ def main() -> None:
     started = time.monotonic()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    tokenizer = make_tokenizer(held_out_problems()[0])
+    tokenizer = make_tokenizer(vocabulary_of(held_out_problems()[0]), PIECE)
     model = make_model(tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary", flush=True)
@@ -304,11 +315,13 @@ def main() -> None:
     taught = demonstrations(tokenizer, arguments.hasty, arguments.seed, count)
     warm_start(model, taught, arguments.steps, arguments.batch_size, arguments.learning_rate)
     trained = time.monotonic()
-    save(model, tokenizer, arguments.output)
+    save(model, tokenizer, arguments.output, MAX_TOKENS)
 
     shipped: Any = AutoModelForCausalLM.from_pretrained(arguments.output, dtype=torch.float32)
     shipped_tokenizer: Any = AutoTokenizer.from_pretrained(arguments.output)
-    measured = held_out_figures(shipped, shipped_tokenizer, arguments.samples, seed=1)
+    measured = held_out_figures(
+        shipped, shipped_tokenizer, held_out_problems(), MAX_TOKENS, arguments.samples, seed=1
+    )
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "figures")}
     figures = {
         "settings": settings,

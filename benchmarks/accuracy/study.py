@@ -1,0 +1,236 @@
+"""The accuracy study: a grid of small `april train` runs, one JSON line in `study.jsonl` for each as it ends.
+
+- `main`: three tasks × GRPO, DAPO, GSPO × synchronous and partial rollouts, at the same engine slots;
+- `staleness`: gcd with GRPO at a learning rate at which staleness can bite: N'/N × the bound × the correction, a slot for
+  every sample under way, so that what is started is sampled at once.
+
+Cells run in order of importance, seed by seed, so that whatever is there at any moment is balanced. A cell that is in
+the file is not run again; several processes may work on one file.
+
+Invariants:
+- a cell is written whole, in one line, after it has ended; a killed process leaves no trace of the cell it was in;
+- seconds are CPU time of the process, so that what else the machine does counts little; accuracy depends on no time;
+- a cell that fails is a result, with its error.
+
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/study.py --cells 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import fcntl
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from record import machine  # noqa: E402
+
+from april.config import Recipe, check_recipe, load_recipe  # noqa: E402
+from april.reporting.metrics import read_metrics  # noqa: E402
+from april.training.learner import TrainingError  # noqa: E402
+from april.training.trainer import Trainer  # noqa: E402
+
+TASKS = ("gcd", "sorting", "factors")
+ALGORITHMS = ("grpo", "dapo", "gspo")
+CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop")
+OVER_SAMPLING = (1.0, 1.5, 2.0, 3.0, 4.0)
+BOUNDS = (1, 2, 5, None)
+NO_BOUND = 10**6
+"""A `max_staleness` that nothing reaches."""
+
+STALENESS_LEARNING_RATE = 2e-3
+
+DIAGNOSTICS = ("clip_fraction", "masked_fraction", "capped_fraction", "kl_behaviour", "grad_norm", "entropy")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Args:
+        over_sampling: N'/N; 1 is synchronous.
+        max_staleness: the bound; None is none.
+    """
+
+    grid: str
+    task: str
+    algorithm: str
+    correction: str
+    over_sampling: float
+    max_staleness: int | None
+    seed: int
+
+    @property
+    def key(self) -> str:
+        return "-".join(str(value) for value in dataclasses.astuple(self))
+
+    def recipe(self, output: Path) -> Recipe:
+        recipe = load_recipe(HERE / f"{self.task}.toml")
+        rollout = recipe.rollout
+        rollout.partial_rollout = self.over_sampling > 1
+        rollout.over_sampling_batch_size = round(self.over_sampling * rollout.rollout_batch_size)
+        rollout.max_staleness = NO_BOUND if self.max_staleness is None else self.max_staleness
+        recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, self.correction
+        recipe.training.seed = self.seed
+        recipe.reporting.output = str(output)
+        if self.grid == "staleness":
+            recipe.training.learning_rate = STALENESS_LEARNING_RATE
+            recipe.engine.max_running = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
+        check_recipe(recipe)
+        return recipe
+
+
+def main_cells(seed: int) -> list[Cell]:
+    arms = ((1.0, 0), (2.0, 5))
+    return [Cell("main", t, a, "behaviour", *arm, seed) for t in TASKS for a in ALGORITHMS for arm in arms]
+
+
+def staleness_cells(seed: int) -> list[Cell]:
+    """Every combination that differs: without over-sampling nothing is stale, and a bound S allows N'/N up to S + 1."""
+    synchronous = Cell("staleness", "gcd", "grpo", "none", 1.0, 0, seed)
+    return [synchronous] + [
+        Cell("staleness", "gcd", "grpo", correction, alpha, bound, seed)
+        for alpha in OVER_SAMPLING[1:]
+        for bound in reversed(BOUNDS)
+        if bound is None or alpha <= bound + 1
+        for correction in CORRECTIONS
+    ]
+
+
+def all_cells() -> list[Cell]:
+    """In order of importance."""
+    main, staleness = [main_cells(seed) for seed in range(8)], [staleness_cells(seed) for seed in range(5)]
+    coarse = [[c for c in cells if c.max_staleness in (None, 0)] for cells in staleness]
+    blocks = [*main[:2], coarse[0], main[2], coarse[1], *main[3:5], coarse[2], *staleness, *main[5:]]
+    return list(dict.fromkeys(cell for block in blocks for cell in block))
+
+
+class CpuLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock is the CPU time of this process, so that a step's seconds are too."""
+
+    def time(self) -> float:
+        return time.process_time()
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Train and evaluate one cell; the line of it in the file."""
+    record: dict[str, Any] = {"key": cell.key, **dataclasses.asdict(cell)}
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = cell.recipe(Path(directory) / "run")
+        trainer = Trainer(recipe)
+        trainer._clock = time.process_time
+        try:
+            with asyncio.Runner(loop_factory=CpuLoop) as runner:
+                summary = runner.run(trainer.run())
+        except TrainingError as error:
+            summary, record["error"] = None, str(error)
+        else:
+            if summary is None:
+                raise KeyboardInterrupt
+        record |= measured(recipe, list(read_metrics(Path(recipe.reporting.output))), summary)
+    record["cpu_seconds"] = round(time.process_time() - began, 2)
+    gc.collect()
+    return record
+
+
+def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[str, Any] | None) -> dict[str, Any]:
+    """What is kept of a run.
+
+    `evaluations` holds for each evaluation: step, samples that were complete by then (those that dynamic sampling
+    turned away included), tokens generated, CPU seconds of rollouts and training, accuracy.
+    """
+    samples, seconds, evaluations = 0, 0.0, []
+    steps = [m for m in metrics if m["step"]]
+    for m in metrics:
+        if m["step"]:
+            samples += (m["groups_consumed"] + m["groups_rejected"]) * recipe.rollout.n_samples_per_prompt
+            seconds += m["rollout_seconds"] + m["train_seconds"]
+        if "accuracy" in m:
+            tokens = m.get("generated_tokens", 0)
+            evaluations.append([m["step"], samples, tokens, round(seconds, 2), round(m["accuracy"], 4)])
+    record: dict[str, Any] = {
+        "evaluations": evaluations,
+        "rewards": [round(m["reward"], 4) for m in steps],
+        "diagnostics": {name: round(sum(m[name] for m in steps) / max(len(steps), 1), 6) for name in DIAGNOSTICS},
+        "largest_weight": round(max((m["ratio_max"] for m in steps), default=1.0), 3),
+        "learning_rate": recipe.training.learning_rate,
+        "steps": len(steps),
+    }
+    if summary:
+        kept = ("consumed_tokens", "generated_tokens", "discarded_tokens", "rejected_tokens", "mean_staleness")
+        more = ("max_staleness_seen", "off_policy_token_share", "rollout_seconds", "train_seconds")
+        record |= {name: round(summary[name], 4) for name in (*kept, *more)}
+    return record
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """The cells that have ended. A line that a full disk or a power cut left torn is not one."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+@contextmanager
+def claimed(cell: Cell, path: Path) -> Iterator[bool]:
+    """Whether no other process is at this cell; the claim ends with the process at the latest."""
+    locks = path.with_suffix(".locks")
+    locks.mkdir(exist_ok=True)
+    with (locks / cell.key).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def run_cells(cells: Sequence[Cell], path: Path, limit: int | None = None) -> int:
+    """Run the first `limit` of `cells` that are not in the file `path` yet, and return how many there were."""
+    ended = 0
+    for cell in cells:
+        if limit is not None and ended >= limit:
+            break
+        with claimed(cell, path) as free:
+            if not free or any(record["key"] == cell.key for record in recorded(path)):
+                continue
+            record = run(cell)
+            torn = path.exists() and not path.read_text().endswith("\n")
+            with path.open("a") as file:
+                file.write("\n" * torn + json.dumps(record) + "\n")
+            ended += 1
+            accuracy = record["evaluations"][-1][-1] if record["evaluations"] else float("nan")
+            print(f"{cell.key}  {accuracy:.3f}  {record['cpu_seconds']:.0f} s", flush=True)
+    return ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, default=HERE / "study.jsonl")
+    parser.add_argument("--cells", type=int, help="run at most this many; all that are missing if not given")
+    arguments = parser.parse_args()
+    setting = arguments.output.with_suffix(".machine.json")
+    if not setting.exists():
+        setting.write_text(json.dumps(machine(), indent=2) + "\n")
+    if not run_cells(all_cells(), arguments.output, arguments.cells):
+        raise SystemExit(3 if arguments.cells else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Make the policies of the accuracy study: for two tasks of reasoning-gym beside gcd, a tokenizer and a small Qwen3.
+
+The idea is that of `examples/gcd/make_checkpoint.py`, whose code this uses: supervised training on careful traces and on
+hasty ones that stop at some step, so that the policy can do the task and does it about half of the time.
+
+- `sorting` (`number_sorting`): every state of a bubble sort. The swaps grow with the square of the count of numbers.
+- `factors` (`prime_factorization`): every divisor that is tried, one after the other up to the largest prime factor. A
+  prime takes as many steps as it is large.
+
+Each task's own constant text is one token, a number is one token.
+
+Invariants:
+- what is measured is what ships: the weights are rounded to bf16 before the evaluation;
+- nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
+
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/warm_start.py sorting factors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from reasoning_gym import create_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1] / "examples" / "gcd"))
+
+from make_checkpoint import (  # noqa: E402
+    EOS,
+    held_out_figures,
+    make_model,
+    make_tokenizer,
+    percentiles,
+    save,
+    warm_start,
+)
+
+HELD_OUT_SEED, HELD_OUT_SIZE = 900_000_000, 128
+"""Far from any other seed in use: reasoning-gym draws problem i of seed s from Random(s + i)."""
+
+MAX_TOKENS = 320
+"""Response budget. No careful trace is longer."""
+
+BATCH_SIZE, LEARNING_RATE = 32, 2e-3
+
+Problem = dict[str, Any]
+Trace = list[tuple[str, str]]
+"""Each step as it is written, and the answer of one who stops after it; the last one's is right."""
+
+
+def sorting_trace(problem: Problem) -> Trace:
+    """The states of a bubble sort that swaps the first two neighbours out of order.
+
+    >>> sorting_trace({"metadata": {"original_numbers": ["3.0", "1.0"], "direction": "ascending"}})
+    [('> 3.0 1.0', "['3.0', '1.0']"), ('> 1.0 3.0', "['1.0', '3.0']")]
+    """
+    numbers = [float(number) for number in problem["metadata"]["original_numbers"]]
+    sign = 1 if problem["metadata"]["direction"] == "ascending" else -1
+    trace = []
+    while True:
+        trace.append((">" + "".join(f" {number}" for number in numbers), str([str(number) for number in numbers])))
+        wrong = [i for i in range(len(numbers) - 1) if sign * numbers[i] > sign * numbers[i + 1]]
+        if not wrong:
+            return trace
+        numbers[wrong[0]], numbers[wrong[0] + 1] = numbers[wrong[0] + 1], numbers[wrong[0]]
+
+
+def factors_trace(problem: Problem) -> Trace:
+    """Trial division by every number in turn; who stops takes the last number tried for the last factor.
+
+    >>> factors_trace({"metadata": {"number": 6}})
+    [(' 2* 3', ' 2'), (' 2', ' 2 × 2'), (' 3* 1', ' 2 × 3')]
+    """
+    left, divisor = problem["metadata"]["number"], 2
+    found: list[int] = []
+    trace = []
+    while left > 1:
+        if left % divisor:
+            trace.append((f" {divisor}", " ×".join(f" {factor}" for factor in [*found, divisor])))
+            divisor += 1
+        else:
+            left //= divisor
+            found.append(divisor)
+            trace.append((f" {divisor}* {left}", " ×".join(f" {factor}" for factor in found)))
+    return trace
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A task and how it is taught.
+
+    Args:
+        dataset: its name in reasoning-gym.
+        trace: the careful trace of a problem.
+        pattern: what becomes one token.
+        hasty: share of demonstrations that stop at a uniformly drawn step.
+        steps: optimizer steps of the warm start.
+        hold_out: whether the warm start leaves the held-out questions out. Which numbers are prime has to be known.
+    """
+
+    dataset: str
+    trace: Callable[[Problem], Trace]
+    pattern: str
+    hasty: float
+    steps: int
+    hold_out: bool
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+LESSONS = {
+    "sorting": Lesson(
+        dataset="number_sorting",
+        trace=sorting_trace,
+        pattern=r"\nPlease follow[\s\S]*|</?answer>| ?\d+\.0| ?[A-Za-z]+|\['|', '|'\]|[\s\S]",
+        hasty=0.6,
+        steps=700,
+        hold_out=True,
+        params={"min_numbers": 2, "max_numbers": 8, "min_value": 0.0, "max_value": 49.0, "max_decimals": 0},
+    ),
+    "factors": Lesson(
+        dataset="prime_factorization",
+        trace=factors_trace,
+        pattern=r"Find the prime factorization of|\. Write the factors[\s\S]*|</?answer>| ?\d+| ×|[\s\S]",
+        hasty=0.5,
+        steps=900,
+        hold_out=False,
+        params={"min_value": 2, "max_value": 300},
+    ),
+}
+
+
+def response(trace: Trace, steps: int) -> str:
+    """The first `steps` of a trace and the answer that follows them."""
+    return "".join(text for text, _ in trace[:steps]) + f"<answer>{trace[steps - 1][1]}</answer>{EOS}"
+
+
+def problems(lesson: Lesson, seed: int, size: int) -> Iterator[Problem]:
+    dataset = create_dataset(lesson.dataset, size=size, seed=seed, **lesson.params)
+    held_out = {problem["question"] for problem in held_out_problems(lesson)} if lesson.hold_out else set()
+    return (problem for problem in dataset if problem["question"] not in held_out)
+
+
+def held_out_problems(lesson: Lesson) -> Any:
+    """The problems that the accuracy of the warm start is measured on."""
+    return create_dataset(lesson.dataset, size=HELD_OUT_SIZE, seed=HELD_OUT_SEED, **lesson.params)
+
+
+def demonstrations(lesson: Lesson, tokenizer: Any, seed: int, count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Prompt and response ids of `count` demonstrations."""
+    rng = random.Random(seed)
+    for _, problem in zip(range(count), problems(lesson, seed * 10_000_000, 2 * count), strict=False):
+        trace = lesson.trace(problem)
+        steps = rng.randint(1, len(trace)) if rng.random() < lesson.hasty else len(trace)
+        yield tokenizer.encode(problem["question"]), tokenizer.encode(response(trace, steps))
+
+
+def vocabulary_of(lesson: Lesson, size: int = 5000) -> list[str]:
+    """Every piece of `size` problems and their careful responses."""
+    texts = (text for problem, t in traced(lesson, 0, size) for text in (problem["question"], response(t, len(t))))
+    return sorted({piece for text in texts for piece in re.findall(lesson.pattern, text.removesuffix(EOS))})
+
+
+def traced(lesson: Lesson, seed: int, size: int) -> Iterator[tuple[Problem, Trace]]:
+    return ((problem, lesson.trace(problem)) for problem in problems(lesson, seed, size))
+
+
+def teach(name: str, output: Path, seed: int) -> dict[str, Any]:
+    """Make the policy of the task `name` in `output` and return what was measured of it."""
+    lesson = LESSONS[name]
+    started = time.process_time()
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(vocabulary_of(lesson), lesson.pattern)
+    model = make_model(tokenizer, hidden_size=96, layers=3)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{name}: {parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary", flush=True)
+    taught = demonstrations(lesson, tokenizer, seed, lesson.steps * BATCH_SIZE)
+    warm_start(model, taught, lesson.steps, BATCH_SIZE, LEARNING_RATE)
+    trained = time.process_time()
+    save(model, tokenizer, output, MAX_TOKENS)
+
+    shipped: Any = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    measured = held_out_figures(shipped, tokenizer, held_out_problems(lesson), MAX_TOKENS, n=4, seed=1)
+    careful = [len(tokenizer.encode(response(t, len(t)))) for _, t in traced(lesson, HELD_OUT_SEED, 2000)]
+    print(f"{name}: held-out accuracy {measured['exactly_right']:.3f} with the weights in {output}", flush=True)
+    return {
+        "dataset": {"name": lesson.dataset, **lesson.params, "max_tokens": MAX_TOKENS},
+        "settings": {"seed": seed, "steps": lesson.steps, "batch_size": BATCH_SIZE, "hasty": lesson.hasty},
+        "careful_tokens": percentiles(careful),
+        "held_out": {"seed": HELD_OUT_SEED, "size": HELD_OUT_SIZE, **measured},
+        "parameters": parameters,
+        "warm_start_cpu_seconds": round(trained - started, 1),
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "reasoning-gym")},
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tasks", nargs="+", choices=LESSONS)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    path = HERE / "warm_start.json"
+    for name in chosen.tasks:
+        figures = json.loads(path.read_text()) if path.exists() else {}
+        figures[name] = teach(name, HERE / "models" / name, chosen.seed)
+        path.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
