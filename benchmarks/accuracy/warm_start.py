@@ -1,9 +1,9 @@
 """Make the policies of the accuracy study: for two tasks of reasoning-gym beside gcd, a tokenizer and a small Qwen3.
 
-The idea is that of `examples/gcd/make_checkpoint.py`, whose code this uses: supervised training on careful traces and on
-hasty ones that stop at some step, so that the policy can do the task and does it about half of the time.
+The idea is that of `examples/gcd/make_checkpoint.py`, whose code this uses: supervised training on careful traces and
+on hasty ones that stop at some step, so that the policy can do the task and does it about half of the time.
 
-- `sorting` (`number_sorting`): every state of a bubble sort. The swaps grow with the square of the count of numbers.
+- `primes` (`count_primes`): every number of the interval in turn, with a tally at each prime.
 - `factors` (`prime_factorization`): every divisor that is tried, one after the other up to the largest prime factor. A
   prime takes as many steps as it is large.
 
@@ -13,7 +13,7 @@ Invariants:
 - what is measured is what ships: the weights are rounded to bf16 before the evaluation;
 - nothing random is left open: weights, problems, demonstrations and evaluation all follow from seeds.
 
-    OMP_NUM_THREADS=1 python benchmarks/accuracy/warm_start.py sorting factors
+    OMP_NUM_THREADS=1 python benchmarks/accuracy/warm_start.py primes factors
 """
 
 from __future__ import annotations
@@ -60,21 +60,18 @@ Trace = list[tuple[str, str]]
 """Each step as it is written, and the answer of one who stops after it; the last one's is right."""
 
 
-def sorting_trace(problem: Problem) -> Trace:
-    """The states of a bubble sort that swaps the first two neighbours out of order.
+def primes_trace(problem: Problem) -> Trace:
+    """The numbers from the first to the last, the primes with their tally; who stops gives the tally so far.
 
-    >>> sorting_trace({"metadata": {"original_numbers": ["3.0", "1.0"], "direction": "ascending"}})
-    [('> 3.0 1.0', "['3.0', '1.0']"), ('> 1.0 3.0', "['1.0', '3.0']")]
+    >>> primes_trace({"metadata": {"start": 10, "end": 12, "primes": [11]}})
+    [(' 10', '0'), (' 11=1', '1'), (' 12', '1')]
     """
-    numbers = [float(number) for number in problem["metadata"]["original_numbers"]]
-    sign = 1 if problem["metadata"]["direction"] == "ascending" else -1
+    start, end, primes = (problem["metadata"][name] for name in ("start", "end", "primes"))
     trace = []
-    while True:
-        trace.append((">" + "".join(f" {number}" for number in numbers), str([str(number) for number in numbers])))
-        wrong = [i for i in range(len(numbers) - 1) if sign * numbers[i] > sign * numbers[i + 1]]
-        if not wrong:
-            return trace
-        numbers[wrong[0]], numbers[wrong[0] + 1] = numbers[wrong[0] + 1], numbers[wrong[0]]
+    for number in range(start, end + 1):
+        tally = sum(prime <= number for prime in primes)
+        trace.append((f" {number}={tally}" if number in primes else f" {number}", str(tally)))
+    return trace
 
 
 def factors_trace(problem: Problem) -> Trace:
@@ -120,14 +117,14 @@ class Lesson:
 
 
 LESSONS = {
-    "sorting": Lesson(
-        dataset="number_sorting",
-        trace=sorting_trace,
-        pattern=r"\nPlease follow[\s\S]*|</?answer>| ?\d+\.0| ?[A-Za-z]+|\['|', '|'\]|[\s\S]",
+    "primes": Lesson(
+        dataset="count_primes",
+        trace=primes_trace,
+        pattern=r"Count how[\s\S]* between| and| \(inclusive\) \?|</?answer>|=\d+| ?\d+|[\s\S]",
         hasty=0.6,
         steps=700,
         hold_out=True,
-        params={"min_numbers": 2, "max_numbers": 8, "min_value": 0.0, "max_value": 49.0, "max_decimals": 0},
+        params={"min_n": 1, "max_n": 200},
     ),
     "factors": Lesson(
         dataset="prime_factorization",
@@ -176,32 +173,33 @@ def traced(lesson: Lesson, seed: int, size: int) -> Iterator[tuple[Problem, Trac
     return ((problem, lesson.trace(problem)) for problem in problems(lesson, seed, size))
 
 
-def teach(name: str, output: Path, seed: int) -> dict[str, Any]:
-    """Make the policy of the task `name` in `output` and return what was measured of it."""
+def make(name: str, output: Path, seed: int) -> float:
+    """Teach a policy the task `name`, save it in `output`, and return the CPU seconds it took."""
     lesson = LESSONS[name]
     started = time.process_time()
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(vocabulary_of(lesson), lesson.pattern)
     model = make_model(tokenizer, hidden_size=96, layers=3)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{name}: {parameters:,} parameters, {len(tokenizer)} tokens in the vocabulary", flush=True)
     taught = demonstrations(lesson, tokenizer, seed, lesson.steps * BATCH_SIZE)
     warm_start(model, taught, lesson.steps, BATCH_SIZE, LEARNING_RATE)
-    trained = time.process_time()
     save(model, tokenizer, output, MAX_TOKENS)
+    return time.process_time() - started
 
-    shipped: Any = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+
+def measure(name: str, output: Path) -> dict[str, Any]:
+    """The accuracy and the lengths of the policy in `output`, and what careful responses are long."""
+    lesson = LESSONS[name]
+    model: Any = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(output)
-    measured = held_out_figures(shipped, tokenizer, held_out_problems(lesson), MAX_TOKENS, n=4, seed=1)
+    measured = held_out_figures(model, tokenizer, held_out_problems(lesson), MAX_TOKENS, n=4, seed=1)
     careful = [len(tokenizer.encode(response(t, len(t)))) for _, t in traced(lesson, HELD_OUT_SEED, 2000)]
     print(f"{name}: held-out accuracy {measured['exactly_right']:.3f} with the weights in {output}", flush=True)
     return {
         "dataset": {"name": lesson.dataset, **lesson.params, "max_tokens": MAX_TOKENS},
-        "settings": {"seed": seed, "steps": lesson.steps, "batch_size": BATCH_SIZE, "hasty": lesson.hasty},
         "careful_tokens": percentiles(careful),
         "held_out": {"seed": HELD_OUT_SEED, "size": HELD_OUT_SIZE, **measured},
-        "parameters": parameters,
-        "warm_start_cpu_seconds": round(trained - started, 1),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "vocabulary": len(tokenizer),
         "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers", "reasoning-gym")},
     }
 
@@ -210,12 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("tasks", nargs="+", choices=LESSONS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--measure", action="store_true", help="only measure the policies that are there")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     path = HERE / "warm_start.json"
     for name in chosen.tasks:
+        lesson, output = LESSONS[name], HERE / "models" / name
         figures = json.loads(path.read_text()) if path.exists() else {}
-        figures[name] = teach(name, HERE / "models" / name, chosen.seed)
+        settings = {"seed": chosen.seed, "steps": lesson.steps, "batch_size": BATCH_SIZE, "hasty": lesson.hasty}
+        made = {} if chosen.measure else {"settings": settings, "cpu_seconds": make(name, output, chosen.seed)}
+        figures[name] = figures.get(name, {}) | made | measure(name, output)
         path.write_text(json.dumps(figures, indent=2) + "\n")
 
 

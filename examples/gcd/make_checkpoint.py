@@ -233,13 +233,19 @@ def percentiles(lengths: Sequence[int]) -> dict[str, int]:
 def held_out_figures(
     model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, dataset: Any, max_tokens: int, n: int, seed: int
 ) -> dict[str, Any]:
-    """Accuracy (the mean of reasoning-gym's scores) and response lengths over `n` samples of each held-out problem."""
+    """Accuracy (the mean of reasoning-gym's scores) and response lengths over `n` samples of each held-out problem.
+
+    A malformed answer, at which some of its scorers raise an error, scores 0.
+    """
     scores, lengths, truncated = [], [], 0
     groups = sample_responses(model, tokenizer, list(dataset), max_tokens, n, seed)
     for problem, group in zip(dataset, groups, strict=True):
         for sample in group.samples:
             text = tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-            scores.append(dataset.score_answer(answer=extract_answer(text), entry=problem))
+            try:
+                scores.append(dataset.score_answer(answer=extract_answer(text), entry=problem))
+            except ValueError:
+                scores.append(0.0)
             lengths.append(sample.length)
             truncated += sample.finish is FinishReason.LENGTH
     return {
@@ -319,9 +325,7 @@ def main() -> None:
 
     shipped: Any = AutoModelForCausalLM.from_pretrained(arguments.output, dtype=torch.float32)
     shipped_tokenizer: Any = AutoTokenizer.from_pretrained(arguments.output)
-    measured = held_out_figures(
-        shipped, shipped_tokenizer, held_out_problems(), MAX_TOKENS, arguments.samples, seed=1
-    )
+    measured = held_out_figures(shipped, shipped_tokenizer, held_out_problems(), MAX_TOKENS, arguments.samples, seed=1)
     settings = {name: value for name, value in vars(arguments).items() if name not in ("output", "figures")}
     figures = {
         "settings": settings,

@@ -1,0 +1,225 @@
+"""What the cells of the accuracy study say: `study.jsonl` in, `analysis.json` and two plots out.
+
+Invariants:
+- final accuracy is the mean of a run's last two evaluations, chosen before the study ran, since one alone is noisy;
+- arms are compared seed by seed, and a mean over tasks and algorithms gives each pair of them the same weight;
+- an interval is a percentile bootstrap over seeds, 95 %, within each task and algorithm. Few seeds make it too narrow
+  rather than too wide.
+
+    python benchmarks/accuracy/analysis.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from record import machine
+from study import ALGORITHMS, CORRECTIONS, HERE, TARGETS, TASKS, recorded
+
+STEP, SAMPLES, TOKENS, SECONDS, ACCURACY = range(5)
+"""Columns of a record's evaluations."""
+
+BREAKS = 0.05
+"""A combination breaks where its accuracy is this far below that of the synchronous runs with the same seeds."""
+
+Record = Mapping[str, Any]
+
+
+def final_accuracy(record: Record) -> float:
+    """The mean of the last two evaluations; 0 for a run that broke off."""
+    if "error" in record:
+        return 0.0
+    return float(np.mean([evaluation[ACCURACY] for evaluation in record["evaluations"][-2:]]))
+
+
+def to_target(record: Record, target: float, column: int) -> float | None:
+    """What `column` amounted to as the accuracy first reached `target`, between evaluations by a straight line.
+
+    >>> to_target({"evaluations": [[0, 0, 0, 0.0, 0.5], [4, 100, 0, 0.0, 0.7]]}, 0.6, SAMPLES)
+    50.0
+    """
+    for before, after in pairwise(record["evaluations"]):
+        if before[ACCURACY] < target <= after[ACCURACY]:
+            share = (target - before[ACCURACY]) / (after[ACCURACY] - before[ACCURACY])
+            return round(before[column] + share * (after[column] - before[column]), 2)
+    return None
+
+
+def bootstrap(strata: Sequence[Sequence[float]], resamples: int = 10_000) -> dict[str, Any]:
+    """The mean over strata of each one's mean, with its 95 % interval; values are resampled within their stratum."""
+    strata = [stratum for stratum in strata if len(stratum)]
+    if not strata:
+        return {"mean": None, "low": None, "high": None, "pairs": 0}
+    rng = np.random.default_rng(0)
+    drawn = [np.asarray(s)[rng.integers(len(s), size=(resamples, len(s)))].mean(axis=1) for s in strata]
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    mean = float(np.mean([np.mean(s) for s in strata]))
+    return {
+        "mean": round(mean, 4),
+        "low": round(float(low), 4),
+        "high": round(float(high), 4),
+        "pairs": sum(map(len, strata)),
+    }
+
+
+def as_ratio(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """An interval of log ratios as one of ratios."""
+    ends = ("mean", "low", "high")
+    return {n: round(float(np.exp(v)), 3) if n in ends and v is not None else v for n, v in logs.items()}
+
+
+def pairs_of(records: Sequence[Record]) -> dict[tuple[str, str], list[tuple[Record, Record]]]:
+    """Synchronous and partial runs of the same seed, by task and algorithm."""
+    runs = {(r["task"], r["algorithm"], r["seed"], r["over_sampling"] > 1): r for r in records if r["grid"] == "main"}
+    pairs = defaultdict(list)
+    for (task, algorithm, seed, partial), record in sorted(runs.items()):
+        if not partial and (other := runs.get((task, algorithm, seed, True))):
+            pairs[task, algorithm].append((record, other))
+    return dict(pairs)
+
+
+def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]) -> dict[str, Any]:
+    """Partial against synchronous: the difference in final accuracy, and the ratios of what the target took."""
+
+    def differences(of: Sequence[tuple[Record, Record]]) -> list[float]:
+        return [final_accuracy(partial) - final_accuracy(synchronous) for synchronous, partial in of]
+
+    def log_ratios(of: Sequence[tuple[Record, Record]], column: int) -> list[float]:
+        taken = [tuple(to_target(r, TARGETS[r["task"]], column) for r in pair) for pair in of]
+        return [float(np.log(partial / synchronous)) for synchronous, partial in taken if partial and synchronous]
+
+    ratios: dict[str, Callable[[Sequence[tuple[Record, Record]]], list[float]]] = {
+        "samples_to_target": lambda of: log_ratios(of, SAMPLES),
+        "generated_tokens_to_target": lambda of: log_ratios(of, TOKENS),
+        "cpu_seconds_to_target": lambda of: log_ratios(of, SECONDS),
+        "cpu_seconds": lambda of: [float(np.log(b["cpu_seconds"] / a["cpu_seconds"])) for a, b in of],
+    }
+    flat = [pair for of in pairs.values() for pair in of]
+    reached = [sum(to_target(pair[i], TARGETS[pair[i]["task"]], STEP) is not None for pair in flat) for i in (0, 1)]
+    return {
+        "accuracy_difference": bootstrap([differences(of) for of in pairs.values()]),
+        "ratios": {name: as_ratio(bootstrap([of(pair) for pair in pairs.values()])) for name, of in ratios.items()},
+        "runs_per_arm": len(flat),
+        "reached_target": {"synchronous": reached[0], "partial": reached[1]},
+    }
+
+
+def main_grid(records: Sequence[Record]) -> dict[str, Any]:
+    pairs = pairs_of(records)
+    rows = []
+    for (task, algorithm), of in pairs.items():
+        arms = {arm: [final_accuracy(pair[i]) for pair in of] for i, arm in enumerate(("synchronous", "partial"))}
+        rows.append(
+            {
+                "task": task,
+                "algorithm": algorithm,
+                **{arm: spread(values) for arm, values in arms.items()},
+                "staleness": round(float(np.mean([partial["mean_staleness"] for _, partial in of])), 2),
+                "off_policy_tokens": round(float(np.mean([p["off_policy_token_share"] for _, p in of])), 2),
+                "clip_fraction": [
+                    round(float(np.mean([p[i]["diagnostics"]["clip_fraction"] for p in of])), 4) for i in (0, 1)
+                ],
+                **compare({(task, algorithm): of}),
+            }
+        )
+    by = {
+        name: {one: compare({k: v for k, v in pairs.items() if k[i] == one}) for one in ones}
+        for i, (name, ones) in enumerate({"task": TASKS, "algorithm": ALGORITHMS}.items())
+    }
+    return {"targets": TARGETS, "rows": rows, "by": by, "all": compare(pairs)}
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    if not len(values):
+        return {"mean": None, "min": None, "max": None, "runs": 0}
+    ends = {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
+    return {name: round(value, 4) for name, value in ends.items()} | {"runs": len(values)}
+
+
+def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
+    """Each combination against the synchronous runs with the same seeds, and each correction over all of them."""
+    cells = defaultdict(list)
+    for r in records:
+        if r["grid"] == "staleness":
+            cells[r["over_sampling"], r["max_staleness"], r["correction"]].append(r)
+    synchronous = {r["seed"]: final_accuracy(r) for r in cells.pop((1.0, 0, "none"), [])}
+    rows = []
+    order = sorted(cells, key=lambda k: (k[0], k[1] is None, k[1] or 0, CORRECTIONS.index(k[2])))
+    for over_sampling, bound, correction in order:
+        runs = [r for r in cells[over_sampling, bound, correction] if r["seed"] in synchronous]
+        difference = bootstrap([[final_accuracy(r) - synchronous[r["seed"]] for r in runs]])
+        rows.append(
+            {
+                "over_sampling": over_sampling,
+                "max_staleness": bound,
+                "correction": correction,
+                "accuracy": spread([final_accuracy(r) for r in runs]),
+                "difference": difference,
+                "breaks": difference["mean"] is not None and difference["mean"] < -BREAKS,
+                "broke_off": sum("error" in r for r in runs),
+                "mean_staleness": mean([r.get("mean_staleness") for r in runs]),
+                "off_policy_tokens": mean([r.get("off_policy_token_share") for r in runs]),
+                "kl_behaviour": mean([r["diagnostics"]["kl_behaviour"] for r in runs]),
+                "clip_fraction": mean([r["diagnostics"]["clip_fraction"] for r in runs]),
+                "masked_fraction": mean([r["diagnostics"]["masked_fraction"] for r in runs]),
+                "largest_weight": max((r["largest_weight"] for r in runs), default=None),
+            }
+        )
+    per_correction = {}
+    for correction in CORRECTIONS:
+        own = {
+            k: [final_accuracy(r) - synchronous[r["seed"]] for r in runs if r["seed"] in synchronous]
+            for k, runs in cells.items()
+            if k[2] == correction
+        }
+        per_correction[correction] = {
+            "all": bootstrap(list(own.values())),
+            **{
+                f"over_sampling {a:g}": bootstrap([v for k, v in own.items() if k[0] == a])
+                for a in sorted({k[0] for k in own})
+            },
+        }
+    return {"synchronous": spread(list(synchronous.values())), "rows": rows, "by_correction": per_correction}
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(float(np.mean(known)), 4) if known else None
+
+
+def analyse(records: Sequence[Record]) -> dict[str, Any]:
+    return {
+        "machine": machine(),
+        "cells": len(records),
+        "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
+        "main": main_grid(records),
+        "staleness": staleness_grid(records),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--study", type=Path, default=HERE / "study.jsonl")
+    arguments = parser.parse_args()
+    records = recorded(arguments.study)
+    from plots import draw
+
+    found = analyse(records)
+    (arguments.study.parent / "analysis.json").write_text(json.dumps(found, indent=2) + "\n")
+    draw(records, arguments.study.parent)
+    print(f"{found['cells']} cells: analysis.json, learning.svg, staleness.svg")
+
+
+if __name__ == "__main__":
+    main()
