@@ -2,6 +2,7 @@
 
 Invariants:
 - final accuracy is the mean of a run's last two evaluations, chosen before the study ran, since one alone is noisy;
+- a task's target is half way between its warm start and the mean final accuracy of all its runs in both arms;
 - arms are compared seed by seed, and a mean over tasks and algorithms gives each pair of them the same weight;
 - an interval is a percentile bootstrap over seeds, 95 %, within each task and algorithm. Few seeds make it too narrow
   rather than too wide.
@@ -25,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import machine
-from study import ALGORITHMS, CORRECTIONS, HERE, TARGETS, TASKS, recorded
+from study import ALGORITHMS, CORRECTIONS, HERE, TASKS, recorded
 
 STEP, SAMPLES, TOKENS, SECONDS, ACCURACY = range(5)
 """Columns of a record's evaluations."""
@@ -34,6 +35,8 @@ BREAKS = 0.05
 """A combination breaks where its accuracy is this far below that of the synchronous runs with the same seeds."""
 
 Record = Mapping[str, Any]
+Pairs = Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]
+"""Synchronous and partial runs of the same seed, by task and algorithm."""
 
 
 def final_accuracy(record: Record) -> float:
@@ -79,8 +82,7 @@ def as_ratio(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {n: round(float(np.exp(v)), 3) if n in ends and v is not None else v for n, v in logs.items()}
 
 
-def pairs_of(records: Sequence[Record]) -> dict[tuple[str, str], list[tuple[Record, Record]]]:
-    """Synchronous and partial runs of the same seed, by task and algorithm."""
+def pairs_of(records: Sequence[Record]) -> Pairs:
     runs = {(r["task"], r["algorithm"], r["seed"], r["over_sampling"] > 1): r for r in records if r["grid"] == "main"}
     pairs = defaultdict(list)
     for (task, algorithm, seed, partial), record in sorted(runs.items()):
@@ -89,14 +91,25 @@ def pairs_of(records: Sequence[Record]) -> dict[tuple[str, str], list[tuple[Reco
     return dict(pairs)
 
 
-def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]) -> dict[str, Any]:
+def targets_of(pairs: Pairs) -> dict[str, float]:
+    """The accuracy of each task whose cost is compared."""
+    targets = {}
+    for task in TASKS:
+        runs = [r for (of, _), pair in pairs.items() if of == task for both in pair for r in both]
+        if runs:
+            starts = np.mean([r["evaluations"][0][ACCURACY] for r in runs])
+            targets[task] = round(float(starts + np.mean([final_accuracy(r) for r in runs])) / 2, 4)
+    return targets
+
+
+def compare(pairs: Pairs, targets: Mapping[str, float]) -> dict[str, Any]:
     """Partial against synchronous: the difference in final accuracy, and the ratios of what the target took."""
 
     def differences(of: Sequence[tuple[Record, Record]]) -> list[float]:
         return [final_accuracy(partial) - final_accuracy(synchronous) for synchronous, partial in of]
 
     def log_ratios(of: Sequence[tuple[Record, Record]], column: int) -> list[float]:
-        taken = [tuple(to_target(r, TARGETS[r["task"]], column) for r in pair) for pair in of]
+        taken = [tuple(to_target(r, targets[r["task"]], column) for r in pair) for pair in of]
         return [float(np.log(partial / synchronous)) for synchronous, partial in taken if partial and synchronous]
 
     ratios: dict[str, Callable[[Sequence[tuple[Record, Record]]], list[float]]] = {
@@ -106,7 +119,7 @@ def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]) ->
         "cpu_seconds": lambda of: [float(np.log(b["cpu_seconds"] / a["cpu_seconds"])) for a, b in of],
     }
     flat = [pair for of in pairs.values() for pair in of]
-    reached = [sum(to_target(pair[i], TARGETS[pair[i]["task"]], STEP) is not None for pair in flat) for i in (0, 1)]
+    reached = [sum(to_target(pair[i], targets[pair[i]["task"]], STEP) is not None for pair in flat) for i in (0, 1)]
     return {
         "accuracy_difference": bootstrap([differences(of) for of in pairs.values()]),
         "ratios": {name: as_ratio(bootstrap([of(pair) for pair in pairs.values()])) for name, of in ratios.items()},
@@ -117,6 +130,7 @@ def compare(pairs: Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]) ->
 
 def main_grid(records: Sequence[Record]) -> dict[str, Any]:
     pairs = pairs_of(records)
+    targets = targets_of(pairs)
     rows = []
     for (task, algorithm), of in pairs.items():
         arms = {arm: [final_accuracy(pair[i]) for pair in of] for i, arm in enumerate(("synchronous", "partial"))}
@@ -130,14 +144,14 @@ def main_grid(records: Sequence[Record]) -> dict[str, Any]:
                 "clip_fraction": [
                     round(float(np.mean([p[i]["diagnostics"]["clip_fraction"] for p in of])), 4) for i in (0, 1)
                 ],
-                **compare({(task, algorithm): of}),
+                **compare({(task, algorithm): of}, targets),
             }
         )
     by = {
-        name: {one: compare({k: v for k, v in pairs.items() if k[i] == one}) for one in ones}
+        name: {one: compare({k: v for k, v in pairs.items() if k[i] == one}, targets) for one in ones}
         for i, (name, ones) in enumerate({"task": TASKS, "algorithm": ALGORITHMS}.items())
     }
-    return {"targets": TARGETS, "rows": rows, "by": by, "all": compare(pairs)}
+    return {"targets": targets, "rows": rows, "by": by, "all": compare(pairs, targets)}
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

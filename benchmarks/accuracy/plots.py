@@ -8,8 +8,8 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from analysis import ACCURACY, SAMPLES, final_accuracy
-from study import ALGORITHMS, BOUNDS, CORRECTIONS, TARGETS, TASKS
+from analysis import ACCURACY, SAMPLES, final_accuracy, pairs_of, targets_of
+from study import ALGORITHMS, BOUNDS, CORRECTIONS, TASKS
 
 matplotlib.use("Agg")
 matplotlib.rcParams.update(
@@ -34,11 +34,13 @@ def draw(records: Sequence[Record], directory: Path) -> None:
 
 def learning(records: Sequence[Record]) -> Any:
     """Held-out accuracy against samples: mean over seeds, band from the least to the most."""
+    targets = targets_of(pairs_of(records))
     figure, axes = pyplot.subplots(len(ALGORITHMS), len(TASKS), figsize=(9, 7.2), sharex=True, sharey="col")
     for row, algorithm in zip(axes, ALGORITHMS, strict=True):
         for axis, task in zip(row, TASKS, strict=True):
             axis.set_title(f"{task}, {algorithm.upper()}", fontsize=9, loc="left")
-            axis.axhline(TARGETS[task], color="#bbbbbb", linewidth=0.8, linestyle=":")
+            if task in targets:
+                axis.axhline(targets[task], color="#999999", linewidth=0.8, linestyle=":")
             for partial, (arm, colour) in enumerate(ARMS.items()):
                 runs = [
                     r["evaluations"]

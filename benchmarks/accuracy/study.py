@@ -46,10 +46,7 @@ BOUNDS = (1, 2, 5, None)
 NO_BOUND = 10**6
 """A `max_staleness` that nothing reaches."""
 
-TARGETS = {"gcd": 0.7, "primes": 0.7, "factors": 0.7}
-"""Held-out accuracies whose cost is compared: about half of what a pilot with another seed gained."""
-
-STALENESS_LEARNING_RATE = 2e-3
+STALENESS_LEARNING_RATE = 5e-4
 
 DIAGNOSTICS = ("clip_fraction", "masked_fraction", "capped_fraction", "kl_behaviour", "grad_norm", "entropy")
 
@@ -86,7 +83,8 @@ class Cell:
         recipe.reporting.output = str(output)
         if self.grid == "staleness":
             recipe.training.learning_rate = STALENESS_LEARNING_RATE
-            recipe.engine.max_running = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
+            under_way = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
+            recipe.engine.max_running = max(recipe.engine.max_running, under_way)
         check_recipe(recipe)
         return recipe
 

@@ -94,18 +94,19 @@ def cell(cell: Cell, accuracies: list[float]) -> dict[str, Any]:
     }
 
 
-def test_the_arms_are_compared_seed_by_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(study.TARGETS, "factors", 0.6)
+def test_the_arms_are_compared_seed_by_seed() -> None:
     records = []
     for seed, (before, after) in enumerate([(0.6, 0.7), (0.8, 0.9), (0.7, 0.8)]):
         records.append(cell(dataclasses.replace(SYNCHRONOUS, seed=seed), [0.5, 0.5, before, before]))
         records.append(cell(dataclasses.replace(PARTIAL, seed=seed), [0.5, after, after, after]))
     records.append(cell(dataclasses.replace(PARTIAL, seed=7), [0.0, 0.0, 0.0, 0.0]))  # without its pair
-    found = analysis.main_grid(records)["all"]
+    grid = analysis.main_grid(records)
+    found = grid["all"]
+    assert grid["targets"] == {"factors": 0.625}  # half way from 0.5 to the mean of 0.7 and 0.8
     assert found["accuracy_difference"] == pytest.approx({"mean": 0.1, "low": 0.1, "high": 0.1, "pairs": 3})
-    assert found["reached_target"] == {"synchronous": 3, "partial": 3}
-    # by a straight line: 200, 133.3, 150 samples against 50, 25, 33.3
-    expected = (50 / 200 * 25 / 133.33 * 33.33 / 150) ** (1 / 3)
+    assert found["reached_target"] == {"synchronous": 2, "partial": 3}
+    # by a straight line, in hundreds of samples: 1 + 0.125 / 0.3 and 1 + 0.125 / 0.2 against 0.125 / (0.2, 0.4, 0.3)
+    expected = (0.3125 / (1 + 0.125 / 0.3) * (0.125 / 0.3) / (1 + 0.125 / 0.2)) ** (1 / 2)
     assert found["ratios"]["samples_to_target"]["mean"] == pytest.approx(expected, abs=2e-3)
 
 
