@@ -57,7 +57,8 @@ def learning(records: Sequence[Record]) -> Any:
                 axis.plot(
                     x, accuracy.mean(axis=0), color=colour, marker="o", markersize=3, label=f"{arm} ({len(runs)})"
                 )
-            axis.legend(frameon=False, fontsize=8, loc="lower right", title_fontsize=8)
+            if axis.get_legend_handles_labels()[0]:
+                axis.legend(frameon=False, fontsize=8, loc="lower right")
             axis.grid(axis="y", color="#eeeeee")
     for axis in axes[-1]:
         axis.set_xlabel("samples")
