@@ -118,7 +118,7 @@ class AutoAdmission:
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
         lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng)
         rates = EngineRates()
-        rates.costs = self.rates.costs / [1.0, scale, scale, scale]
+        rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         kv_tokens = None if capacity.kv_tokens is None else capacity.kv_tokens * scale
         slots = max(round(capacity.slots * scale), 1)
         bound, prompt = self.max_staleness, self.prompt_tokens

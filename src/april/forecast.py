@@ -60,7 +60,7 @@ class Workload:
         left = np.zeros((0, group_size))
         total = np.zeros((0, group_size))
         begun = np.zeros(0, dtype=np.int64)
-        admitted, slots, resident = 0, float(self.slots), self.prompt_tokens
+        admitted, slots, resident = 0, float(self.slots), max(self.prompt_tokens, 1.0)
         seconds = consumed = stale = busy = depth = 0.0
         for version in range(steps):
             new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(self.lengths)
@@ -84,11 +84,12 @@ class Workload:
             resumed = ran & (before > 0)
             left[active] -= progress
             begun[(begun == NOT_BEGUN) & (starts.min(1) < end)] = version
-            resident = self.prompt_tokens + float((progress @ (before + progress / 2)) / max(progress.sum(), 1e-9))
+            read = float(progress @ (self.prompt_tokens + before + progress / 2))
+            resident = max(read / max(progress.sum(), 1e-9), 1.0)
             if version >= skip:
                 prompts = (ran & (before == 0)).sum() * self.prompt_tokens
                 again = before[resumed].sum() + resumed.sum() * self.prompt_tokens
-                seconds += float(self.rates.seconds(end, progress.sum(), prompts, again))
+                seconds += self.rates.seconds(end, progress.sum(), read, prompts, again)
                 consumed += total[chosen].sum()
                 stale += float((version - begun[chosen]).mean())
                 busy, depth = busy + progress.sum(), depth + end

@@ -1,10 +1,11 @@
 """What an engine's work costs in time, learned from the steps it took.
 
-All samples that decode together get a token each per decode step, and a decode step takes `step + sample * running`
-seconds. So a stay in the engine takes `step` seconds for each token of its own, `sample` for each token that anyone
-sampled meanwhile, and the prefill of whatever was submitted meanwhile: `prompt` for each token of a new prompt,
-`resumed` for each token of a prompt and partial response that goes on. These four costs are fitted, none below zero, to
-the stays that began with a step; an engine that keeps its KV caches shows a `resumed` near zero of its own accord.
+All samples that decode together get a token each per decode step, and a decode step takes `step + sample * running +
+context * tokens held by them` seconds. So a stay in the engine takes `step` seconds for each token of its own,
+`sample` for each token that anyone sampled meanwhile, `context` for each token of KV cache that was read for those,
+and the prefill of whatever was submitted meanwhile: `prompt` for each token of a new prompt, `resumed` for each token
+of a prompt and partial response that goes on. These five costs are fitted, none below zero, to the stays that began
+with a step; an engine that keeps its KV caches shows a `resumed` near zero of its own accord.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from april.step import Span
 
 Floats = NDArray[np.float64]
 
+COSTS = 5
+PARTS = 8
+"""Parts of a stay in which its context counts as constant."""
+
 
 class EngineRates:
     """Seconds of engine time per unit of work.
@@ -29,42 +34,47 @@ class EngineRates:
 
     def __init__(self, half_life: float = 6.0) -> None:
         self.decay = 0.5 ** (1.0 / half_life)
-        self.costs = np.zeros(4)
-        """Seconds per decode step, sampled token, new prompt token, resumed token."""
-        self._normal = np.zeros((4, 4))
-        self._target = np.zeros(4)
+        self.costs = np.zeros(COSTS)
+        """Seconds per decode step, sampled token, token of KV cache read, new prompt token, resumed token."""
+        self._normal = np.zeros((COSTS, COSTS))
+        self._target = np.zeros(COSTS)
 
     @property
     def known(self) -> bool:
         return bool(self.costs.any())
 
-    def seconds(self, depth: Any, sampled: Any, prompt: Any, resumed: Any) -> Any:
-        """Engine time for `depth` decode steps in which so many tokens are sampled and prefilled."""
-        return self.costs @ np.array([depth, sampled, prompt, resumed], dtype=float)
+    def seconds(self, depth: float, sampled: float, read: float, prompt: float, resumed: float) -> float:
+        """Engine time for `depth` decode steps in which so many tokens are sampled, read and prefilled."""
+        return float(self.costs @ np.array([depth, sampled, read, prompt, resumed], dtype=float))
 
     def observe(self, spans: Sequence[Span], prompt_tokens: float, slots: int) -> None:
         """Learn from one step's stays in the engine; new prompts are `prompt_tokens` long on average."""
         begun = [span for span in spans if span.queued is not None and span.after > span.before]
         if not begun:
             return
-        columns = ((s.start, s.queued, s.end, s.before, s.after) for s in begun)
-        submitted, first, end, before, after = np.array(list(columns), dtype=float).T
-        first += submitted
-        together = min(slots, _peak(first, end))
-        wave = np.arange(len(begun)) < together  # they had a slot at once; when they began is not known from chunks
-        start = np.where(wave, submitted, first)
-        start, end = start - start.min(), end - start.min()
-        taken = np.maximum(end - start, 1e-9)
-        tokens = after - before
-        rows = wave & (start < 0.05 * end.max()) & (tokens >= 2)
-        if not rows.any():
-            return
-        sampled = _integral(start, end, tokens / taken, end[rows])
+        columns = ((s.start, s.queued, s.end, s.first_tokens, s.before, s.after) for s in begun)
+        submitted, first, end, first_tokens, before, after = np.array(list(columns), dtype=float).T
+        first, end = first + submitted - submitted.min(), end - submitted.min()
+        tokens, together = after - before, min(slots, _peak(first, end))
+        # How long the first tokens took to come says when decoding began; an only chunk is taken to be all decoding.
+        rest = np.maximum(tokens - first_tokens, 0.0)
+        pace = np.where(rest > 0, rest / np.maximum(end - first, 1e-9), tokens / np.maximum(end, 1e-9))
+        decoding = np.maximum(first - first_tokens / pace, 0.0)
+        pace = tokens / np.maximum(end - decoding, 1e-9)
+        # Stays that began with the step, seen at their first token and at their last.
+        rows = (np.arange(len(begun)) < together) & (submitted - submitted.min() < 0.05 * end.max())
+        until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
+        sampled = _integral(decoding, end, pace, until)
+        part = np.arange(PARTS)[:, None] / PARTS
+        held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
+        parts = [decoding + (end - decoding) * share for share in (part, part + 1 / PARTS)]
+        read = _integral(*(ends.ravel() for ends in parts), (pace * held).ravel(), until)
         new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(before > 0, prompt_tokens + before, 0.0)
-        by_start = np.argsort(start, kind="stable")
-        upto = np.searchsorted(start[by_start], end[rows], "right")
+        submission = np.where(rows, 0.0, decoding)
+        by_start = np.argsort(submission, kind="stable")
+        upto = np.searchsorted(submission[by_start], until, "right")
         prefilled = [np.concatenate(([0.0], np.cumsum(work[by_start])))[upto] for work in (new, old)]
-        work = np.stack([tokens[rows], sampled, *prefilled], axis=1) / taken[rows, None]
+        work = np.stack([own, sampled, read, *prefilled], axis=1) / np.maximum(until, 1e-9)[:, None]
         self._normal = self.decay * self._normal + work.T @ work / len(work)
         self._target = self.decay * self._target + work.mean(0)
         self._fit(together)
@@ -74,11 +84,11 @@ class EngineRates:
         cost half for itself and half for its samples, and prefill nothing."""
         normal, target = self._normal.copy(), self._target
         scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
-        even = np.array([1.0, -together, 0.0, 0.0]) * scale[0]
+        even = np.array([1.0, -together, 0.0, 0.0, 0.0]) * scale[0]
         normal += 1e-3 * np.outer(even, even) + np.diag(1e-6 * scale**2)
         free = np.diag(self._normal) > 0
         while free.any():
-            costs = np.zeros(4)
+            costs = np.zeros(COSTS)
             inner = np.ix_(free, free)
             costs[free] = np.linalg.solve(normal[inner] / np.outer(scale, scale)[inner], target[free] / scale[free])
             if (costs >= 0).all():

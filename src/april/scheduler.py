@@ -381,7 +381,7 @@ class RolloutScheduler:
                 self.buffer.sampled_tokens += n
                 self._step.sampled_tokens += n
                 if span.queued is None:
-                    span.queued = now - span.start
+                    span.queued, span.first_tokens = now - span.start, n
                     self._retries.went_on(sample)
             if chunk.finish is not None:
                 self._land(sample, span, "finished")

@@ -24,6 +24,8 @@ class Span:
     """Response tokens when it was submitted; above 0 means it was resumed."""
     queued: float | None = None
     """Seconds until its first new token; None if none came."""
+    first_tokens: int = 0
+    """Tokens that came with it."""
     end: float = 0.0
     after: int = 0
     outcome: Literal["finished", "interrupted", "failed"] = "interrupted"

@@ -92,3 +92,21 @@ def test_a_long_run_stays_small(tmp_path: Path) -> None:
     report = write_report(write_run(tmp_path, metrics, traces, summary))
     assert report.stat().st_size < 2_000_000
     assert re.search(r"<select", report.read_text()), "one can choose the step whose timeline is shown"
+
+
+def test_what_admission_chose_and_expected_is_shown(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate()
+    for record in metrics[1:]:
+        record |= {
+            "expected_consumed_tokens_per_second": 120.0,
+            "response_length_expected": 80.0,
+            "admission_reason": "the smallest N' expected to reach 97% of the best <that> the bound allows",
+        }
+    text = " ".join(page(write_run(tmp_path, metrics, traces, summary)).text)
+    assert "Admission and lengths" in text
+    assert "Last decision: the smallest N' expected to reach 97% of the best <that> the bound allows." in text
+
+
+def test_a_number_that_was_set_is_no_decision_to_explain(tmp_path: Path) -> None:
+    text = " ".join(page(write_run(tmp_path, *simulate())).text)
+    assert "Admission and lengths" not in text

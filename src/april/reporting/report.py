@@ -115,6 +115,7 @@ def _sections(run: Run) -> list[Section]:
         _ages(run),
         _throughput(run),
         _staleness(run),
+        _admission(run),
         _phases(run),
         _optimisation(run),
     ]
@@ -324,6 +325,35 @@ def _staleness(run: Run) -> Section:
         "A group's staleness is the number of weight updates between its first token and the step that trains on it. "
         "The maximum never exceeds max_staleness; the mean follows from how many more groups are started than a step "
         "needs.",
+    )
+
+
+def _admission(run: Run) -> Section:
+    records = condense(run.steps, MAX_POINTS)
+    if not _measured(records, "expected_consumed_tokens_per_second"):
+        return Section("", "")
+    axis = _axis(records)
+    target = [Series("groups under way", _values(records, "over_sampling_batch_size"), "c-blue")]
+    speeds = [
+        Series("got", _values(records, "consumed_tokens_per_second"), "c-blue"),
+        Series("expected in the long run", _values(records, "expected_consumed_tokens_per_second"), "c-amber"),
+    ]
+    lengths = [
+        Series("trained on", _values(records, "response_length_mean"), "c-blue"),
+        Series("of the task, unfinished ones counted", _values(records, "response_length_expected"), "c-amber"),
+    ]
+    last = next((r["admission_reason"] for r in reversed(run.steps) if r.get("admission_reason")), "")
+    return Section(
+        "Admission and lengths",
+        row(
+            ("groups under way (N')", line_chart("Groups under way", axis, target, y_range=(0, None))),
+            ("consumed tokens per second", line_chart("Expected and got", axis, speeds, y_range=(0, None))),
+            ("mean response length, in tokens", line_chart("Mean length", axis, lengths, y_range=(0, None))),
+        )
+        + f"<p>{escape(f'Last decision: {last}.')}</p>",
+        "How many groups were kept under way, what that was expected to bring and what it brought. The last plot shows "
+        "whether training sees the answers that the task has: the first steps lack the long ones, which are still "
+        "unfinished; after that the two lines run together if nothing is biased against long answers.",
     )
 
 

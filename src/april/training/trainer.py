@@ -253,6 +253,7 @@ class Trainer:
             "response_length_p50": np.percentile(lengths, 50),
             "response_length_p99": np.percentile(lengths, 99),
             "response_length_max": lengths.max(),
+            "response_length_expected": self.scheduler.lengths.mean,
             "truncated_share": np.mean([sample.finish is FinishReason.LENGTH for sample in samples]),
             "consumed_tokens": self.totals.consumed_tokens,
             "generated_tokens": self.scheduler.buffer.sampled_tokens,

@@ -1,0 +1,62 @@
+"""The engine that the scheduling benchmarks simulate, and one run of one setting on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from april.simulation.cost_model import CostModel
+from april.simulation.run import Outcome, simulate
+from april.simulation.workload import WORKLOADS, Workload
+
+# Bytes and FLOPs of Qwen3-8B in bfloat16 over 80 % of an MI300X's bandwidth and 50 % of its FLOP/s: what
+# `roofline(GPUS["mi300x"], MODELS["qwen3-8b"])` of april.simulation.hardware computes.
+COST = CostModel(
+    slots=256,
+    kv_tokens=995_681,
+    decode_batches=(1, 128, 192, 256),
+    decode_seconds=(0.00608, 0.00608, 0.00694, 0.00859),
+    kv_token_seconds=3.9746e-8,
+    prefill_token_seconds=2.5735e-5,
+    prefill_pair_seconds=5.0142e-10,
+    update_seconds=1.655,
+    interrupt_seconds=0.1,
+    source="roofline: qwen3-8b on mi300x",
+)
+BOUND = 5
+STEPS, WARM_UP = 36, 10
+
+
+def ceiling(workload: Workload) -> float:
+    """Consumed tokens/s with every slot decoding a response of this workload at all times, and nothing else to do."""
+    lengths = workload.sample(50_000).astype(float)
+    resident = workload.prompt_tokens * float(np.exp(0.125)) + (lengths**2).sum() / (2 * lengths.sum())
+    return COST.ceiling(resident)
+
+
+def measure(workload: str, **settings: Any) -> Outcome:
+    return simulate(WORKLOADS[workload], COST, steps=STEPS, warm_up=WARM_UP, resolution=1.0, **settings)
+
+
+def figures(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "consumed_tokens_per_second": outcome.consumed_tokens_per_second,
+        "mean_staleness": outcome.mean_staleness,
+        "max_staleness": outcome.max_staleness,
+        "off_policy_token_share": outcome.off_policy_token_share,
+        "occupancy": outcome.occupancy,
+        "prefilled_tokens": outcome.prefilled_tokens,
+        "preemptions": outcome.preemptions,
+    }
+
+
+def save(script: str, results: dict[str, Any], **more: Any) -> None:
+    """Write the JSON file beside `script`. Virtual time depends on no machine, so none is named."""
+    settings = {"cost": vars(COST), "steps": STEPS, "warm_up": WARM_UP, "max_staleness": BOUND}
+    document = {"command": " ".join(["python", f"benchmarks/simulation/{Path(script).name}", *sys.argv[1:]])}
+    path = Path(script).with_suffix(".json")
+    path.write_text(json.dumps({**document, "settings": settings, **more, "results": results}, indent=1) + "\n")
