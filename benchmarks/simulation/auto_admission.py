@@ -1,8 +1,8 @@
 """Admission that tunes itself against every fixed N', on the simulator.
 
 Each workload runs with each N' of a sweep and with N' chosen automatically, under the same bound, over the same
-prompts and lengths. The bar: consumed tokens/s within 5 % of the best N' of the sweep, mean staleness no higher than that
-N' has, never over the bound, nothing discarded (the scheduler asserts the last two at every step).
+prompts and lengths. The bar: consumed tokens/s within 5 % of the best N' of the sweep, mean staleness no higher than
+that N' has, never over the bound, nothing discarded (the scheduler asserts the last two at every step).
 
     python benchmarks/simulation/auto_admission.py
 """

@@ -67,8 +67,8 @@ class EngineRates:
         sampled = _integral(decoding, end, pace, until)
         part = np.arange(PARTS)[:, None] / PARTS
         held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
-        parts = [decoding + (end - decoding) * share for share in (part, part + 1 / PARTS)]
-        read = _integral(*(ends.ravel() for ends in parts), (pace * held).ravel(), until)
+        enters, leaves = (decoding + (end - decoding) * share for share in (part, part + 1 / PARTS))
+        read = _integral(enters.ravel(), leaves.ravel(), (pace * held).ravel(), until)
         new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(before > 0, prompt_tokens + before, 0.0)
         submission = np.where(rows, 0.0, decoding)
         by_start = np.argsort(submission, kind="stable")
