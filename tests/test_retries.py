@@ -161,3 +161,25 @@ async def test_evaluation_counts_failures_the_same_way() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         scheduler(ScriptedEngine(), **settings)
+
+
+async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> None:
+    """A step that waits for tokens, verdicts and retries at once is cancelled at each of its first moments."""
+
+    async def slow(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    for moments in range(1, 80):
+        engine = ScriptedEngine(slots=100, failure_rate=0.2, seed=moments)
+        rollouts = scheduler(engine, dynamic_filter=lambda group: group.id % 2 == 0, max_retries=100)
+        rollouts._rewards.function = slow
+        async with rollouts:
+            step = asyncio.create_task(rollouts.collect())
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.wait([step])
+            assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())), moments
+            rollouts.buffer.check()
+            assert len((await rollouts.collect()).groups) == 3

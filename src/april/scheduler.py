@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -136,6 +136,8 @@ class RolloutScheduler:
         self._flight: dict[str, tuple[Sample, Group, Span]] = {}
         self._retries = Retries(max_retries, retry_delay)
         self._doomed: dict[int, Quarantine] = {}
+        self._missed: list[Chunk] = []
+        """Sampled in the moment in which a step was cancelled."""
         self._resume = False
         """Something unfinished is not in flight."""
         self._step = Step(version=0, plan=Plan(rollout_batch_size))
@@ -358,10 +360,12 @@ class RolloutScheduler:
         first: set[asyncio.Future[Any]] = {poll, asyncio.ensure_future(self._rewards.wait())} if or_verdict else {poll}
         try:
             await asyncio.wait(first, timeout=retries.next, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in first:
-                task.cancel()
-            await asyncio.wait(first)
+            await _end(first)
+        except asyncio.CancelledError:
+            await _end(first)
+            if not poll.cancelled() and poll.exception() is None:  # it ended in the same moment, with tokens
+                self._missed += [chunk for chunk in poll.result() if chunk.sample_id in self._flight]
+            raise
         return [] if poll.cancelled() else poll.result()
 
     async def _await_reward(self, timeout: float | None = None) -> None:
@@ -475,7 +479,9 @@ class RolloutScheduler:
         if not self._flight:
             return
         try:
-            self._absorb(await self.engine.interrupt())
+            interrupted = await self.engine.interrupt()
+            missed, self._missed = self._missed, []
+            self._absorb([*missed, *interrupted])
         finally:
             for sample, _, span in list(self._flight.values()):
                 self._land(sample, span, "interrupted")
@@ -502,3 +508,9 @@ class RolloutScheduler:
         self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
         self.lengths.observe_groups([[sample.length for sample in group.samples] for group in step.groups])
         self.admission.observe(step)
+
+
+async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
