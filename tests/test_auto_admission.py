@@ -87,6 +87,18 @@ def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
     assert admission.plan(8).target > 8, "of unequal lengths, more under way keep the slots busy"
 
 
+def test_a_step_that_took_no_time_teaches_nothing() -> None:
+    """Enough complete groups had waited for it: what was submitted was interrupted at once."""
+    admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
+    learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
+    costs = admission.rates.costs.copy()
+    instant = a_step(np.random.default_rng(1), 6, 4, 100)
+    for span in instant.spans:
+        span.queued = span.end = 0.0
+    learn(admission, instant)
+    assert (admission.rates.costs == costs).all()
+
+
 def test_what_it_learned_is_saved_and_restored() -> None:
     rng = np.random.default_rng(0)
     one = AutoAdmission(engine(), LengthModel(100), 4, 5)

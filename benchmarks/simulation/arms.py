@@ -29,6 +29,7 @@ COST = CostModel(
 )
 BOUND = 5
 STEPS, WARM_UP = 36, 10
+"""Of a batch of 32 groups; a smaller batch takes as many more steps, so that every figure rests on as many groups."""
 
 
 def ceiling(workload: Workload) -> float:
@@ -39,7 +40,9 @@ def ceiling(workload: Workload) -> float:
 
 
 def measure(workload: str, **settings: Any) -> Outcome:
-    return simulate(WORKLOADS[workload], COST, steps=STEPS, warm_up=WARM_UP, resolution=1.0, **settings)
+    times = 32 // WORKLOADS[workload].rollout_batch_size
+    steps, warm_up = STEPS * times, WARM_UP * times
+    return simulate(WORKLOADS[workload], COST, steps=steps, warm_up=warm_up, resolution=1.0, **settings)
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:

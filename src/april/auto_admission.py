@@ -99,6 +99,9 @@ class AutoAdmission:
                 high = middle
             else:
                 low = middle
+        now = self.current.target if self.current else high
+        if high < now <= 1.25 * high and rate(now) >= enough:
+            high = now  # as good: differences this small come and go with the estimates
         per_second = self.accepted / scale
         expected, chosen = rate(high) * per_second, played[high]
         reason = (
@@ -113,7 +116,7 @@ class AutoAdmission:
         needed = batch_size / max(self.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
         groups = max(round(needed * scale), 1)
-        steps = max(18, min(256 // groups, 72))
+        steps = min(max(768 // groups, 36), 96)
         capacity = self.engine.capacity
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
         lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng)

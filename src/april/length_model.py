@@ -67,10 +67,10 @@ class LengthModel:
         self.pairs = np.array([0.5, 1.0])
         """Products of two normal scores of one group, and squares; it begins as half a correlation, worth one group."""
 
-    @property
-    def observations(self) -> float:
-        """Finished responses the estimate rests on, discounted."""
-        return float(self.finished.sum())
+    @classmethod
+    def for_batch(cls, max_tokens: int, samples: int) -> LengthModel:
+        """A model that remembers six steps of `samples` responses half, or more where those would be too few."""
+        return cls(max_tokens, half_life=max(6.0, 1500 / max(samples, 1)))
 
     def observe(self, before: ArrayLike, after: ArrayLike, finished: ArrayLike) -> None:
         """What one step saw of each response that was in the engine, each shape [n].

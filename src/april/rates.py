@@ -62,7 +62,9 @@ class EngineRates:
         decoding = np.maximum(first - first_tokens / pace, 0.0)
         pace = tokens / np.maximum(end - decoding, 1e-9)
         # Stays that began with the step, seen at their first token and at their last.
-        rows = (np.arange(len(begun)) < together) & (submitted - submitted.min() < 0.05 * end.max())
+        rows = (np.arange(len(begun)) < together) & (submitted - submitted.min() < 0.05 * end.max()) & (first > 0)
+        if not rows.any():
+            return
         until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
         sampled = _integral(decoding, end, pace, until)
         part = np.arange(PARTS)[:, None] / PARTS

@@ -98,7 +98,7 @@ class RolloutScheduler:
     ) -> None:
         admission = over_sampling_batch_size
         sampling = sampling or SamplingParams()
-        self.lengths = LengthModel(sampling.max_tokens)
+        self.lengths = LengthModel.for_batch(sampling.max_tokens, rollout_batch_size * n_samples_per_prompt)
         if not partial_rollout:
             admission, max_staleness = rollout_batch_size, 0
         if admission == "auto":
