@@ -243,8 +243,8 @@ class TrainingSettings:
         betas: AdamW's decay rates.
         weight_decay: AdamW's decoupled weight decay.
         max_grad_norm: Gradients are clipped to this norm.
-        max_tokens_per_micro_batch: Tokens, padding included, of one forward and backward pass. Lower it when
-            memory runs out; it is halved then by itself.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass, padding included where the model's
+            architecture needs any. Lower it when memory runs out; it is halved then by itself.
         max_skipped_updates: Updates in a row that may be skipped because loss or gradient is not finite; then the
             run stops. Their batches are kept in the run's folder `skipped`.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -68,8 +69,9 @@ def naive_loss(model: torch.nn.Module, step: Step, advantages: list[float]) -> t
     return total
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("max_tokens", [64, 200, 10_000])
-def test_the_packed_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tokens: int) -> None:
+def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tokens: int, packed: bool) -> None:
     step = rollout(0)
     learner = Learner(tiny.model(sharpness=2.0), recipe())
     batch = learner.prepare(step)
@@ -85,28 +87,29 @@ def test_the_packed_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(
     learner.model.zero_grad()
 
     denominator = learner.denominator(batch)
-    packed = 0.0
-    for part in micro_batches(batch.lengths, range(len(batch)), max_tokens):
-        loss = learner.loss(batch.rows(part), denominator).loss
-        loss.backward()
-        packed += loss.item()
-    assert packed == pytest.approx(naive.item(), abs=1e-6)
+    total = 0.0
+    with learner.packed() if packed else nullcontext():
+        for part in micro_batches(batch.lengths, range(len(batch)), max_tokens, packed):
+            loss = learner.loss(batch.rows(part), denominator).loss
+            loss.backward()
+            total += loss.item()
+    assert total == pytest.approx(naive.item(), abs=1e-6)
     for parameter, gradient in zip(learner.model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 500))
+@given(st.integers(0, 10_000), st.integers(1, 500), st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_micro_batches_partition_the_samples_within_the_budget(seed: int, max_tokens: int) -> None:
+def test_micro_batches_partition_the_samples_within_the_budget(seed: int, max_tokens: int, packed: bool) -> None:
     step = rollout(seed)
     samples = [s for g in step.groups for s in g.samples]
     batch = dataclasses.replace(Batch.of(samples, VERSION), advantages=torch.arange(float(len(samples))))
-    parts = list(micro_batches(batch.lengths, range(len(batch)), max_tokens))
+    parts = list(micro_batches(batch.lengths, range(len(batch)), max_tokens, packed))
     assert sorted(i for part in parts for i in part) == list(range(len(samples)))
     for part in parts:
         micro = batch.rows(part)
         rows, width = micro.input_ids.shape
-        assert rows == 1 or rows * width <= max_tokens
+        assert rows == 1 or (sum(micro.lengths) if packed else rows * width) <= max_tokens
         for row, index in enumerate(part):
             check_row(samples[index], micro, row)
             assert micro.advantages[row] == index

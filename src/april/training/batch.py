@@ -100,17 +100,25 @@ class Batch:
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
 
 
-def micro_batches(lengths: Sequence[int], rows: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool = False
+) -> Iterator[list[int]]:
     """`rows` of these `lengths` in parts: like lengths together, so that little is padded, longest first.
 
     Args:
         lengths: of every row.
         rows: which of them.
         max_tokens: tokens of a part at most, padding included.
+        packed: nothing is padded.
     """
-    order = sorted(rows, key=lambda row: (-lengths[row], row))
-    start = 0
-    while start < len(order):
-        size = max(1, max_tokens // lengths[order[start]])
-        yield order[start : start + size]
-        start += size
+    part: list[int] = []
+    tokens = 0
+    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        own = lengths[row] if packed or not part else lengths[part[0]]
+        if part and tokens + own > max_tokens:
+            yield part
+            part, tokens, own = [], 0, lengths[row]
+        part.append(row)
+        tokens += own
+    if part:
+        yield part

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,10 @@ from april.config import AlgorithmSettings, Recipe, TrainingSettings
 from april.step import Step
 from april.training.batch import Batch, micro_batches
 from april.training.critic import Critic
-from april.training.forward import token_scores
+from april.training.forward import check_head, token_scores
 from april.training.lora import Adapters
 from april.training.mishap import Memory, Skipped
+from april.training.packing import attends_packed, can_pack, packed_attention
 from april.trajectory import FinishReason, Group, Sample
 
 
@@ -56,9 +58,13 @@ class Learner:
         model: a Hugging Face causal LM, trained in place.
         recipe: its sections `algorithm`, `training`, `lora` and `rollout`.
         skipped: where the batches of updates are kept that are not made.
+
+    Raises:
+        ConfigError, ValueError: the model cannot be trained like this; the message says why.
     """
 
     def __init__(self, model: Any, recipe: Recipe, skipped: Path | None = None) -> None:
+        check_head(model)
         self.model = model
         self.settings: TrainingSettings = recipe.training
         self.rollout = recipe.rollout
@@ -75,6 +81,7 @@ class Learner:
         self.reference = self._frozen_copy() if self.regularised and not recipe.lora.rank else None
         self.critic = Critic(model) if self.algorithm.value_head else None
         self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
+        self.packs = can_pack(model)
         self.optimizer = self._adamw(model)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         if self.settings.gradient_checkpointing:
@@ -137,11 +144,12 @@ class Learner:
         samples = [sample for group in step.groups for sample in group.samples]
         lengths = [len(sample.prompt_ids) + sample.length for sample in samples]
         shortages = self.memory.shortages
-        batch = self.memory.fit(lambda: self.prepare(step), lengths)
-        results = [
-            self._update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
-            for index, rows in enumerate(self._updates(step.groups))
-        ]
+        with self.packed():
+            batch = self.memory.fit(lambda: self.prepare(step), lengths)
+            results = [
+                self._update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
+                for index, rows in enumerate(self._updates(step.groups))
+            ]
         total = results[0][1]
         for _, met in results[1:]:
             total = total + met
@@ -160,6 +168,13 @@ class Learner:
             "kl_behaviour": named["kl_k3"],
             **{f"by_age/{name}": value for name, value in named.items() if name.startswith("age_")},
         }
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside, models run over packed sequences, if the policy's architecture allows it."""
+        trunks = (self.model, self.reference, self.critic and self.critic.trunk) if self.packs else ()
+        with packed_attention(*(trunk for trunk in trunks if trunk is not None)):
+            yield
 
     @torch.no_grad()
     def prepare(self, step: Step) -> Batch:
@@ -294,7 +309,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic_optimizer:
             self.critic_optimizer.zero_grad(set_to_none=True)
-        for micro in self._micro_batches(batch, self._carrying_signal(batch)):
+        for _, micro in self._micro_batches(batch, self._carrying_signal(batch)):
             terms = self.loss(micro, denominator)
             terms.loss.backward()  # type: ignore[no-untyped-call]
             if self.critic:
@@ -329,9 +344,9 @@ class Learner:
             trained &= (advantages != 0).any(-1)
         return trained.nonzero()[:, 0].tolist()
 
-    def _micro_batches(self, batch: Batch, rows: Sequence[int]) -> Iterator[Batch]:
-        for part in micro_batches(batch.lengths, rows, self.memory.tokens):
-            yield batch.rows(part, self.device)
+    def _micro_batches(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
+        for part in micro_batches(batch.lengths, rows, self.memory.tokens, attends_packed(self.model)):
+            yield part, batch.rows(part, self.device)
 
     def _correct(self, batch: Batch, logp: Tensor, prox: Tensor) -> Correction:
         bounds: dict[str, Any] = self.correction_bounds
@@ -351,8 +366,8 @@ class Learner:
         """`score` of `rows`, a micro-batch at a time, or of all that are trained on; [B, T - 1], 0 elsewhere."""
         result = torch.zeros(batch.mask.shape)
         chosen = batch.mask.any(-1).nonzero()[:, 0].tolist() if rows is None else rows
-        for part in micro_batches(batch.lengths, chosen, self.memory.tokens):
-            scores = score(batch.rows(part, self.device))
+        for part, micro in self._micro_batches(batch, chosen):
+            scores = score(micro)
             result[part, : scores.shape[1]] = scores.cpu()
         return result
 

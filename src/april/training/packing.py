@@ -1,0 +1,182 @@
+"""Sequences one after another in a single row, so that no layer computes padding.
+
+Attention alone needs to know where a sequence begins and ends: it runs over runs of sequences of like length, padded to
+one another where that costs little, and on GPUs in half precision through flash-attn's kernel for sequences of any
+length where that package is installed.
+
+Invariants:
+- no token attends to another sequence than its own;
+- a model computes packed what it computes of each sequence alone, or is not packed (`can_pack`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from april.engines.embedded.attention import attend, causal_mask
+
+IMPLEMENTATION = "april_packed"
+
+PADDING_SHARE = 8
+"""Sequences share a call of attention if at most one in this many of its tokens is padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Consecutive sequences, tokens `start` to `stop`, that share a call of attention.
+
+    `padded` [sequences · longest] picks the tokens of a padded batch, `packed` [tokens] picks from it what is no
+    padding; both None where all lengths are equal.
+    """
+
+    start: int
+    stop: int
+    sequences: int
+    longest: int
+    padded: Tensor | None
+    packed: Tensor | None
+
+
+class Packing:
+    """Where the sequences of a packed row begin and end.
+
+    Args:
+        lengths: of the sequences, longest first.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = lengths
+        self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+        self._runs = list(_runs(lengths, device))
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+        longest = max(lengths)
+        self.flash = {
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, cap: float | None
+    ) -> Tensor:
+        """Causal attention within each sequence: [1, heads, tokens, size] to [1, tokens, heads, size]."""
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        parts = []
+        for run in self._runs:
+            mask = self._mask(run, window, cap, query)
+            out = attend(_batch(queries, run), _batch(keys, run), _batch(values, run), mask, scaling, cap)
+            flat = out.transpose(1, 2).reshape(run.sequences * run.longest, out.shape[1], -1)
+            parts.append(flat if run.packed is None else flat.index_select(0, run.packed))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+    def _mask(self, run: _Run, window: int | None, cap: float | None, query: Tensor) -> Tensor | None:
+        window = None if window is None or window >= run.longest else window
+        if window is None and cap is None:
+            return None
+        if (run.longest, window) not in self._masks:
+            positions = torch.arange(run.longest, device=query.device)[None]
+            self._masks[run.longest, window] = causal_mask(positions, run.longest, window, query.dtype)
+        return self._masks[run.longest, window]
+
+
+def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
+    first, start = 0, 0
+    for last in range(1, len(lengths) + 1):
+        tokens, longest = sum(lengths[first:last]), lengths[first]
+        if last < len(lengths):
+            whole = (last + 1 - first) * longest
+            if whole - tokens - lengths[last] <= whole // PADDING_SHARE:
+                continue
+        count = last - first
+        padded = packed = None
+        if tokens < count * longest:
+            sizes, offsets = torch.tensor(lengths[first:last]), torch.arange(longest)
+            real = offsets < sizes[:, None]
+            firsts = sizes.cumsum(0) - sizes
+            padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
+            packed = real.flatten().nonzero()[:, 0].to(device)
+        yield _Run(start, start + tokens, count, longest, padded, packed)
+        first, start = last, start + tokens
+
+
+def _batch(tokens: Tensor, run: _Run) -> Tensor:
+    """The run's [sequences, heads, longest, size] of [tokens, heads, size]."""
+    own = tokens[run.start : run.stop]
+    picked = own if run.padded is None else own.index_select(0, run.padded)
+    return picked.reshape(run.sequences, run.longest, *picked.shape[1:]).transpose(1, 2)
+
+
+def _dispatch(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    april_packing: Packing | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    if april_packing is None:
+        raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's training step only")
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and find_spec("flash_attn"):
+        flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+        settings = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **others}
+        return flash(module, query, key, value, None, **{**settings, **april_packing.flash})[0], None
+    return april_packing.attend(query, key, value, scaling, sliding_window, softcap), None
+
+
+# No mask function is registered beside it: transformers then builds no masks.
+AttentionInterface.register(IMPLEMENTATION, _dispatch)
+
+
+@contextmanager
+def packed_attention(*models: Any) -> Iterator[None]:
+    """Inside, the models attend within the sequences of a packed row, and only that."""
+    before = [model.config._attn_implementation for model in models]
+    for model in models:
+        model.set_attn_implementation(IMPLEMENTATION)
+    try:
+        yield
+    finally:
+        for model, implementation in zip(models, before, strict=True):
+            model.set_attn_implementation(implementation)
+
+
+def attends_packed(model: Any) -> bool:
+    implementation: str = model.config._attn_implementation
+    return implementation == IMPLEMENTATION
+
+
+@torch.no_grad()
+def can_pack(model: Any) -> bool:
+    """Whether `model` was seen to compute of packed sequences what it computes of each alone."""
+    trunk, device = model.base_model, next(model.parameters()).device
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    sequences = [(torch.arange(1, 1 + n, device=device) * 7 % vocabulary)[None] for n in (11, 6, 5)]
+    alone = torch.cat([trunk(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in sequences]).float()
+    packing = Packing([ids.shape[1] for ids in sequences], device)
+    try:
+        with packed_attention(model):
+            packed = trunk(
+                input_ids=torch.cat(sequences, 1),
+                position_ids=packing.position_ids,
+                use_cache=False,
+                april_packing=packing,
+            ).last_hidden_state[0]
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError):
+        return False
+    tolerance = 1e-3 if alone.dtype == packed.dtype else 0.05
+    return bool((packed.float() - alone).norm() <= tolerance * alone.norm())

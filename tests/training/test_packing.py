@@ -1,0 +1,129 @@
+"""Packed sequences against padded ones, over real architectures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.training.batch import Batch
+from april.training.forward import check_head, token_scores
+from april.training.learner import Learner
+from april.training.packing import PADDING_SHARE, Packing, attends_packed, can_pack, packed_attention
+from tests import tiny
+from tests.engines import architectures
+from tests.training.test_learner import recipe, rollout
+
+
+def ragged(lengths: tuple[int, ...], vocabulary: int) -> Batch:
+    torch.manual_seed(len(lengths))
+    ids = torch.randint(0, vocabulary, (len(lengths), lengths[0]))
+    trained = torch.arange(2, lengths[0] + 1) <= torch.tensor(lengths)[:, None]
+    trained[:, :2] = False  # the prompt
+    zeros = torch.zeros(trained.shape)
+    return Batch(ids, lengths, trained, zeros, zeros.long())
+
+
+@pytest.mark.parametrize("architecture", architectures.SUPPORTED)
+def test_packed_and_padded_agree(architecture: str) -> None:
+    """Values and gradients, with windows shorter than the sequences and softcaps where the architecture has them."""
+    model = architectures.model(architecture)
+    architectures.sharpen(model, 0.2)
+    check_head(model)
+    assert can_pack(model)
+    batch = ragged((31, 30, 29, 17, 17, 5, 3, 1), architectures.VOCABULARY)
+    results = []
+    for packed in (False, True):
+        model.zero_grad()
+        if packed:
+            with packed_attention(model):
+                logp, entropy = token_scores(model, batch, 0.7)
+        else:
+            logp, entropy = token_scores(model, batch, 0.7)
+        (logp.sum() + entropy.square().sum()).div(100).backward()
+        results.append((logp.detach(), entropy.detach(), [p.grad.clone() for p in model.parameters()]))
+    (logp, entropy, gradients), (packed_logp, packed_entropy, packed_gradients) = results
+    torch.testing.assert_close(packed_logp, logp, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed_entropy, entropy, atol=1e-5, rtol=1e-5)
+    for a, b in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_logits_of_an_unknown_kind_are_refused() -> None:
+    class Doubled(transformers.Qwen3ForCausalLM):
+        def forward(self, *args, **settings):  # type: ignore[no-untyped-def]
+            output = super().forward(*args, **settings)
+            output.logits = 2 * output.logits
+            return output
+
+    with pytest.raises(ValueError, match="Doubled: its logits are not its head's output"):
+        check_head(Doubled(tiny.model().config))
+
+
+def test_no_sequence_sees_another() -> None:
+    model = tiny.model()
+    batch = ragged((20, 20, 12, 7), 101)
+    with torch.no_grad(), packed_attention(model):
+        before, _ = token_scores(model, batch, 1.0)
+        batch.input_ids[1] = (batch.input_ids[1] + 1) % 101
+        after, _ = token_scores(model, batch, 1.0)
+    changed = (before != after).any(-1)
+    assert changed.tolist() == [False, True, False, False]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_runs_partition_the_tokens_and_pad_little(lengths: list[int]) -> None:
+    lengths.sort(reverse=True)
+    packing = Packing(lengths, torch.device("cpu"))
+    runs = packing._runs
+    assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
+    assert runs[-1].stop == sum(lengths)
+    assert sum(run.sequences for run in runs) == len(lengths)
+    for run in runs:
+        whole = run.sequences * run.longest
+        assert whole - (run.stop - run.start) <= whole // PADDING_SHARE
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny.model()
+    before = model.config._attn_implementation
+    with packed_attention(model):
+        assert attends_packed(model)
+    assert model.config._attn_implementation == before
+    assert model(input_ids=torch.arange(5)[None], attention_mask=torch.ones(1, 5)).logits.isfinite().all()
+
+
+def test_a_model_that_cannot_be_packed_is_padded() -> None:
+    """A recurrent layer would carry its state from one sequence into the next."""
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(
+        vocab_size=101, hidden_size=16, num_hidden_layers=1, state_size=4, intermediate_size=32, pad_token_id=0
+    )
+    model = transformers.MambaForCausalLM(config)
+    assert not can_pack(model)
+    learner = Learner(model, recipe())
+    assert learner.train(rollout(1), 1)["grad_norm"] > 0
+
+
+def test_packing_changes_no_update() -> None:
+    updates = []
+    for packs in (True, False):
+        learner = Learner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.1))
+        assert learner.packs
+        learner.packs = packs
+        updates.append(learner.train(rollout(1), 1))
+    assert updates[0] == pytest.approx(updates[1], abs=1e-5)
+
+
+def test_gradient_checkpointing_recomputes_packed() -> None:
+    updates = []
+    for checkpointing in (True, False):
+        chosen = recipe()
+        chosen.training = dataclasses.replace(chosen.training, gradient_checkpointing=checkpointing)
+        updates.append(Learner(tiny.model(sharpness=1.0), chosen).train(rollout(1), 1))
+    assert updates[0] == pytest.approx(updates[1], abs=1e-6)
