@@ -315,9 +315,11 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     for parameters in alone.optimizer.param_groups:
         parameters["lr"] = alone.learning_rate(1)
     moved = []
-    for rows in alone._updates(step.groups):
-        alone._update("an update", batch.rows(rows), [])
-        moved.append(float((alone._logprobs(batch).detach() - start).abs().max()))
+    with alone.packed():
+        batch = alone.prepare(step)
+        for rows in alone._updates(step.groups):
+            alone._update("an update", batch.rows(rows), [])
+            moved.append(float((alone._logprobs(batch).detach() - start).abs().max()))
     assert moved[0] > 1e-3
     for a, b in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(a, b)
