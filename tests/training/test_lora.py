@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from april import Step
 from april.config import ConfigError, LoraSettings, Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.training.learner import Learner
@@ -121,7 +120,7 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
     torch.manual_seed(123)
     restored = Learner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
     restored.load_state_dict(torch.load(buffer, weights_only=True))
-    assert straight.train(step, 3) == restored.train(Step(step.version, step.groups), 3)
+    assert straight.train(step, 3) == restored.train(step, 3)
 
 
 def test_a_checkpoint_of_other_settings_is_refused() -> None:
