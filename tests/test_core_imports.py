@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 CORE = (
-    *("trajectory", "outbox", "engine", "staleness", "buffer", "reward", "step", "retries", "order", "scheduler"),
-    *("admission", "auto_admission", "forecast", "length_model", "rates"),
+    *("trajectory", "outbox", "engine", "staleness", "buffer", "reward", "step", "retries", "order", "journal"),
+    *("scheduler", "admission", "auto_admission", "forecast", "length_model", "rates"),
 )
 
 

@@ -7,6 +7,7 @@ expensive has started; a run that fails later says how to go on with it.
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from april.config import ConfigError, Recipe, check_recipe, load_recipe, recipe_from_dict, setting_line
+from april.config import ConfigError, Recipe, check_recipe, load_recipe, setting_line
 
 USAGE = """april: active partial rollouts for reinforcement learning of language models
 
@@ -39,7 +40,8 @@ april COMMAND --help says more about each.
 TRAIN = """Train a causal language model by reinforcement learning, with active partial rollouts (arXiv 2509.18521).
 
 RECIPE is a TOML file; each flag below overrides its setting of the same name, and the defaults shown are the recipe's
-where one is given. To go on with a run that was stopped: april train --resume DIR, with flags for what should change.
+where one is given. To go on with a run that was stopped, or died: april train --resume DIR, with flags for what should
+change; --salvage leaves out what is damaged, --rewind goes back to the last checkpoint.
 
 The run's directory gets metrics.jsonl, TensorBoard events, checkpoints that transformers loads, report.html and
 summary.json. Ctrl-C stops cleanly."""
@@ -80,24 +82,32 @@ def _fail(message: str) -> int:
 
 def train(args: list[str]) -> int:
     """`april train RECIPE [FLAGS]` and `april train --resume DIR [FLAGS]`."""
-    from april.training.checkpoint import CheckpointError, latest_checkpoint
-
-    checkpoint = None
     if args[:1] == ["--resume"]:
         if len(args) < 2:
             return _fail("--resume needs the directory of a run")
-        run = Path(args[1])
-        try:
-            checkpoint = latest_checkpoint(run)
-        except CheckpointError as error:
-            return _fail(str(error))
-        recipe = recipe_from_dict(json.loads((checkpoint / "april.json").read_text())["recipe"])
-        recipe.reporting.output = str(run)
-        recipe = _override(recipe, args[2:], f"april train --resume {run}", TRAIN)
+        return resume(Path(args[1]), args[2:])
+    return run_trainer(read_recipe(args, "april train", TRAIN))
+
+
+def resume(run: Path, args: Sequence[str]) -> int:
+    """`april train --resume DIR [--salvage | --rewind] [FLAGS]`."""
+    from april.journal import JournalError
+    from april.training.checkpoint import CheckpointError
+    from april.training.resume import Repair, check_run, check_unchanged, saved_recipe
+
+    repair: Repair = "salvage" if "--salvage" in args else "rewind" if "--rewind" in args else "none"
+    flags = [flag for flag in args if flag not in ("--salvage", "--rewind")]
+    try:
+        before = saved_recipe(run)
+        before.reporting.output = str(run)
+        recipe = _override(copy.deepcopy(before), flags, f"april train --resume {run}", TRAIN)
         check_recipe(recipe)
-    else:
-        recipe = read_recipe(args, "april train", TRAIN)
-    return run_trainer(recipe, checkpoint)
+        for line in check_run(run, repair):
+            print(f"april: {line}", file=sys.stderr)
+        check_unchanged(run, before, recipe)
+    except (CheckpointError, JournalError) as error:
+        return _fail(str(error))
+    return run_trainer(recipe, resume=True)
 
 
 def read_recipe(args: list[str], program: str, description: str) -> Recipe:
@@ -127,9 +137,10 @@ def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
     return f"{path}:{line}: {problem}" if line else problem
 
 
-def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
+def run_trainer(recipe: Recipe, resume: bool = False) -> int:
     """Train, and say how it ended."""
     from april.engine import EngineError
+    from april.journal import JournalError
     from april.reporting.progress import Progress
     from april.reward import RewardError
     from april.scheduler import RejectionError
@@ -140,13 +151,23 @@ def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
     from april.training.trainer import Trainer
 
     directory = Path(recipe.reporting.output)
-    if checkpoint is None:
+    if not resume:
         prepare_output(directory, recipe.reporting.if_exists)
-    failures = (RewardError, EngineError, RejectionError, StalenessError, CheckpointError, TrainingError, ValueError)
+    failures = (
+        RewardError,
+        EngineError,
+        RejectionError,
+        StalenessError,
+        CheckpointError,
+        JournalError,
+        TrainingError,
+        OSError,
+        ValueError,
+    )
     title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
     try:
         with Progress(recipe.training.steps, title=title) as progress:
-            summary = asyncio.run(Trainer(recipe, checkpoint, progress).run())
+            summary = asyncio.run(Trainer(recipe, resume, progress).run())
     except failures as error:
         _fail(f"{type(error).__name__}: {error}")
         _say_how_to_resume(directory)
@@ -166,10 +187,10 @@ def run_trainer(recipe: Recipe, checkpoint: Path | None = None) -> int:
 
 
 def _say_how_to_resume(directory: Path) -> None:
-    from april.training.checkpoint import checkpoints
+    from april.training.resume import RECIPE
 
-    if checkpoints(directory / "checkpoints"):
-        print(f"april: to go on from the last checkpoint: april train --resume {directory}", file=sys.stderr)
+    if (directory / RECIPE).is_file():
+        print(f"april: to go on from what is on disk: april train --resume {directory}", file=sys.stderr)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import shutil
@@ -256,6 +257,8 @@ class TrainingSettings:
         eval_temperature: Temperature of evaluation; unset: the rollouts'.
         save_interval: Steps between checkpoints; 0 saves at the end only.
         keep_checkpoints: Checkpoints kept on disk, the newest ones.
+        journal_delay: Seconds of rollouts that a crash may lose at most; between checkpoints the journal is written as
+            often as that. 0 writes every token before the next is waited for.
     """
 
     steps: int = 100
@@ -277,6 +280,7 @@ class TrainingSettings:
     eval_temperature: float | None = None
     save_interval: int = 50
     keep_checkpoints: int = 2
+    journal_delay: float = 1.0
 
 
 @dataclass(kw_only=True)
@@ -356,6 +360,8 @@ def load_recipe(path: Path) -> Recipe:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this recipe: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
     try:
         settings = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -460,6 +466,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
     for section in dataclasses.fields(recipe):
         values = getattr(recipe, section.name)
+        for setting in dataclasses.fields(values):
+            value = getattr(values, setting.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{section.name}.{setting.name} = {value}: must be a finite number"
         for name in POSITIVE & {f.name for f in dataclasses.fields(values)}:
             if (value := getattr(values, name)) not in (None, "auto") and value <= 0:
                 yield f"{section.name}.{name} = {value}: must be positive"
@@ -622,6 +632,7 @@ NOT_NEGATIVE = {
     "warmup_steps",
     "eval_interval",
     "save_interval",
+    "journal_delay",
     "eval_temperature",
     "seed",
     "kl_coef",

@@ -22,13 +22,14 @@ from april.admission import Admission, FixedAdmission, Plan, largest_target
 from april.auto_admission import AutoAdmission
 from april.buffer import Buffer, Rejection
 from april.engine import Chunk, Engine, EngineError
+from april.journal import Admitted, DamageError, Event, Journal, Rejected, Rewarded, Trained, redo
 from april.length_model import LengthModel
 from april.order import ORDERS, Order
 from april.retries import Retries
 from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
 from april.staleness import StalenessError, feasible, select
 from april.step import Failure, Quarantine, Span, Step
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
 
 class RejectionError(Exception):
@@ -70,6 +71,8 @@ class RolloutScheduler:
         max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
         seed: every sample's seed follows from it.
         on_progress: called with the scheduler whenever something was sampled or scored.
+        journal: keeps what happens on disk. What it holds beyond the state that was loaded happens again first: the
+            steps of it come out of `collect` as they did.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class RolloutScheduler:
         max_rejected_groups: int | None = None,
         seed: int = 0,
         on_progress: Callable[[RolloutScheduler], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         admission = over_sampling_batch_size
         sampling = sampling or SamplingParams()
@@ -127,6 +131,7 @@ class RolloutScheduler:
         self.max_rejected_groups = max_rejected_groups
         self.seed = seed
         self.on_progress = on_progress
+        self.journal = journal
         self.version = 0
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
@@ -175,11 +180,16 @@ class RolloutScheduler:
         Raises:
             RewardError: a reward function failed and `on_reward_error` is "raise".
             EngineError: the engine as a whole failed. Nothing sampled is lost; `collect` may be called again.
+            JournalError: the journal cannot be written, or (DamageError) holds what cannot have happened.
             ValueError: a prompt does not fit the engine, or the prompts ran out.
         """
+        if (step := self._redo()) is not None:
+            return step
         self._begin()
         try:
             while True:
+                if self.journal is not None:
+                    await self.journal.room()
                 self._settle()
                 chosen = self._select()
                 if chosen is None:
@@ -249,28 +259,36 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
         assert not self._flight, "samples are in flight: their tokens are not all here yet"
-        prompts = self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
+        if self.journal is not None:
+            self.journal.flush()
         return {
             "version": self.version,
             "seed": self.seed,
             "buffer": self.buffer.state_dict(),
+            "prompts": _state_of(self.prompts),
             "ready": list(self.ready),
-            "prompts": prompts,
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),
+            "journal": None if self.journal is None else self.journal.mark,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`: same groups, same tokens, same data position."""
         self.version, self.seed = state["version"], state["seed"]
         self.buffer = Buffer.from_state_dict(state["buffer"])
-        self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
+        self.ready = {id: self.buffer.groups[id] for id in state.get("ready", ())}
         self._resume = True
         self._check_bound(self.version, "the saved groups cannot all be trained on")
-        self.lengths.load_state_dict(state["lengths"])
-        self.admission.load_state_dict(state["admission"])
-        if state["prompts"] is not None:
-            self.prompts.load_state_dict(state["prompts"])  # type: ignore[attr-defined]
+        if state.get("lengths"):
+            self.lengths.load_state_dict(state["lengths"])
+            self.admission.load_state_dict(state["admission"])
+        self._load_prompts(state["prompts"])
+        if self.journal is not None:
+            self.journal.seek(state.get("journal"))
+
+    def _load_prompts(self, state: Any) -> None:
+        if state is not None:
+            self.prompts.load_state_dict(state)  # type: ignore[attr-defined]
             self._prompts = iter(self.prompts)
 
     @property
@@ -298,6 +316,58 @@ class RolloutScheduler:
     def _now(self) -> float:
         return asyncio.get_running_loop().time() - self._began
 
+    def _happened(self, event: Event) -> None:
+        if self.journal is not None:
+            self.journal.record(event)
+
+    def _redo(self) -> Step | None:
+        """What the journal holds happens again, up to the next step that was handed over; None if there is none."""
+        if self.journal is None:
+            return None
+        prompts = None
+        for event in self.journal.replay():
+            try:
+                redo(event, self.buffer)
+                if isinstance(event, Trained):
+                    self.buffer.check()
+            except (LookupError, ValueError, TypeError, AssertionError) as error:
+                raise DamageError(
+                    f"{self.journal.path}: event {self.journal.position} does not follow from those before it: {error}"
+                ) from None
+            match event:
+                case Admitted():
+                    prompts = event.prompts
+                case Chunk(finish=FinishReason()):
+                    self._ready_again(int(event.sample_id.split(".")[0]))
+                case Rewarded():
+                    self._ready_again(event.group_id)
+                case Rejected():
+                    self.ready.pop(event.group_id, None)
+                case Trained():
+                    self._load_prompts(prompts)
+                    return self._handed_over_again(event.step)
+        self._load_prompts(prompts)
+        if self.dynamic_filter is not None:  # a verdict of the filter that was not written is found again
+            self.ready = {id: group for id, group in self.ready.items() if self.dynamic_filter(group)}
+        return None
+
+    def _ready_again(self, id: int) -> None:
+        group = self.buffer.groups[id]
+        if group.complete and (group.rewarded or not self._can_reject):
+            self.ready.setdefault(id, group)
+
+    def _handed_over_again(self, step: Step) -> Step:
+        if step.version != self.version:
+            raise StalenessError(
+                f"the next step of the journal was trained on at policy version {step.version}, but this is "
+                f"{self.version}: update the weights as often as before"
+            )
+        for group in step.groups:
+            self.ready.pop(group.id, None)
+        self.admission.plan(self.batch_size)  # it follows from what was observed, and is part of the state
+        self._learn(step)
+        return step
+
     def _begin(self) -> None:
         self._began = asyncio.get_running_loop().time()
         plan = self.admission.plan(self.batch_size)
@@ -322,6 +392,8 @@ class RolloutScheduler:
                 break
             group = Group.start(self.buffer.admitted, prompt, self.group_size, self.sampling, self.seed)
             self.buffer.admit(group)
+            if self.journal is not None:
+                self._happened(Admitted(group.to_dict(), _state_of(self.prompts)))
             groups.append(group)
         for group, sample in self.order(groups, self.lengths) if groups else ():
             if sample not in self._retries:
@@ -381,6 +453,8 @@ class RolloutScheduler:
         for chunk in chunks:
             sample, group, span = self._flight[chunk.sample_id]
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+            if chunk.token_ids or chunk.finish is not None:
+                self._happened(chunk)
             if n := len(chunk.token_ids):
                 self.buffer.sampled_tokens += n
                 self._step.sampled_tokens += n
@@ -435,8 +509,10 @@ class RolloutScheduler:
                     continue
                 if self.on_reward_error == "reject":
                     self._quarantine(verdict.group, Rejection.REWARD, verdict.error)
+                    continue
             for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
                 sample.reward = reward
+            self._happened(Rewarded(verdict.group.id, {s.index: s.reward or 0.0 for s in verdict.samples}))
             self._weigh(verdict.group)
         for id in list(self._doomed):
             if not any(sample.id in self._flight for sample in self.buffer.groups[id].samples):
@@ -464,6 +540,7 @@ class RolloutScheduler:
         self.buffer.reject(group, reason)
         if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
             self.engine.forget(unfinished)
+        self._happened(Rejected(group.id, reason))
         self._step.rejections.append((group.id, reason))
         limit = self.max_rejected_groups
         if limit is not None and len(self._step.rejections) > limit:
@@ -499,6 +576,9 @@ class RolloutScheduler:
         step.buffered_groups = len(self.buffer)
         step.buffered_tokens = self.buffer.tokens
         self.buffer.check()
+        self._happened(Trained([group.id for group in chosen], step))
+        if self.journal is not None:
+            self.journal.flush()  # without a point at which a cancelled `collect` could lose the step
         self._learn(step)
         assert self.max_staleness is None or step.staleness.max() <= self.max_staleness, "the staleness bound is broken"
         return step
@@ -514,3 +594,8 @@ async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
+
+
+def _state_of(part: object) -> Any:
+    """The state of what has one."""
+    return part.state_dict() if hasattr(part, "state_dict") else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,3 +117,23 @@ class Step:
         """Share of the consumed policy tokens that an older version than this step's sampled."""
         ages = self.tokens_by_age
         return float(ages[1:].sum() / max(ages.sum(), 1))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account of the step, without its groups, as JSON types; `from_dict` restores it."""
+        account = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}
+        records = ("spans", "failures", "quarantined")
+        return account | {
+            "plan": asdict(self.plan),
+            **{name: [asdict(item) for item in account[name]] for name in records},
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Step:
+        own = {
+            "plan": Plan(**state["plan"]),
+            "spans": [Span(**span) for span in state["spans"]],
+            "failures": [Failure(**failure) for failure in state["failures"]],
+            "rejections": [(id, Rejection(reason)) for id, reason in state["rejections"]],
+            "quarantined": [Quarantine(**{**one, "reason": Rejection(one["reason"])}) for one in state["quarantined"]],
+        }
+        return cls(**{**state, **own})

@@ -96,6 +96,10 @@ class MetricsWriter:
         for tracker in self._trackers:
             tracker.log(metrics["step"], numbers)
 
+    def sync(self) -> None:
+        """Wait until every line of the file is on disk."""
+        self._log.sync()
+
     def close(self) -> None:
         self._log.close()
         for tracker in self._trackers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,10 @@ class StepLog:
         self._file.write(line + "\n")
         self._file.flush()
         self.last_step = step
+
+    def sync(self) -> None:
+        """Wait until every line is on disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -106,7 +106,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 record = json.loads(text)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{line}: not valid JSON: {error}") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{path}:{line}: a record must be a JSON object, this is {text[:40]!r}")
@@ -117,16 +117,15 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     from pyarrow import parquet
 
-    try:
-        table = parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file: {error}") from None
     row = 0
-    for batch in table.iter_batches():
-        for record in batch.to_pylist():
-            row += 1
-            # Dates, decimals and the like become their text: metadata must survive JSON.
-            yield row, json.loads(json.dumps(record, default=str))
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for record in batch.to_pylist():
+                row += 1
+                # Dates, decimals and the like become their text: metadata must survive JSON.
+                yield row, json.loads(json.dumps(record, default=str))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a Parquet file, or damaged after record {row}: {error}") from None
 
 
 def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> Problem:

@@ -1,8 +1,10 @@
 """A run's checkpoints: policy, optimizer and rollout state of the same moment, together.
 
 Invariants:
-- a checkpoint appears under its name only when it is whole: it is written beside, then renamed;
-- policy, optimizer, rollout buffer and data position in it belong to the same step;
+- a checkpoint appears under its name only when it is whole and on disk: it is written beside, synced, then renamed;
+- policy, optimizer, rollout buffer, data position and the place in the journal in it belong to the same step, so that
+  one rename commits them all;
+- every file in it has a checksum in the manifest, and nothing is used before all of them agree;
 - nothing in it is pickled code: safetensors, JSON, and tensors that are read back as weights only.
 
 A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it. Of a policy trained by
@@ -14,20 +16,29 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from april.journal import sync_directory, sync_file
+
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"
 STATE = "april.json"
-FORMAT = 2
+MANIFEST = "manifest.json"
+FORMAT = 3
+"""1 and 2 had neither manifest nor journal, and are still read."""
 
 
 class CheckpointError(Exception):
-    """There is no checkpoint to go on from, or it cannot be read."""
+    """There is no checkpoint to go on from, or it cannot be read or written."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint's files are not those that were saved."""
 
 
 def save_checkpoint(
@@ -38,47 +49,105 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `step` and remove all but the newest `keep`.
+    """Write the checkpoint of `step` and remove all but the newest `keep`. One that is there already stays as it is.
 
     Args:
         directory: where checkpoints are kept, one folder each.
         policy: writes the policy into a folder.
         learner: the learner's state, tensors in plain containers.
         state: everything else, as JSON types.
+
+    Raises:
+        CheckpointError: it cannot be written; the checkpoints before it are as they were.
     """
     path = directory / f"step-{step:06d}"
-    partial = directory / f".{path.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    policy(partial)
-    torch.save(learner, partial / OPTIMIZER)
-    (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
     if path.exists():
-        shutil.rmtree(path)
-    partial.rename(path)
+        return path
+    partial = directory / f".{path.name}.partial"
+    try:
+        for stray in directory.glob(".*.partial"):
+            shutil.rmtree(stray)
+        partial.mkdir(parents=True)
+        policy(partial)
+        torch.save(learner, partial / OPTIMIZER)
+        (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
+        _seal(partial)
+        partial.rename(path)
+        sync_directory(directory)
+    except Exception as error:  # every library here has exceptions of its own for a full disk
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(f"{path}: this checkpoint cannot be written: {error}") from error
     for old in checkpoints(directory)[:-keep]:
-        shutil.rmtree(old)
+        remains = directory / f".{old.name}.partial"
+        old.rename(remains)  # never half a checkpoint under a whole one's name
+        shutil.rmtree(remains)
     return path
 
 
-def checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints in `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if re.fullmatch(r"step-\d+", path.name) and (path / STATE).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def _seal(partial: Path) -> None:
+    """Write the manifest, and put everything on disk."""
+    files = {str(path.relative_to(partial)): path for path in sorted(partial.rglob("*")) if path.is_file()}
+    sums = {name: [path.stat().st_size, _checksum(path)] for name, path in files.items()}
+    (partial / MANIFEST).write_text(json.dumps({"files": sums, "checksum": _of_sums(sums)}))
+    for path in (*files.values(), partial / MANIFEST):
+        sync_file(path)
+    for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        sync_directory(folder)
 
 
-def latest_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of the run in directory `run`.
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _of_sums(sums: dict[str, list[int]]) -> int:
+    return zlib.crc32(json.dumps(sums, sort_keys=True).encode())
+
+
+def check_checkpoint(path: Path) -> None:
+    """Compare every file of the checkpoint at `path` with its checksum.
 
     Raises:
-        CheckpointError: there is none.
+        DamagedCheckpointError: one differs or is missing; the message names it.
+        CheckpointError: it was written by a newer april.
     """
-    found = checkpoints(run / "checkpoints")
-    if not found:
-        raise CheckpointError(f"{run}: no checkpoint to resume from; start the run again without --resume")
-    return found[-1]
+    try:
+        found = json.loads((path / STATE).read_text()).get("format")
+        newer = isinstance(found, int) and found > FORMAT
+        manifest = None if found in (1, 2) else json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
+    if newer:
+        raise CheckpointError(
+            f"{path}: format {found}, but this version of april reads up to {FORMAT}: upgrade april-rl"
+        )
+    if manifest is None:
+        return
+    try:
+        sums = manifest["files"]
+        if _of_sums(sums) != manifest["checksum"]:
+            raise DamagedCheckpointError(f"{path / MANIFEST}: damaged: its own checksum is another")
+        for name, (size, checksum) in sums.items():
+            file = path / name
+            if not file.is_file():
+                raise DamagedCheckpointError(f"{file}: missing")
+            if file.stat().st_size != size or _checksum(file) != checksum:
+                raise DamagedCheckpointError(f"{file}: damaged: its checksum is not the one saved with it")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{path / MANIFEST}: damaged: {error}") from None
+    except OSError as error:
+        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,7 +160,14 @@ def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         state = json.loads((path / STATE).read_text())
         learner = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
     except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: format {state.get('format')}, but this version of april reads {FORMAT}")
-    return learner, state
+        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
+    if state.get("format") not in range(1, FORMAT + 1):
+        raise CheckpointError(f"{path}: format {state.get('format')}, but this version of april reads up to {FORMAT}")
+    # Format 1 named parts that a run does not have.
+    return {name: part for name, part in learner.items() if part is not None}, state
+
+
+def load_mark(path: Path) -> dict[str, Any] | None:
+    """The place in the journal of the checkpoint at `path`; None if it had no journal."""
+    mark: dict[str, Any] | None = json.loads((path / STATE).read_text())["rollout"].get("journal")
+    return mark

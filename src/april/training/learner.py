@@ -373,7 +373,9 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """All that training has changed but the policy's own parameters; of adapters, those too."""
-        return {name: part.state_dict() for name, part in self._stateful().items()}
+        states = {name: part.state_dict() for name, part in self._stateful().items()}
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {**states, "random": [torch.get_rng_state(), *devices]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`.
@@ -381,14 +383,19 @@ class Learner:
         Raises:
             ValueError: it is of a run with other settings.
         """
-        parts = self._stateful()
-        if parts.keys() != state.keys():
+        parts, saved = self._stateful(), state.keys() - {"random"}
+        if parts.keys() != saved:
             raise ValueError(
-                f"the checkpoint holds {', '.join(state)}, but these settings need {', '.join(parts)}: resume with the "
-                "algorithm, kl_coef and lora settings that the run was begun with"
+                f"the checkpoint holds {', '.join(sorted(saved))}, but these settings need {', '.join(sorted(parts))}: "
+                "resume with the algorithm, kl_coef and lora settings that the run was begun with"
             )
         for name, part in parts.items():
             part.load_state_dict(state[name])
+        random = state.get("random", ())
+        if random:
+            torch.set_rng_state(random[0])
+        if len(random) == 1 + torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(random[1:])
 
     def _stateful(self) -> dict[str, Any]:
         names = ("adapters", "optimizer", "reference", "critic", "critic_optimizer")

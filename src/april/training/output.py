@@ -2,26 +2,71 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from april.config import ConfigError
+from april.journal import sync_directory, sync_file
+
+LOCK = "lock"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory of a run, which is made if it is missing; the lock ends with the process, however it ends.
+
+    Raises:
+        ConfigError: another run has it, or it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(f"reporting.output = {str(directory)!r}: cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(
+                f"reporting.output = {str(directory)!r}: another run is going on there ({file.read().strip()}): wait "
+                "for it, stop it, or choose another --output"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+        file.flush()
+        yield
 
 
 def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> None:
     """Make room for a new run in `directory`.
 
     Raises:
-        ConfigError: a run is there already and `if_exists` is "error".
+        ConfigError: a run is there already and `if_exists` is "error", or it is still going on.
     """
-    if not (directory / "metrics.jsonl").exists():
+    if not any((directory / name).exists() for name in ("metrics.jsonl", "recipe.json")):
         return
     if if_exists == "error":
         raise ConfigError(
             f"reporting.output = {str(directory)!r}: there is a run already; go on with it by april train --resume "
             f"{directory}, choose another --output, or keep it under another name by --if-exists rename"
         )
-    number = 1
-    while (backup := directory.with_name(f"{directory.name}.{number}")).exists():
-        number += 1
-    directory.rename(backup)
+    with locked(directory):
+        number = 1
+        while (backup := directory.with_name(f"{directory.name}.{number}")).exists():
+            number += 1
+        directory.rename(backup)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is, at any moment, either the old one or the new one."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text)
+    sync_file(fresh)
+    fresh.replace(path)
+    sync_directory(path.parent)

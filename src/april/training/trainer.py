@@ -2,8 +2,9 @@
 
 Invariants:
 - one optimizer phase, one weight update and one policy version per step, in that order, never torn apart by a stop;
-- a run that is stopped at any moment and resumed trains on the same groups as one that was not;
-- nothing is trained on twice, and nothing sampled is lost: what is unfinished is in the checkpoint.
+- a run that stops or dies at any moment and is resumed trains on the same groups as one that did not;
+- nothing is trained on twice, and nothing sampled is lost: it is in the checkpoint, or in the journal that goes on
+  from there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from april.algorithms.dapo import informative_groups
 from april.config import ConfigError, Recipe
+from april.journal import Journal, JournalError
 from april.reporting.faults import FaultLog
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
@@ -35,14 +37,14 @@ from april.scheduler import RolloutScheduler
 from april.step import Step
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, build_task, encode
-from april.training.checkpoint import ADAPTER, load_state, save_checkpoint
+from april.training.checkpoint import ADAPTER, CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
 from april.training.learner import Learner
+from april.training.output import locked, write_whole
 from april.training.policy import load_policy, save_policy, stop_tokens
+from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
 from april.training.scoring import Rewards
 from april.training.serving import WeightHandover, engine_of
 from april.trajectory import FinishReason, Group, Prompt
-
-RECIPE = "recipe.json"
 
 
 @dataclass
@@ -67,11 +69,11 @@ class Trainer:
 
     Args:
         recipe: a checked recipe.
-        resume: a checkpoint to go on from.
+        resume: go on with the run in the recipe's directory, from its newest checkpoint and its journal.
         progress: shows the run while it goes on; nothing is shown if None.
     """
 
-    def __init__(self, recipe: Recipe, resume: Path | None = None, progress: Progress | None = None) -> None:
+    def __init__(self, recipe: Recipe, resume: bool = False, progress: Progress | None = None) -> None:
         self.recipe = recipe
         self.resume = resume
         self.directory = Path(recipe.reporting.output)
@@ -93,13 +95,18 @@ class Trainer:
             task = build_task(recipe.task)
         except ValueError as error:
             raise ConfigError(f"task.{error}") from None
-        self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else self.resume)
+        checkpoint = newest_checkpoint(self.directory) if self.resume else None
+        self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else checkpoint)
         self.learner = Learner(self.model, recipe, self.directory / "skipped")
         prompts = self._prompts(task)
         held_out = self._held_out(task, prompts.max_prompt_length)
-        learner_state, state = load_state(self.resume) if self.resume else (None, None)
-        resumed = state["totals"]["step"] if state else None
+        learner_state, state = load_state(checkpoint) if checkpoint else (None, None)
+        resumed = state["totals"]["step"] if state else -1 if self.resume else None
         async with AsyncExitStack() as stack:
+            stack.enter_context(locked(self.directory))
+            self.journal = stack.enter_context(
+                closing(Journal(self.directory / JOURNAL, recipe.training.journal_delay))
+            )
             self.rewards = await stack.enter_async_context(Rewards(task.scorer, self.tokenizer, recipe.rollout))
             self.engine = await stack.enter_async_context(engine_of(recipe, self.learner.served, self.directory))
             self.scheduler = await stack.enter_async_context(self._scheduler(prompts))
@@ -117,7 +124,7 @@ class Trainer:
             )
             self.trace = stack.enter_context(TraceWriter(self.directory, resumed))
             self.faults = stack.enter_context(FaultLog(self.directory, resumed))
-            (self.directory / RECIPE).write_text(json.dumps(config, indent=2))
+            write_whole(self.directory / RECIPE, json.dumps(config, indent=2))
             stack.enter_context(self._stopping_on_signals())
             return await self._train(held_out)
 
@@ -178,6 +185,7 @@ class Trainer:
             max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
             seed=self.recipe.training.seed,
             on_progress=self._show_rollout if self.progress else None,
+            journal=self.journal,
         )
 
     async def _train(self, held_out: Sequence[Prompt]) -> dict[str, Any] | None:
@@ -189,7 +197,8 @@ class Trainer:
             try:
                 step = await self._collect()
             except Exception:
-                self._save()  # every token sampled so far is in the buffer
+                with suppress(JournalError, CheckpointError):  # the journal has everything that could be written
+                    self._save()
                 raise
             if step is None:
                 self._save()
@@ -211,6 +220,8 @@ class Trainer:
 
     async def _collect(self) -> Step | None:
         """The next rollout step, or None if the run is to stop; what was sampled until then is kept."""
+        if self._stop.is_set():
+            return None
         self._phase("rollout")
         collecting, stopping = asyncio.create_task(self.scheduler.collect()), asyncio.create_task(self._stop.wait())
         try:
@@ -309,14 +320,20 @@ class Trainer:
         self._phase("saving")
         # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
         self.engine.forget()
-        state = {
-            "rollout": self.scheduler.state_dict(),
-            "totals": asdict(self.totals),
-            "recipe": self.recipe.to_dict(),
-        }
         directory, keep = self.directory / "checkpoints", self.recipe.training.keep_checkpoints
-        learner = self.learner.state_dict()
-        return save_checkpoint(directory, self.totals.step, self._save_policy, learner, state, keep)
+        with self._holding_off_signals():
+            state = {
+                "rollout": self.scheduler.state_dict(),
+                "totals": asdict(self.totals),
+                "recipe": self.recipe.to_dict(),
+            }
+            self.metrics.sync()
+            self.trace.sync()
+            learner = self.learner.state_dict()
+            path = save_checkpoint(directory, self.totals.step, self._save_policy, learner, state, keep)
+            if oldest := load_mark(checkpoints(directory)[0]):
+                self.journal.prune(oldest["position"])
+        return path
 
     def _save_policy(self, directory: Path) -> None:
         adapters = self.learner.adapters
@@ -388,6 +405,18 @@ class Trainer:
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+    @contextmanager
+    def _holding_off_signals(self) -> Iterator[None]:
+        """A checkpoint is finished once it is begun: a further SIGINT, which nobody handles any more, is let pass."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, lambda *_: None)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 def carries_signal(group: Group) -> bool:

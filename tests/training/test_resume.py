@@ -1,0 +1,309 @@
+"""Runs that died, resumed as a user does it: what is offered, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from april import cli
+from april.reporting.metrics import read_metrics
+from april.training import trainer as trainer_module
+from april.training.checkpoint import checkpoints
+from april.training.output import locked
+from tests.crash_points import RECIPE, differences, outcome, prepare
+
+OFTEN = RECIPE.replace("save_interval = 2", "save_interval = 1").replace("keep_checkpoints = 1", "keep_checkpoints = 2")
+SELDOM = RECIPE.replace("save_interval = 2", "save_interval = 0")
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.crash_points import Points, live
+
+class InTheLastStep(Points):
+    def reached(self):
+        log = self.directory / "metrics.jsonl"
+        if log.exists() and log.read_text().count("\\n") >= 4:
+            super().reached()
+
+base = Path(sys.argv[1])
+print(live(base, base / "run", int(sys.argv[2]), Points.die, InTheLastStep).status)
+"""
+
+
+def die(base: Path, recipe: str, at: int) -> Path:
+    """A run that was killed at a durable write, in its last step."""
+    base.mkdir()
+    prepare(base, recipe)
+    done = subprocess.run([sys.executable, "-c", SCRIPT, base, str(at)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(-signal.SIGKILL), done.stdout + done.stderr
+    assert len(read_metrics(base / "run")) >= 4
+    return base / "run"
+
+
+@pytest.fixture(scope="module")
+def saved_often(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of its last two whole steps, and a part of a step in the journal."""
+    return die(tmp_path_factory.mktemp("resume") / "often", OFTEN, 46)
+
+
+@pytest.fixture(scope="module")
+def saved_seldom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """No checkpoint: everything is in the journal."""
+    return die(tmp_path_factory.mktemp("resume") / "seldom", SELDOM, 6)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "run"))
+
+
+def resume(run: Path, *flags: str) -> int:
+    sys.argv = ["april", "train", "--resume", str(run), *flags]
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def content(run: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+
+
+def flip(path: Path, position: int = -100) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 255
+    path.write_bytes(data)
+
+
+def steps(run: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(run)]
+
+
+def test_a_run_that_died_before_its_first_checkpoint_goes_on(saved_seldom: Path, tmp_path: Path) -> None:
+    run = copy(saved_seldom, tmp_path)
+    before = read_metrics(run)
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+    after = read_metrics(run)
+    for name in ("reward", "loss", "response_length_mean", "step_consumed_tokens", "rollout_seconds"):
+        assert [line.get(name) for line in after[:4]] == [line.get(name) for line in before[:4]], name
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
+    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    former, newest = checkpoints(run / "checkpoints")
+    flip(newest / "model.safetensors")
+    before = content(run)
+    assert resume(run) == 2
+    said = capsys.readouterr().err
+    assert f"{newest / 'model.safetensors'}: damaged" in said
+    assert f"april train --resume {run} --salvage, which goes back to {former.name}" in said
+    assert content(run) == before, "nothing is overwritten"
+    assert resume(run, "--salvage") == 0
+    kept = run / "checkpoints" / f"{newest.name}.damaged-1"
+    assert (kept / "model.safetensors").read_bytes() == before[str((newest / "model.safetensors").relative_to(run))]
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["april.json", "manifest.json", "optimizer.pt", "config.json"])
+def test_every_file_of_a_checkpoint_is_checked(
+    saved_often: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    newest = checkpoints(run / "checkpoints")[-1]
+    flip(newest / name, (newest / name).stat().st_size // 2)
+    assert resume(run) == 2
+    said = capsys.readouterr().err
+    assert newest.name in said
+    assert "--salvage" in said
+    (newest / name).unlink()
+    assert resume(run) == 2
+    assert newest.name in capsys.readouterr().err
+
+
+def test_a_damaged_journal_is_named_and_what_can_be_read_is_offered(
+    saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_seldom, tmp_path)
+    wal = run / "journal.sqlite-wal"
+    flip(wal, wal.stat().st_size // 2)
+    before = content(run)
+    assert resume(run) == 2
+    said = capsys.readouterr().err
+    assert f"{wal}: damaged before its end" in said
+    assert "--salvage, which goes back to the beginning" in said
+    assert content(run) == before
+    assert resume(run, "--salvage") == 0
+    assert (run / "journal.sqlite.1-wal").read_bytes() == before["journal.sqlite-wal"]
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_a_missing_journal_is_named(saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copy(saved_often, tmp_path)
+    for path in run.glob("journal*"):
+        path.unlink()
+    assert resume(run) == 2
+    assert f"{run / 'journal.sqlite'}: missing" in capsys.readouterr().err
+    assert resume(run, "--salvage") == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_again(
+    saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_seldom, tmp_path)
+    assert resume(run, "--learning-rate", "1e-4") == 2
+    said = capsys.readouterr().err
+    assert "training.learning_rate: cannot change yet: 3 steps after the last checkpoint" in said
+    assert resume(run, "--rewind", "--learning-rate", "1e-4") == 0
+    assert (run / "journal.sqlite.1").exists()
+    assert json.loads((run / "summary.json").read_text())["recipe"]["training"]["learning_rate"] == 1e-4
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("older", [1, 2])
+def test_a_checkpoint_of_an_older_april_is_read(saved_often: Path, tmp_path: Path, older: int) -> None:
+    """As april wrote them before there was a journal; the first format named a reference policy that was not there."""
+    run = copy(saved_often, tmp_path)
+    newest = checkpoints(run / "checkpoints")[-1]
+    state = json.loads((newest / "april.json").read_text())
+    state["format"] = older
+    for name in ("journal", "admission", "lengths", "ready"):
+        del state["rollout"][name]
+    (newest / "april.json").write_text(json.dumps(state))
+    learner = torch.load(newest / "optimizer.pt", weights_only=True)
+    del learner["random"]
+    torch.save(learner if older == 2 else {**learner, "reference": None}, newest / "optimizer.pt")
+    (newest / "manifest.json").unlink()
+    for path in run.glob("journal*"):
+        path.unlink()
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_a_checkpoint_of_a_newer_april_is_refused(
+    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    path = checkpoints(run / "checkpoints")[-1] / "april.json"
+    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+    assert resume(run, "--salvage") == 2
+    assert "format 4, but this version of april reads up to 3" in capsys.readouterr().err
+
+
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert resume(tmp_path) == 2
+    assert "no run to resume" in capsys.readouterr().err
+    (tmp_path / "recipe.json").write_text("{")
+    assert resume(tmp_path) == 2
+    assert "recipe.json: cannot be read as a recipe" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_directory_are_refused(
+    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dead run has left its lock file, which does not count."""
+    run = copy(saved_often, tmp_path)
+    assert (run / "lock").exists()
+    recipe = saved_often.parent / "recipe.toml"
+    with locked(run):
+        assert resume(run) == 2
+        said = capsys.readouterr().err
+        assert f"another run is going on there (process {os.getpid()} on " in said
+        sys.argv = ["april", "train", str(recipe), "--output", str(run), "--if-exists", "rename"]
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 2
+        assert "another run is going on" in capsys.readouterr().err
+        assert not run.with_name("run.1").exists()
+
+
+def test_a_clock_that_jumps_changes_nothing(saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock goes back an hour, or on by a year, whenever somebody looks."""
+    jumps = iter(range(10**9))
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + (-3600 if next(jumps) % 2 else 3e7))
+    run = copy(saved_often, tmp_path)
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+    assert json.loads((run / "summary.json").read_text())["seconds"] < 600
+
+
+def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
+    saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    save, learn = trainer_module.save_checkpoint, trainer_module.Trainer._learn
+
+    async def learn_interrupted(self: object, step: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        return await learn(self, step)
+
+    def save_interrupted(*args: object) -> Path:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+        return save(*args)
+
+    monkeypatch.setattr(trainer_module.Trainer, "_learn", learn_interrupted)
+    monkeypatch.setattr(trainer_module, "save_checkpoint", save_interrupted)
+    assert resume(run, "--steps", "9", "--save-interval", "0") == 130
+    assert "Stopped. To go on" in capsys.readouterr().out
+    assert checkpoints(run / "checkpoints")[-1].name == "step-000004"
+    monkeypatch.undo()
+    assert resume(run, "--steps", "5") == 0
+    assert steps(run) == [0, 1, 2, 3, 4, 5]
+
+
+def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
+    saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    update = trainer_module.RolloutScheduler.update_weights
+
+    async def interrupted(self: object, weights: object = None) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
+            await trainer_module.asyncio.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        await update(self, weights)
+
+    monkeypatch.setattr(trainer_module.RolloutScheduler, "update_weights", interrupted)
+    assert resume(run) == 130
+    said = capsys.readouterr().err
+    assert "given up before the run was saved" in said
+    assert f"april train --resume {run}" in said
+    monkeypatch.undo()
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_the_comparison_of_crash_points_sees_a_difference(saved_often: Path, tmp_path: Path) -> None:
+    """What `tests.crash_points` compares is not blind."""
+    run = copy(saved_often, tmp_path)
+    (tmp_path / "ledger").mkdir()
+    assert resume(run) == 0
+    found = outcome(tmp_path, run)
+    assert differences(found, found) == []
+    other = {**found, "metrics": [*found["metrics"][:-1], {**found["metrics"][-1], "reward": 0.123}]}
+    assert differences(other, found)
+    weights = {name: tensor + 0.01 for name, tensor in found["weights"].items()}
+    assert differences({**found, "weights": weights}, found)
+    assert differences({**found, "trained": {"4": []}}, found)
