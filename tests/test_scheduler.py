@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -340,6 +342,42 @@ async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
 
     with pytest.raises(RewardError, match="no reward within"):
         await run(scheduler(ScriptedEngine(), reward=hanging, reward_timeout=0.05), 1)
+
+
+async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_being_called() -> None:
+    """More hang than there are threads; every other sample is scored all the same, until too many hang."""
+    never, called = threading.Event(), Counter[str]()
+
+    def hanging(prompt: Prompt, sample: Sample) -> float:
+        called["hang" if sample.group_id < 3 else "fine"] += 1
+        if sample.group_id < 3:
+            never.wait()
+        return 1.0
+
+    settings = {"over_sampling_batch_size": 3, "reward_timeout": 2.0, "on_reward_error": "reject"}
+    rollouts = scheduler(ScriptedEngine(), reward=hanging, **settings)
+    steps = await run(rollouts, 1)
+    assert called["hang"] == 6
+    quarantined = {q.group_id: q.error for step in steps for q in step.quarantined}
+    assert quarantined == dict.fromkeys(range(3), "no reward within 2 s")
+
+    stuck = scheduler(
+        ScriptedEngine(),
+        reward=lambda prompt, sample: never.wait(),
+        reward_timeout=0.01,
+        on_reward_error="reject",
+        max_rejected_groups=20,
+    )
+    with pytest.raises(RejectionError):
+        await run(stuck, 1)
+    assert stuck._rewards._hanging == 8
+    never.set()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, 1j, object(), b"1"])
+async def test_a_reward_of_a_wrong_kind_is_a_failure(value: object) -> None:
+    with pytest.raises(RewardError, match="no finite number"):
+        await run(scheduler(ScriptedEngine(), reward=lambda prompt, sample: value), 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1.0]])

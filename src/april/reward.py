@@ -2,6 +2,7 @@
 
 Invariants:
 - a reward function never blocks generation or an interrupt: it runs in a task, plain functions in a thread;
+- a plain function that never returns costs its own time limit, not that of other calls, nor the process its end;
 - a finished sample is scored exactly once as long as its function answers; a failure never costs the sample itself.
 
 For functions that can hang or take the process down, `april.tasks.isolation` runs them in worker processes.
@@ -12,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from april.trajectory import Group, Prompt, Sample
@@ -24,6 +27,10 @@ GroupRewardFunction = Callable[[Prompt, Sequence[Sample]], Sequence[float] | Awa
 """Scores all samples of a complete group at once, in their order."""
 RewardErrorPolicy = Literal["raise", "zero", "reject"]
 """What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
+
+
+THREADS = 8
+"""Plain functions that run at a time, and calls that may hang before no further one is begun."""
 
 
 class RewardError(Exception):
@@ -57,6 +64,8 @@ class RewardTasks:
         self.timeout = timeout
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._verdicts: deque[Verdict] = deque()
+        self._free = asyncio.Semaphore(THREADS)
+        self._hanging = 0
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -88,8 +97,7 @@ class RewardTasks:
 
     async def _score(self, group: Group, samples: Sequence[Sample]) -> None:
         try:
-            async with asyncio.timeout(self.timeout):
-                value = await self._call(group.prompt, samples)
+            value = await self._call(group.prompt, samples)
             self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
         except TimeoutError as error:
             reason = str(error) or f"no reward within {self.timeout:g} s"
@@ -104,12 +112,53 @@ class RewardTasks:
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
         argument: Any = samples if self.scope == "group" else samples[0]
         if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__):
-            value = await self.function(prompt, argument)
+            async with asyncio.timeout(self.timeout):
+                value = await self.function(prompt, argument)
         else:
-            value = await asyncio.to_thread(self.function, prompt, argument)
+            async with self._free:
+                value = await self._in_a_thread(prompt, argument)
             if inspect.isawaitable(value):
-                value = await value
+                async with asyncio.timeout(self.timeout):
+                    value = await value
         return value if self.scope == "group" else [value]
+
+    async def _in_a_thread(self, prompt: Prompt, argument: Any) -> Any:
+        """The function in a thread of its own, which is left behind if it takes too long: no thread can be stopped."""
+        if self._hanging >= THREADS:
+            raise RewardError(
+                f"{THREADS} calls of the reward function hang already: run it in processes, which can be stopped "
+                "(reward_workers in a recipe, april.tasks.isolation.RewardWorkers in a program)"
+            )
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if outcome.cancelled():
+                self._hanging -= 1
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
+
+        def work() -> None:
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                value = self.function(prompt, argument)
+            except StopIteration as stop:  # no future takes it
+                error = RuntimeError(f"the reward function raised {stop!r}")
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name=f"reward {prompt.id}", daemon=True).start()
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await outcome
+        except (asyncio.CancelledError, TimeoutError):
+            self._hanging += outcome.cancelled()
+            raise
 
     def take(self) -> list[Verdict]:
         verdicts = list(self._verdicts)
@@ -144,7 +193,7 @@ def check_rewards(rewards: Sequence[float], expected: int) -> list[float]:
     for value in values:
         try:
             finite = not isinstance(value, str) and math.isfinite(value)
-        except TypeError:
+        except (TypeError, OverflowError):
             finite = False
         if not finite:
             raise ValueError(f"the reward function returned {value!r}, which is no finite number")
