@@ -187,7 +187,15 @@ async def go_on(watch: Watch, enough: Callable[[], bool], after: Callable[[Step]
         step = await watch.scheduler.collect()
         watch.look(step)
         await after(step)
-        await watch.scheduler.update_weights()
+        for attempt in itertools.count():
+            try:
+                await watch.scheduler.update_weights()
+                break
+            except EngineError:  # all replicas are lost in this moment, and on their way back
+                watch.counts["updates tried again"] += 1
+                if attempt == 100:
+                    raise
+                await asyncio.sleep(0.5)
         gc.collect()
 
 

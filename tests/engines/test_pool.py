@@ -422,3 +422,18 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
                     for sample in group.samples:
                         check(sample)
         await trouble
+
+
+async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares() -> None:
+    """Engines that share the trainer's parameters are given no weights, only their version."""
+    first, second = Machine("first"), Machine("second")
+    async with pool_of(first, second) as pool:
+        await pool.update_weights(1)
+        second.alive = False
+        await pool.update_weights(2)
+        assert second.version == 1
+        second.restart()
+        async with asyncio.timeout(20):
+            while second.version != 2:
+                await asyncio.sleep(0.01)
+        assert second.updates == [1, 2]

@@ -97,6 +97,8 @@ class EnginePool:
         self.replicas = [Replica(engine) for engine in replicas]
         self.version = 0
         self._weights: Any = None
+        self._updated = False
+        """Replicas hold weights that they were given, if only by name: an engine may share the trainer's own."""
         self._health_interval = health_interval
         self._health_timeout = health_timeout
         self._update_timeout = update_timeout
@@ -230,7 +232,7 @@ class EnginePool:
                     raise error
             errors = [(r, e) for r, e in zip(targets, results, strict=True) if isinstance(e, BaseException)]
             if not errors:
-                self.version, self._weights = version, weights
+                self.version, self._weights, self._updated = version, weights, True
                 for replica in targets:
                     replica.state, replica.failures = State.READY, 0
                 if getattr(targets[0].engine, "on_update", "recompute") == "recompute":
@@ -238,7 +240,7 @@ class EnginePool:
                 return
             for replica in targets:
                 replica.state, replica.reason = State.TORN, f"the update to version {version} failed"
-                if self._weights is not None:
+                if self._updated:
                     self._bring_back(replica)
         failed = "; ".join(f"{replica.engine!r}: {error}" for replica, error in errors)
         raise EngineError(f"not all replicas took up weights {version}; failed: {failed}") from errors[0][1]
@@ -385,7 +387,7 @@ class EnginePool:
                     return
                 try:
                     await self._learn(replica)
-                    if self._weights is not None:
+                    if self._updated:
                         await self._give(replica, self.version, self._weights)
                 except (EngineError, ValueError, TimeoutError) as error:
                     replica.reason = str(error) or type(error).__name__
