@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from april.config import API_KEY, ConfigError, ModelSettings
+from april.training.checkpoint import FORMAT, OPTIMIZER, STATE, CheckpointError, load_state
+from april.training.output import locked, prepare_output
 from april.training.policy import load_policy
 from tests import tiny
 
@@ -72,6 +75,41 @@ def test_code_that_a_model_brings_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path"):
         load_policy(ModelSettings(path=str(model)))
     assert not proof.exists()
+
+
+class Poison:
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.proof,)
+
+
+def test_a_checkpoint_from_somebody_else_runs_nothing(tmp_path: Path) -> None:
+    proof = tmp_path / "ran"
+    torch.save({"optimizer": Poison(proof)}, tmp_path / OPTIMIZER)
+    (tmp_path / STATE).write_text(json.dumps({"format": FORMAT}))
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_state(tmp_path)
+    assert not proof.exists()
+    torch.load(tmp_path / OPTIMIZER, weights_only=False)
+    assert proof.exists(), "the poison works"
+
+
+def test_a_run_does_not_write_among_the_files_of_others(tmp_path: Path) -> None:
+    (tmp_path / "authorized_keys").write_text("mine")
+    with pytest.raises(ConfigError, match="holds other files, and no run"):
+        prepare_output(tmp_path, "rename")
+    with pytest.raises(ConfigError, match="this is a file"):
+        prepare_output(tmp_path / "authorized_keys", "error")
+    assert [path.name for path in tmp_path.iterdir()] == ["authorized_keys"]
+    prepare_output(tmp_path / "new", "error")
+    (tmp_path / "empty").mkdir()
+    prepare_output(tmp_path / "empty", "error")
+    (tmp_path / "failed-early").mkdir()
+    with locked(tmp_path / "failed-early"):
+        pass
+    prepare_output(tmp_path / "failed-early", "error")
 
 
 RECIPE = """

@@ -437,3 +437,20 @@ async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares
             while second.version != 2:
                 await asyncio.sleep(0.01)
         assert second.updates == [1, 2]
+
+
+async def test_failures_in_a_row_count_over_steps() -> None:
+    """Steps may be shorter than the time that a pool takes to give a request up."""
+    machine = Machine()
+    machine.fault = "always"
+    async with pool_of(machine, max_retries=2, max_failures=100) as pool:
+        (sample,) = make_samples(1)
+        for failures in (1, 2):
+            pool.submit(sample)
+            while pool._attempts.get(sample.id, 0) < failures:
+                await asyncio.sleep(0)
+            assert await pool.interrupt() == []
+        pool.submit(sample)
+        (chunk,) = await pool.poll()
+        assert "always" in chunk.error
+        assert not pool._attempts

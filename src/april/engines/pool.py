@@ -196,7 +196,6 @@ class EnginePool:
             for replica in self.replicas:
                 replica.samples.clear()
             self._waiting.clear()
-            self._attempts.clear()
         return self._outbox.take()
 
     async def _interrupt(self, replica: Replica) -> None:
@@ -272,6 +271,8 @@ class EnginePool:
         names = list(self._home) if sample_ids is None else list(sample_ids)
         for name in names:
             self._home.pop(name, None)
+        for name in list(self._attempts) if sample_ids is None else names:
+            self._attempts.pop(name, None)
         for replica in self.replicas:
             replica.engine.forget(None if sample_ids is None else names)
 

@@ -19,6 +19,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         state = json.loads((path / STATE).read_text())
         learner = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
     if state.get("format") not in range(1, FORMAT + 1):
         raise CheckpointError(f"{path}: format {state.get('format')}, but this version of april reads up to {FORMAT}")

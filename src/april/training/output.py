@@ -14,6 +14,8 @@ from april.config import ConfigError
 from april.journal import sync_directory, sync_file
 
 LOCK = "lock"
+RUN = {"metrics.jsonl", "recipe.json"}
+"""What a run has written once it has begun."""
 
 
 @contextmanager
@@ -46,10 +48,22 @@ def locked(directory: Path) -> Iterator[None]:
 def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> None:
     """Make room for a new run in `directory`.
 
+    A recipe from somebody else cannot write among files that no run has left: the directory must be new or empty, or
+    hold a run.
+
     Raises:
-        ConfigError: a run is there already and `if_exists` is "error", or it is still going on.
+        ConfigError: a run is there already and `if_exists` is "error", or it is still going on; or something else is
+            there.
     """
-    if not any((directory / name).exists() for name in ("metrics.jsonl", "recipe.json")):
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"reporting.output = {str(directory)!r}: this is a file; name a directory")
+    found = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
+    if found and not found & {LOCK, *RUN}:
+        raise ConfigError(
+            f"reporting.output = {str(directory)!r}: this directory holds other files, and no run: choose a new or an "
+            "empty one by --output"
+        )
+    if not found & RUN:
         return
     if if_exists == "error":
         raise ConfigError(

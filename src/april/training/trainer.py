@@ -329,6 +329,7 @@ class Trainer:
             }
             self.metrics.sync()
             self.trace.sync()
+            self.faults.sync()
             learner = self.learner.state_dict()
             path = save_checkpoint(directory, self.totals.step, self._save_policy, learner, state, keep)
             if oldest := load_mark(checkpoints(directory)[0]):
