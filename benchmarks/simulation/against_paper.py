@@ -24,14 +24,17 @@ RATIOS = (1.5, 2, 3)
 
 
 def arms(batch_size: int, orders: bool) -> dict[str, dict[str, Any]]:
-    made: dict[str, dict[str, Any]] = {}
+    made: dict[str, dict[str, Any]] = {"synchronous": {"partial_rollout": False}}
     for ratio in RATIOS:
         count = {"over_sampling_batch_size": round(ratio * batch_size)}
         made[f"paper {ratio:g}"] = {**count, "max_staleness": None, "first_come": True}
-        made[f"ours {ratio:g}"] = {**count, "max_staleness": BOUND, "on_update": "keep"}
-    made["ours auto"] = {"over_sampling_batch_size": "auto", "max_staleness": BOUND, "on_update": "keep"}
+        made[f"ours {ratio:g}, keep, oldest"] = {**count, "max_staleness": BOUND, "on_update": "keep"}
+    count = {"over_sampling_batch_size": 2 * batch_size, "max_staleness": BOUND}
+    made["ours 2, recompute, oldest"] = dict(count)
     for order in (name for name in ORDERS if orders and name != "oldest"):
-        made[f"ours 2, {order}"] = {**made["ours 2"], "order": order}
+        made[f"ours 2, keep, {order}"] = {**count, "order": order, "on_update": "keep"}
+    auto = {"over_sampling_batch_size": "auto", "max_staleness": BOUND}
+    made["ours auto, keep, oldest"] = {**auto, "on_update": "keep"}
     return made
 
 
@@ -51,11 +54,13 @@ def main() -> None:
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     for name in args.workloads:
         top = ceiling(WORKLOADS[name])
+        known = results[name]["arms"] if args.keep and name in results else {}
         found: dict[str, Any] = {}
         for arm, settings in arms(WORKLOADS[name].rollout_batch_size, name in args.orders).items():
-            made = figures(measure(name, **settings))
+            fixed = known.get(arm) if "auto" not in arm else None
+            made = fixed or figures(measure(name, **settings))
             found[arm] = {**made, "share_of_ceiling": made["consumed_tokens_per_second"] / top}
-        ours = [found[arm] for arm in found if arm.startswith("ours") and "," not in arm]
+        ours = [found["synchronous"], *(found[f"ours {ratio:g}, keep, oldest"] for ratio in RATIOS)]
         line = [(arm["mean_staleness"], arm["consumed_tokens_per_second"]) for arm in ours]
         gains = {
             f"{ratio:g}": at_staleness(line, (paper := found[f"paper {ratio:g}"])["mean_staleness"])

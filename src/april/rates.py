@@ -56,26 +56,24 @@ class EngineRates:
         submitted, first, end, first_tokens, before, after = np.array(list(columns), dtype=float).T
         first, end = first + submitted - submitted.min(), end - submitted.min()
         tokens, together = after - before, min(slots, _peak(first, end))
-        # How long the first tokens took to come says when decoding began; an only chunk is taken to be all decoding.
-        rest = np.maximum(tokens - first_tokens, 0.0)
-        pace = np.where(rest > 0, rest / np.maximum(end - first, 1e-9), tokens / np.maximum(end, 1e-9))
-        decoding = np.maximum(first - first_tokens / pace, 0.0)
-        pace = tokens / np.maximum(end - decoding, 1e-9)
-        # Stays that began with the step, seen at their first token and at their last.
+        # Stays that began with the step, seen at their first tokens and at their last. All that decode gain a token at
+        # a time, so together they are a clock that counts decode steps; everybody's work is laid out along it.
         rows = (np.arange(len(begun)) < together) & (submitted - submitted.min() < 0.05 * end.max()) & (first > 0)
         if not rows.any():
             return
         until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
-        sampled = _integral(decoding, end, pace, until)
+        by_time = np.argsort(until, kind="stable")
+        clock = np.interp(first, until[by_time], np.maximum.accumulate(own[by_time]))
+        enters = np.where(rows, 0.0, np.maximum(clock - first_tokens, 0.0))
+        sampled = _integral(enters, enters + tokens, np.ones(len(begun)), own)
         part = np.arange(PARTS)[:, None] / PARTS
         held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
-        enters, leaves = (decoding + (end - decoding) * share for share in (part, part + 1 / PARTS))
-        read = _integral(enters.ravel(), leaves.ravel(), (pace * held).ravel(), until)
+        into, out = enters + tokens * part, enters + tokens * (part + 1 / PARTS)
+        read = _integral(into.ravel(), out.ravel(), held.ravel(), own)
         new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(before > 0, prompt_tokens + before, 0.0)
-        submission = np.where(rows, 0.0, decoding)
-        by_start = np.argsort(submission, kind="stable")
-        upto = np.searchsorted(submission[by_start], until, "right")
-        prefilled = [np.concatenate(([0.0], np.cumsum(work[by_start])))[upto] for work in (new, old)]
+        by_turn = np.argsort(enters, kind="stable")
+        upto = np.searchsorted(enters[by_turn], own, "right")
+        prefilled = [np.concatenate(([0.0], np.cumsum(work[by_turn])))[upto] for work in (new, old)]
         work = np.stack([own, sampled, read, *prefilled], axis=1) / np.maximum(until, 1e-9)[:, None]
         self._normal = self.decay * self._normal + work.T @ work / len(work)
         self._target = self.decay * self._target + work.mean(0)
@@ -114,7 +112,7 @@ def _peak(start: Floats, end: Floats) -> int:
 
 
 def _integral(start: Floats, end: Floats, rate: Floats, at: Floats) -> Floats:
-    """What has come together by the times `at` if each stay yields at its rate from start to end."""
+    """What has come together by `at` if each stay yields at its rate from start to end."""
     times, change = np.concatenate((start, end)), np.concatenate((rate, -rate))
     order = np.argsort(times, kind="stable")
     times, slope = times[order], np.cumsum(change[order])
