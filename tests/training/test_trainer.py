@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.cli import main
+from april.reporting.faults import read_faults
 from april.reporting.metrics import read_metrics
 from tests import tiny
 
@@ -177,6 +178,25 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_what_was_survived_is_in_the_log_the_metrics_and_the_report(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text(
+        "def score(response, answer):\n    if len(response) % 7 == 0:\n        raise RuntimeError('no <parser>')\n"
+        "    return float(len(response) % 2)\n"
+    )
+    flags = ("--task.reward", "my_reward:score", "--on-reward-error", "reject", "--task.eval-size", 0)
+    done = april("train", recipe, "--steps", 3, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    faults = read_faults(run)
+    counted = sum(line["groups_quarantined"] for line in metrics(run)[1:])
+    assert counted == sum(len(record["quarantined"]) for record in faults) > 0
+    assert faults[0]["quarantined"][0]["prompt"].startswith("gcd/train/")
+    assert "no <parser>" in faults[0]["quarantined"][0]["error"]
+    report = (run / "report.html").read_text()
+    assert "quarantined (reward)" in report
+    assert "no &lt;parser&gt;" in report
+
+
 @pytest.mark.parametrize(
     ("change", "flags", "message"),
     [
@@ -210,6 +230,11 @@ def test_a_failing_reward_function_names_the_prompt_and_keeps_the_run(recipe: Pa
         ((), ("--trackers", "wandb"), "april-rl[wandb]"),
         ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
         ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
+        (
+            (),
+            ("--max-prompt-length", "105"),
+            "gcd/eval/0' has a prompt of 106 tokens, and 105 is the limit",
+        ),
         ((), ("--urls", "http://me:secret@host:1", "--engine", "vllm"), "engine.urls holds a password"),
         ((), ("--urls", "host:1", "--engine", "vllm"), "engine.urls has 'host:1': write each as"),
         ((), ("--urls", "http://host:1"), 'engine.urls is set but engine = "embedded"'),
