@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from april import Capacity, Chunk, FinishReason, Group, Prompt, RolloutScheduler, Sample, SamplingParams, StreamEngine
 from april.engines.pool import EnginePool
 from april.reporting.metrics import MetricsWriter
 from april.reporting.trace import TraceWriter
-from tests.engines.test_tensorrt_llm import RecordedServer, connect, server  # noqa: F401 (a fixture)
+from tests.engines.test_tensorrt_llm import RecordedServer, connect, server, serving  # noqa: F401 (a fixture)
 from tests.scripted_engine import ScriptedEngine
 
 BUDGET, BACKLOG, SLOTS = 500, 16, 4
@@ -86,6 +87,52 @@ async def test_servers_are_left_unread_for_a_reader_who_does_not_come(server: tu
         assert 0 < len(chunks) <= BACKLOG + SLOTS
         taken += sum(len(chunk.token_ids) for chunk in chunks)
     await engine.close()
+
+
+class Chatterbox(RecordedServer):
+    """A server that never stops talking: after a response, or within its first event."""
+
+    def __init__(self, within: bytes | None) -> None:
+        super().__init__()
+        self.within = within
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if self.within is None:
+            await response.write(
+                self.event(body["model"], [5] * body["max_tokens"], [-1.0] * body["max_tokens"], "length")
+            )
+        try:
+            while True:
+                await response.write((self.within or b"\n") * 2**16)
+        except (ConnectionError, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+
+
+@pytest.mark.parametrize("within", [None, b"x"])
+async def test_a_server_that_never_stops_talking_is_cut_off(
+    within: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("april.engines.server.REST", 2**20)
+    chatterbox = Chatterbox(within)
+    async with serving(chatterbox) as url:
+        engine = await connect(url)
+        for sample in samples(SLOTS, 20):
+            engine.submit(sample)
+        chunks: list[Chunk] = []
+        async with asyncio.timeout(60):
+            while sum(chunk.finish is not None or chunk.error is not None for chunk in chunks) < SLOTS:
+                chunks += await engine.poll()
+            while engine._tails or chatterbox.cancelled < SLOTS:
+                await asyncio.sleep(0.01)
+        if within:
+            assert all("an event of more than" in str(chunk.error) for chunk in chunks)
+        else:
+            assert sum(len(chunk.token_ids) for chunk in chunks) == SLOTS * 20
+        await engine.close()
 
 
 def prompts() -> Iterator[Prompt]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -83,9 +84,9 @@ class RecordedServer:
         return web.Response()
 
 
-@pytest_asyncio.fixture
-async def server() -> AsyncIterator[tuple[RecordedServer, str]]:
-    recorded = RecordedServer()
+@asynccontextmanager
+async def serving(recorded: RecordedServer) -> AsyncIterator[str]:
+    """The URL under which `recorded` answers."""
     app = web.Application()
     app.router.add_post("/v1/completions", recorded.complete)
     app.router.add_get("/v1/models", recorded.models)
@@ -93,8 +94,15 @@ async def server() -> AsyncIterator[tuple[RecordedServer, str]]:
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield recorded, f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[tuple[RecordedServer, str]]:
+    recorded = RecordedServer()
+    async with serving(recorded) as url:
+        yield recorded, url
 
 
 async def connect(url: str, **settings: Any) -> TensorRTLLMEngine:

@@ -33,6 +33,9 @@ from april.trajectory import Sample, SamplingParams
 
 log = logging.getLogger(__name__)
 
+REST = 2**24
+"""Bytes that a server may send after the end of a response, or in one event."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -489,13 +492,19 @@ class ServerEngine(ABC):
             if finish is not None:
                 if finish == "abort" and stream.attached and not self._outbox.draining:
                     raise RequestError("the server aborted the request")
-                # The sample is done with this stream. It is read to the end, so that its connection can be used again.
+                # The sample is done with this stream. It is read to its end, so that its connection can be used again,
+                # unless the server goes on and on: then the connection is cut.
                 if self._streams.get(stream.sample_id) is stream and finish != "again":
                     del self._streams[stream.sample_id]
                     self._keep_reading(stream)
-                with suppress(aiohttp.ClientError):
-                    await content.read()
+                with suppress(aiohttp.ClientError, TimeoutError):
+                    async with asyncio.timeout(self._patience):
+                        left = REST
+                        while left > 0 and (more := await content.read(left)):
+                            left -= len(more)
                 return finish
+            if len(rest) > REST:
+                raise RequestError(f"an event of more than {REST} bytes came")
             if self._outbox.full:
                 await self._outbox.room()
         raise RequestError(f"the stream broke off after {stream.received} tokens")
