@@ -33,7 +33,7 @@ from typing import Any
 
 from april.config import Recipe, check_recipe, load_recipe
 from april.reporting.metrics import read_metrics
-from april.training.learner import TrainingError
+from april.training.mishap import TrainingError
 from april.training.trainer import Trainer
 
 HERE = Path(__file__).parent
