@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from april.admission import Admission, FixedAdmission, Plan, largest_target
@@ -29,7 +29,7 @@ from april.retries import Retries
 from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
 from april.staleness import StalenessError, feasible, select
 from april.step import Failure, Quarantine, Span, Step
-from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.trajectory import Group, Prompt, Sample, SamplingParams
 
 
 class RejectionError(Exception):
@@ -145,6 +145,8 @@ class RolloutScheduler:
         """Sampled in the moment in which a step was cancelled."""
         self._resume = False
         """Something unfinished is not in flight."""
+        self._cut_short: list[Span] = []
+        """What a step had seen that did not come to its end; the next one has seen it too."""
         self._step = Step(version=0, plan=Plan(rollout_batch_size))
         self._began = 0.0
 
@@ -203,8 +205,12 @@ class RolloutScheduler:
                 else:
                     return self._finish(chosen)
         except BaseException:
-            with suppress(EngineError):
-                await self._interrupt()
+            try:
+                with suppress(EngineError):
+                    await self._interrupt()
+            finally:
+                seen = (span for span in self._step.spans if span.after > span.before)
+                self._cut_short = [replace(span, start=0.0, queued=None, end=0.0) for span in seen]
             raise
 
     async def update_weights(self, weights: Any = None) -> None:
@@ -267,6 +273,7 @@ class RolloutScheduler:
             "buffer": self.buffer.state_dict(),
             "prompts": _state_of(self.prompts),
             "ready": list(self.ready),
+            "cut_short": [asdict(span) for span in self._cut_short],
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),
             "journal": None if self.journal is None else self.journal.mark,
@@ -282,6 +289,7 @@ class RolloutScheduler:
         if state.get("lengths"):
             self.lengths.load_state_dict(state["lengths"])
             self.admission.load_state_dict(state["admission"])
+        self._cut_short = [Span(**span) for span in state.get("cut_short", ())]
         self._load_prompts(state["prompts"])
         if self.journal is not None:
             self.journal.seek(state.get("journal"))
@@ -325,6 +333,7 @@ class RolloutScheduler:
         if self.journal is None:
             return None
         prompts = None
+        seen: dict[str, Span] = {}
         for event in self.journal.replay():
             try:
                 redo(event, self.buffer)
@@ -337,8 +346,8 @@ class RolloutScheduler:
             match event:
                 case Admitted():
                     prompts = event.prompts
-                case Chunk(finish=FinishReason()):
-                    self._ready_again(int(event.sample_id.split(".")[0]))
+                case Chunk():
+                    self._sampled_again(event, seen)
                 case Rewarded():
                     self._ready_again(event.group_id)
                 case Rejected():
@@ -347,9 +356,19 @@ class RolloutScheduler:
                     self._load_prompts(prompts)
                     return self._handed_over_again(event.step)
         self._load_prompts(prompts)
+        self._cut_short += seen.values()
         if self.dynamic_filter is not None:  # a verdict of the filter that was not written is found again
             self.ready = {id: group for id, group in self.ready.items() if self.dynamic_filter(group)}
         return None
+
+    def _sampled_again(self, chunk: Chunk, seen: dict[str, Span]) -> None:
+        group_id, index = map(int, chunk.sample_id.split("."))
+        length = self.buffer.groups[group_id].samples[index].length
+        span = seen.setdefault(chunk.sample_id, Span(chunk.sample_id, group_id, 0.0, length - len(chunk.token_ids)))
+        span.after = length
+        if chunk.finish is not None:
+            span.outcome = "finished"
+            self._ready_again(group_id)
 
     def _ready_again(self, id: int) -> None:
         group = self.buffer.groups[id]
@@ -364,6 +383,7 @@ class RolloutScheduler:
             )
         for group in step.groups:
             self.ready.pop(group.id, None)
+        self._cut_short = []
         self.admission.plan(self.batch_size)  # it follows from what was observed, and is part of the state
         self._learn(step)
         return step
@@ -375,6 +395,8 @@ class RolloutScheduler:
         self._resume = True
         self._retries.hurry()
         self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
+        self._step.spans += self._cut_short
+        self._cut_short = []
         for group in list(self.buffer):
             self._rewards.missing(group)
             self._weigh(group)

@@ -185,7 +185,7 @@ def test_a_checkpoint_of_an_older_april_is_read(saved_often: Path, tmp_path: Pat
     newest = checkpoints(run / "checkpoints")[-1]
     state = json.loads((newest / "april.json").read_text())
     state["format"] = older
-    for name in ("journal", "admission", "lengths", "ready"):
+    for name in ("journal", "admission", "lengths", "ready", "cut_short"):
         del state["rollout"][name]
     (newest / "april.json").write_text(json.dumps(state))
     learner = torch.load(newest / "optimizer.pt", weights_only=True)
