@@ -118,13 +118,13 @@ class Trainer:
             version = self.scheduler.version
             await self.engine.update_weights(version, self.weights(version))
             config, name = recipe.to_dict(), self.directory.name
+            write_whole(self.directory / RECIPE, json.dumps(config, indent=2))  # from here on there is a run to resume
             trackers, project = recipe.reporting.trackers, recipe.reporting.project
             self.metrics = stack.enter_context(
                 MetricsWriter(self.directory, trackers, project, name, config, resume_step=resumed)
             )
             self.trace = stack.enter_context(TraceWriter(self.directory, resumed))
             self.faults = stack.enter_context(FaultLog(self.directory, resumed))
-            write_whole(self.directory / RECIPE, json.dumps(config, indent=2))
             stack.enter_context(self._stopping_on_signals())
             return await self._train(held_out)
 
