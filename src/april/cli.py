@@ -401,7 +401,7 @@ class CalibrationSettings:
     longest: int = 512
     """The longest prompt that is prefilled, in tokens."""
     repeats: int = 3
-    """Times each measurement is made; the fastest counts."""
+    """Times each measurement is made; the median counts."""
 
 
 def calibrate(args: list[str]) -> int:
@@ -421,15 +421,16 @@ def calibrate(args: list[str]) -> int:
     from april.simulation.calibration import calibrate_recipe
 
     try:
-        cost = asyncio.run(calibrate_recipe(recipe, settings.longest, settings.repeats))
+        measured = asyncio.run(calibrate_recipe(recipe, settings.longest, settings.repeats))
     except (EngineError, ValueError, OSError) as error:
         return _fail(f"{type(error).__name__}: {error}")
+    cost = measured.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")
     cost.save(settings.output)
     largest = cost.decode_batches[-1]
     print(f"decode step: {1e3 * cost.base()[1]:.3g} ms alone, {1e3 * cost.base()[largest]:.3g} ms at {largest} samples")
     print(f"prefill: {cost.prefill_token_seconds * 1e6:.3g} us a token; a request: {cost.request_seconds * 1e3:.3g} ms")
     print(f"interrupt: {cost.interrupt_seconds * 1e3:.3g} ms; weight update: {cost.update_seconds * 1e3:.3g} ms")
-    print(f"mean error of the fit: decoding {cost.errors['decode']:.1%}, prefill {cost.errors['prefill']:.1%}")
+    print(f"mean error of the fit: {', '.join(f'{name} {error:.1%}' for name, error in cost.errors.items())}")
     print(f"written: {settings.output}")
     return 0
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from april.engines.simulated import SimulatedEngine
-from april.simulation import calibration
 from april.simulation.calibration import Calibration, Decoding, Prefill, calibrate
 from april.simulation.cost_model import CostModel
 from april.simulation.virtual_time import run
@@ -54,16 +53,16 @@ def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
     assert cost.errors["decode"] > 0.05
 
 
-def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
     """The whole sweep, against a simulated engine and its clock."""
 
-    async def main() -> CostModel:
-        monkeypatch.setattr(calibration.time, "perf_counter", asyncio.get_running_loop().time)
+    async def main() -> Calibration:
+        clock = asyncio.get_running_loop().time
         endless = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9, prompt_tokens=8)
         engine = SimulatedEngine(TRUE, endless, stream_seconds=0.003)
-        return (await calibrate(engine, update=engine.update_weights, longest=400, steps=16)).fit("simulated")
+        return await calibrate(engine, update=engine.update_weights, longest=400, steps=16, clock=clock)
 
-    found = run(main())
+    found = run(main()).fit("simulated")
     np.testing.assert_allclose(found.base(16)[1:], TRUE.base(16)[1:], rtol=0.03)
     assert found.kv_token_seconds == pytest.approx(TRUE.kv_token_seconds, rel=0.1)
     assert found.prefill_token_seconds == pytest.approx(TRUE.prefill_token_seconds, rel=0.15)

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from april.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.simulation.cost_model import CostModel
-from april.simulation.workload import Workload
 from april.trajectory import Blank, FinishReason, Sample
 
 NEVER = np.iinfo(np.int64).max
@@ -32,6 +31,14 @@ WATERMARK = 0.01
 AFFINITY = 0.25
 """How much more than the average load, as a share of its slots, a replica may have and still be given back the samples
 whose KV cache it holds."""
+
+
+class Lengths(Protocol):
+    """How long responses are; a `Workload` says it, for one."""
+
+    def lengths(
+        self, prompts: NDArray[np.int64], seeds: NDArray[np.uint64], versions: NDArray[np.int64]
+    ) -> NDArray[np.int64]: ...
 
 
 class SimulatedEngine:
@@ -51,7 +58,7 @@ class SimulatedEngine:
     def __init__(
         self,
         cost: CostModel,
-        workload: Workload,
+        workload: Lengths,
         replicas: int = 1,
         on_update: KVPolicy = "recompute",
         resolution: float = 0.0,
