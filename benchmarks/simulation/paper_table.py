@@ -127,8 +127,8 @@ def gains(model: str, lengths: Workload, steps: int, seeds: int, dapo: bool = Fa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=1)
     args = parser.parse_args()
     table: dict[str, Any] = {}
     for (model, algorithm), cells in PAPER.items():
