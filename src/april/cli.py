@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import dataclasses
+import inspect
 import json
 import os
 import platform
@@ -320,7 +321,7 @@ def simulate(args: list[str]) -> int:
         SimulationSettings,
         prog="april simulate",
         args=own,
-        description=f"{SimulationSettings.__doc__}\n\nFlags of april train may follow after --.",
+        description=f"{inspect.getdoc(SimulationSettings)}\n\nFlags of april train may follow after --.",
     )
     from rich.console import Console
 
@@ -411,7 +412,7 @@ def calibrate(args: list[str]) -> int:
         CalibrationSettings,
         prog="april calibrate",
         args=own,
-        description=f"{CalibrationSettings.__doc__}\n\nFlags of april train may follow after --.",
+        description=f"{inspect.getdoc(CalibrationSettings)}\n\nFlags of april train may follow after --.",
     )
     for name in ("longest", "repeats"):
         if getattr(settings, name) < 1:
