@@ -1,0 +1,143 @@
+"""What the journal costs: the rollouts of the quickstart recipe with and without it.
+
+Two arms in one process, each with an engine and a scheduler of its own, the same seeds and therefore the same tokens;
+nothing is trained, but the weights are handed over after each step as if they had changed. A block of steps of one arm,
+the same steps of the other, then the other way round. Reported: consumed tokens/s of each arm, the ratio of each pair
+of blocks, and, because a ratio of two measurements is noisier than what it is to show, the journal's own time: what it
+holds up the event loop, and the processor time of its writer.
+
+    OMP_NUM_THREADS=2 python benchmarks/durability.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from record import save, spread
+
+from april import RolloutScheduler
+from april.config import Recipe, load_recipe
+from april.engines.embedded import EmbeddedEngine
+from april.journal import Journal
+from april.tasks.prompts import PromptStream
+from april.tasks.task import build_task
+from april.training.policy import load_policy, stop_tokens
+from april.training.scoring import Rewards
+
+
+class TimedJournal(Journal):
+    """Adds up what it takes of the event loop's time and of the processor's."""
+
+    held_up = 0.0
+    writing = 0.0
+
+    def record(self, event: Any) -> None:
+        self.held_up += _seconds(lambda: super(TimedJournal, self).record(event))
+
+    def flush(self) -> None:
+        self.held_up += _seconds(super().flush)
+
+    def _commit(self, records: Any) -> None:
+        super()._commit(records)
+        self.writing = time.thread_time()  # of the writer's thread, since it began
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class Arm:
+    """One way of collecting, with what each of its blocks brought."""
+
+    def __init__(self, recipe: Recipe, policy: Any, task: Any, journal: TimedJournal | None) -> None:
+        model, tokenizer = policy
+        rollout, engine = recipe.rollout, recipe.engine
+        self.journal = journal
+        self.rates: list[float] = []
+        self.seconds = 0.0
+        self.scheduler = RolloutScheduler(
+            EmbeddedEngine(
+                model,
+                max_running=engine.max_running,
+                context_length=engine.context_length,
+                on_update=engine.on_update,
+                stream_interval=engine.stream_interval,
+            ),
+            PromptStream(task, tokenizer, seed=1),
+            Rewards(task.scorer, tokenizer, rollout),
+            rollout_batch_size=rollout.rollout_batch_size,
+            over_sampling_batch_size=48,
+            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            sampling=recipe.sampling(stop_tokens(model, tokenizer)),
+            max_staleness=rollout.max_staleness,
+            journal=journal,
+        )
+
+    async def block(self, steps: int) -> None:
+        consumed, seconds = 0, 0.0
+        for _ in range(steps):
+            began = time.perf_counter()
+            step = await self.scheduler.collect()
+            await self.scheduler.update_weights()
+            seconds += time.perf_counter() - began
+            consumed += step.consumed_tokens
+        self.rates.append(consumed / seconds)
+        self.seconds += seconds
+
+
+async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    recipe = load_recipe(Path(args.recipe))
+    policy, task = load_policy(recipe.model), build_task(recipe.task)
+    journal = TimedJournal(directory / "journal.sqlite", args.delay)
+    without, durable = Arm(recipe, policy, task, None), Arm(recipe, policy, task, journal)
+    for arm in (without, durable):  # first steps differ: buffers are empty, caches and kernels cold
+        await arm.block(args.warm_up)
+        arm.rates.clear()
+        arm.seconds = 0.0
+    journal.flush()
+    before = journal.held_up, journal.writing
+    for pair in range(args.pairs):
+        for arm in (without, durable) if pair % 2 else (durable, without):
+            await arm.block(args.steps)
+    journal.flush()
+    held_up, writing = journal.held_up - before[0], journal.writing - before[1]
+    tokens = durable.scheduler.buffer.sampled_tokens
+    assert tokens == without.scheduler.buffer.sampled_tokens, "the arms did different work"
+    journal.close()
+    size = (directory / "journal.sqlite").stat().st_size
+    ratios = [b / a for a, b in zip(without.rates, durable.rates, strict=True)]
+    return {
+        "consumed_tokens_per_second_without": spread(without.rates),
+        "consumed_tokens_per_second_with": spread(durable.rates),
+        "ratio_with_to_without": spread(ratios),
+        "event_loop_share_of_time": held_up / durable.seconds,
+        "writer_processor_share_of_time": writing / durable.seconds,
+        "bytes_per_sampled_token": size / tokens,
+        "sampled_tokens": tokens,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="examples/gcd/recipe.toml")
+    parser.add_argument("--delay", type=float, default=1.0, help="journal_delay, in seconds")
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=2, help="steps of an arm in a block")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each arm before the first block")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".") as directory:
+        results = asyncio.run(measure(args, Path(directory)))
+    print(results)
+    print(save(__file__, {"results": results, "settings": vars(args)}))
+
+
+if __name__ == "__main__":
+    main()
