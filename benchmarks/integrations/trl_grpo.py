@@ -1,0 +1,333 @@
+"""The quickstart recipe under TRL's GRPOTrainer, under TRL with april, and under `april train`.
+
+The same policy, problems, rewards, batch (32 prompts of 8 samples), response budget and optimiser settings. Arms:
+
+- `trl`: `trl.GRPOTrainer`, which generates with transformers;
+- `trl + april`: `april.integrations.trl.GRPOTrainer` with the recipe's engine, N' and staleness bound;
+- `april train`: the recipe.
+
+`speed` runs all three in one process, a step of each in turn, and reports seconds per step, consumed tokens/s (tokens
+of the samples a step trained on, over the whole step) and ratios to the `trl` step of the same round. `accuracy` runs
+one arm and seed to the end and records the accuracy on held-out problems and how many steps a target took; other work
+may share the machine meanwhile, so the time to the target is those steps times the median seconds of `speed`.
+
+    OMP_NUM_THREADS=2 python benchmarks/integrations/trl_grpo.py speed
+    python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import importlib.metadata
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from april.config import Recipe, load_recipe
+from april.engines.embedded import EmbeddedEngine
+from april.integrations.adapter import RolloutAdapter
+from april.integrations.event_loop import EventLoop
+from april.integrations.trl import GRPOTrainer, PartialRollouts
+from april.tasks.task import Problem, build_task, encode
+from april.training.policy import load_policy, stop_tokens
+from april.training.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import machine, spread
+
+ARMS = ("trl", "trl + april", "april train")
+RESULTS = Path(__file__).with_suffix(".json")
+RECIPE = Path("examples/gcd/recipe.toml")
+
+
+class Turns:
+    """Lets one arm run at a time, in a fixed order, a step each."""
+
+    def __init__(self, arms: tuple[str, ...]) -> None:
+        self.arms = list(arms)
+        self.turn = 0
+        self.changed = threading.Condition()
+
+    def take(self, arm: str) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.arms[self.turn] == arm)
+
+    def give(self) -> None:
+        with self.changed:
+            self.turn = (self.turn + 1) % len(self.arms)
+            self.changed.notify_all()
+
+
+class Step:
+    """What one step took and brought."""
+
+    def __init__(self, seconds: float, tokens: float, off_policy: float) -> None:
+        self.seconds, self.tokens, self.off_policy = seconds, tokens, off_policy
+
+
+class Watch(TrainerCallback):
+    """Times TRL's steps, from before generation to after the update."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[int], None], samples: int) -> None:
+        self.begin, self.end, self.samples = begin, end, samples
+        self.steps: list[Step] = []
+        self.began = 0.0
+        self.seconds = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begin()
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds = time.perf_counter() - self.began
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
+        if "completions/mean_length" in logs:
+            tokens = logs["completions/mean_length"] * self.samples
+            self.steps.append(Step(self.seconds, tokens, logs.get("april/off_policy_token_share", 0.0)))
+            self.end(state.global_step)
+
+
+class Accuracy:
+    """The share of right answers to the recipe's held-out problems, sampled as training samples."""
+
+    def __init__(self, recipe: Recipe, task: Any, model: Any, tokenizer: Any) -> None:
+        self.task, self.tokenizer = task, tokenizer
+        self.prompts = [encode(task.problem(i, "eval"), tokenizer) for i in range(task.eval_size)]
+        self.samples = recipe.training.eval_samples
+        self.engine = EmbeddedEngine(
+            model,
+            max_running=recipe.engine.max_running,
+            context_length=recipe.engine.context_length,
+            stream_interval=32,
+        )
+        self.loop = EventLoop("accuracy")
+        self.adapter = RolloutAdapter(
+            self.engine, rollout_batch_size=1, sampling=recipe.sampling(stop_tokens(model, tokenizer))
+        )
+
+    def __call__(self) -> float:
+        self.loop.run(self.engine.update_weights(0))
+        groups = self.loop.run(self.adapter.evaluate(self.prompts, self.samples))
+        self.engine.forget()
+        right = [
+            self.task.score(Problem.of(group.prompt), self.tokenizer.decode(s.response_ids, skip_special_tokens=True))
+            >= 1
+            for group in groups
+            for s in group.samples
+        ]
+        return sum(right) / len(right)
+
+
+def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: Any) -> None:
+    """Train an arm that runs under TRL; `end(step, trainer, watch)` after each step."""
+    rollout, training = recipe.rollout, recipe.training
+    model, tokenizer = load_policy(recipe.model)
+    tokenizer.padding_side = "left"
+    problems = [task.problem(i) for i in range(len(task))]
+    data = Dataset.from_dict(
+        {
+            "prompt": [problem.prompt for problem in problems],
+            "answer": [problem.answer for problem in problems],
+            "metadata": [json.dumps(problem.metadata) for problem in problems],
+        }
+    )
+
+    def reward(prompts: Any, completions: Any, answer: Any, metadata: Any, **_: Any) -> list[float]:
+        rows = zip(prompts, completions, answer, metadata, strict=True)
+        return [task.score(Problem("", p, a, json.loads(m)), completion) for p, completion, a, m in rows]
+
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    config = trl.GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=samples // 32,
+        num_generations=rollout.n_samples_per_prompt,
+        max_completion_length=rollout.max_response_length,
+        temperature=1.0,
+        loss_type="dapo",  # a mean over tokens, as the recipe's
+        epsilon=0.2,
+        beta=0.0,
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_schedule,
+        adam_beta1=training.betas[0],
+        adam_beta2=training.betas[1],
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+        max_steps=training.steps,
+        seed=training.seed,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    engine = recipe.engine
+    own = {
+        "partial_rollouts": PartialRollouts(
+            over_sampling_batch_size=recipe.over_sampling_batch_size,
+            max_staleness=rollout.max_staleness,
+            max_running=engine.max_running,
+            context_length=engine.context_length,
+            on_update=engine.on_update,
+            stream_interval=engine.stream_interval,
+        )
+    }
+    watch = Watch(begin, lambda step: end(step, trainer, watch), samples)
+    kind, more = (GRPOTrainer, own) if arm == "trl + april" else (trl.GRPOTrainer, {})
+    trainer = kind(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=data,
+        processing_class=tokenizer,
+        callbacks=[watch],
+        **more,
+    )
+    trainer.train()
+
+
+class Timed(Trainer):
+    """`april train`, telling when a step begins and ends."""
+
+    def __init__(self, recipe: Recipe, begin: Any, end: Any) -> None:
+        super().__init__(recipe)
+        self.begin, self.end = begin, end
+        self.steps: list[Step] = []
+
+    async def _collect(self) -> Any:
+        self.begin()
+        self.began = time.perf_counter()
+        return await super()._collect()
+
+    async def _learn(self, step: Any) -> Any:
+        metrics = await super()._learn(step)
+        self.steps.append(Step(time.perf_counter() - self.began, step.consumed_tokens, step.off_policy_token_share))
+        self.end(self.totals.step, self, self)
+        return metrics
+
+
+def run(arm: str, recipe: Recipe, task: Any, begin: Any, end: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        if arm == "april train":
+            recipe.reporting.output = folder
+            recipe.reporting.trackers = ()
+            recipe.training.eval_interval = recipe.training.save_interval = 0
+            asyncio.run(Timed(recipe, begin, end).run())
+        else:
+            trl_arm(arm, recipe, task, folder, begin, end)
+
+
+def speed(args: argparse.Namespace) -> dict[str, Any]:
+    steps = args.warm_up + args.rounds
+    turns, measured = Turns(ARMS), {}
+
+    def start(arm: str) -> None:
+        recipe = load_recipe(RECIPE)
+        recipe.task = dataclasses.replace(recipe.task, eval_size=0)
+        recipe.training.steps = steps + 1  # the last one is never run
+
+        def end(step: int, trainer: Any, watch: Any) -> None:
+            measured[arm] = watch.steps
+            turns.give()
+            if step == steps:
+                raise SystemExit  # ends this arm's thread, before another turn
+
+        run(arm, recipe, build_task(recipe.task), lambda: turns.take(arm), end)
+
+    threads = [threading.Thread(target=start, args=(arm,), name=arm) for arm in ARMS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    base = measured["trl"][args.warm_up :]
+    result: dict[str, Any] = {"threads": torch.get_num_threads(), "warm_up_steps": args.warm_up}
+    for arm in ARMS:
+        own = measured[arm][args.warm_up :]
+        result[arm] = {
+            "seconds_per_step": spread([s.seconds for s in own]),
+            "consumed_tokens_per_second": spread([s.tokens / s.seconds for s in own]),
+            "times_faster_per_step": spread([b.seconds / s.seconds for b, s in zip(base, own, strict=True)]),
+            "times_consumed_tokens_per_second": spread(
+                [s.tokens / s.seconds / (b.tokens / b.seconds) for b, s in zip(base, own, strict=True)]
+            ),
+            "off_policy_token_share": statistics.fmean(s.off_policy for s in own),
+        }
+        print(arm, json.dumps(result[arm], indent=1), flush=True)
+    return result
+
+
+def accuracy(args: argparse.Namespace) -> dict[str, Any]:
+    recipe = load_recipe(RECIPE)
+    recipe.training.seed, recipe.training.steps = args.seed, args.steps
+    task = build_task(recipe.task)
+    seen: list[tuple[int, float]] = []
+    measure: Any = None
+
+    def end(step: int, trainer: Any, watch: Any) -> None:
+        nonlocal measure
+        if step % args.every:
+            return
+        if measure is None:
+            tokenizer = trainer.tokenizer if arm == "april train" else trainer.processing_class
+            measure = Accuracy(recipe, task, trainer.model, tokenizer)
+        seen.append((step, measure()))
+        print(arm, args.seed, seen[-1], flush=True)
+
+    arm = args.arm
+    run(arm, recipe, task, lambda: None, end)
+    reached = next((step for step, value in seen if value >= args.target), None)
+    return {
+        "arm": arm,
+        "seed": args.seed,
+        "steps": args.steps,
+        "target": args.target,
+        "steps_to_target": reached,
+        "final_accuracy": seen[-1][1],
+        "accuracies": seen,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = parser.add_subparsers(dest="what", required=True)
+    timing = what.add_parser("speed")
+    timing.add_argument("--rounds", type=int, default=5)
+    timing.add_argument("--warm-up", type=int, default=2, help="steps of each arm before the first round")
+    learning = what.add_parser("accuracy")
+    learning.add_argument("arm", choices=ARMS)
+    learning.add_argument("--seed", type=int, default=0)
+    learning.add_argument("--steps", type=int, default=30)
+    learning.add_argument("--every", type=int, default=5, help="steps between measurements")
+    learning.add_argument("--target", type=float, default=0.85)
+    args = parser.parse_args()
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"accuracy": []}
+    versions = {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "datasets")}
+    command = "python benchmarks/integrations/trl_grpo.py"
+    if args.what == "speed":
+        found["speed"] = {"command": f"{command} speed", "machine": machine() | versions, **speed(args)}
+    else:
+        result = accuracy(args)
+        found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"accuracy": []}
+        others = [r for r in found["accuracy"] if (r["arm"], r["seed"]) != (result["arm"], result["seed"])]
+        found["accuracy"] = sorted([*others, result], key=lambda r: (ARMS.index(r["arm"]), r["seed"]))
+    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
