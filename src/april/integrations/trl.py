@@ -79,7 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         _refuse_settings(self)
         self._rollouts = _Rollouts(self, partial_rollouts or PartialRollouts())
         self.rollout_func = self._completions
-        self.add_callback(_Checkpoint(self._rollouts))
+        self.add_callback(Checkpoint(self._rollouts))
         weakref.finalize(self, self._rollouts.close)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -106,11 +106,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a checkpoint brings back what waited when it was written."""
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
-        if checkpoint:
-            self._rollouts.restore(Path(checkpoint))
+        state = read_state(resume_from_checkpoint, self.args.output_dir)
+        if state is not None:
+            self._rollouts.load_state_dict(state)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -129,7 +127,7 @@ class _Rollouts:
 
     def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
         args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
-        encode = _encoder(trainer)
+        encode = encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
         batch_size = args.generation_batch_size // trainer.num_generations
         dtype: Any = str(model.dtype).removeprefix("torch.")
         recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
@@ -151,7 +149,8 @@ class _Rollouts:
                 self.engine,
                 rollout_batch_size=batch_size,
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
-                over_sampling_batch_size=settings.over_sampling_batch_size or _default_target(batch_size, settings),
+                over_sampling_batch_size=settings.over_sampling_batch_size
+                or default_target(batch_size, settings.max_staleness),
                 n_samples_per_prompt=trainer.num_generations,
                 sampling=SamplingParams(
                     max_tokens=args.max_completion_length,
@@ -199,22 +198,12 @@ class _Rollouts:
         means = {f"april/{name}": fmean(metrics[name] for metrics in taken) for name in taken[0]}
         return means | {"april/staleness_max": max(metrics["staleness_max"] for metrics in taken)}
 
-    def save(self, checkpoint: Path) -> None:
+    def state_dict(self) -> dict[str, Any]:
         # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
         self.engine.forget()
-        state = {"format": FORMAT, "trained": self.trained, "rollout": self.adapter.state_dict()}
-        beside = checkpoint / f".{STATE}.partial"
-        beside.write_text(json.dumps(state))
-        os.replace(beside, checkpoint / STATE)
+        return {"trained": self.trained, "rollout": self.adapter.state_dict()}
 
-    def restore(self, checkpoint: Path) -> None:
-        path = checkpoint / STATE
-        if not path.exists():
-            logger.warning("%s holds no %s: training goes on with no rollouts under way", checkpoint, STATE)
-            return
-        state = json.loads(path.read_text())
-        if state["format"] != FORMAT:
-            raise ValueError(f"{path}: format {state['format']}, but this version of april reads {FORMAT}")
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.adapter.load_state_dict(state["rollout"])
         self.trained, self.loaded = state["trained"], None
 
@@ -250,19 +239,40 @@ class ShuffledRows(Iterator[Prompt]):
         self.drawn = state["drawn"]
 
 
-class _Checkpoint(TrainerCallback):
-    """Puts what waits into each checkpoint that TRL writes."""
+class Checkpoint(TrainerCallback):
+    """Puts what waits into each checkpoint that TRL writes.
 
-    def __init__(self, rollouts: _Rollouts) -> None:
+    Args:
+        rollouts: has `state_dict`.
+    """
+
+    def __init__(self, rollouts: Any) -> None:
         self.rollouts = rollouts
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.rollouts.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        beside = checkpoint / f".{STATE}.partial"
+        beside.write_text(json.dumps({"format": FORMAT, **self.rollouts.state_dict()}))
+        os.replace(beside, checkpoint / STATE)
 
 
-def _encoder(trainer: Any) -> Callable[[Mapping[str, Any]], Prompt]:
+def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> dict[str, Any] | None:
+    """What `Checkpoint` wrote into the checkpoint that TRL is to resume from; None if there is none."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        return None
+    path = Path(checkpoint) / STATE
+    if not path.exists():
+        logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
+        return None
+    state: dict[str, Any] = json.loads(path.read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"{path}: format {state['format']}, but this version of april reads {FORMAT}")
+    return state
+
+
+def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Prompt]:
     """How TRL tokenizes the prompt of a row, with the whole row as the prompt's metadata."""
-    tokenizer, template, options = trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs
 
     def encode(row: Mapping[str, Any]) -> Prompt:
         prompt = row["prompt"]
@@ -282,8 +292,9 @@ def _encoder(trainer: Any) -> Callable[[Mapping[str, Any]], Prompt]:
     return encode
 
 
-def _default_target(batch_size: int, settings: PartialRollouts) -> int:
-    largest = largest_target(batch_size, settings.max_staleness)
+def default_target(batch_size: int, max_staleness: int) -> int:
+    """N' where none is set: twice N, as far as the staleness bound allows."""
+    largest = largest_target(batch_size, max_staleness)
     assert largest is not None
     return min(2 * batch_size, largest)
 
@@ -319,17 +330,18 @@ def _refuse_settings(trainer: Any) -> None:
         "april's GRPOTrainer handles text; images and other modalities are not supported yet",
     )
     require_that(
-        isinstance(trainer.train_dataset, Dataset),
-        "train_dataset",
-        "a streamed dataset is not supported yet: pass a datasets.Dataset",
-    )
-    require_that(
         not args.remove_unused_columns,
         "remove_unused_columns = True",
         "it takes the answers out of the rows; leave it at False",
     )
-    row = trainer.train_dataset[0]
-    for column, value in row.items():
+    check_rows(trainer.train_dataset)
+
+
+def check_rows(dataset: Any) -> None:
+    """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from."""
+    if not isinstance(dataset, Dataset):
+        raise ValueError("train_dataset: a streamed dataset is not supported yet: pass a datasets.Dataset")
+    for column, value in dataset[0].items():
         try:
             json.dumps(value)
         except TypeError:

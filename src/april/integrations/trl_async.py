@@ -1,0 +1,336 @@
+"""TRL's `AsyncGRPOTrainer` with active partial rollouts: generation beside training, one batch ahead.
+
+A batch is what the trainer takes between two weight syncs. Batch k + 1 is collected under version k while the trainer
+works on batch k, and batch k + 2 is not begun before the next sync, so the age of what is trained on is known: one
+version more than the scheduler's own bound, and nothing is ever dropped for it.
+
+Invariants:
+- weights change only while nothing is being collected;
+- every group that the scheduler hands over is put on the trainer's queue once, whole, its rows one after the other;
+- a worker that has failed is reported by `check_health`, with its cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from april.config import ModelSettings, Recipe
+from april.integrations.adapter import rollout_metrics
+from april.integrations.event_loop import EventLoop
+from april.integrations.trl import (
+    Checkpoint,
+    PartialRollouts,
+    ShuffledRows,
+    check_rows,
+    default_target,
+    encoder,
+    read_state,
+)
+from april.scheduler import RolloutScheduler
+from april.training.policy import load_policy, stop_tokens
+from april.training.serving import WeightHandover, engine_of
+from april.trajectory import Group, Prompt, Sample, SamplingParams
+
+AHEAD = 2
+"""Batches handed over and not trained on: the one the trainer works on, and the next."""
+
+
+class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
+    """TRL's asynchronous trainer; everything it takes but `rollout_worker` and `weight_transfer`.
+
+    Args:
+        partial_rollouts: how rollouts are generated; the staleness bound is the config's `max_staleness`. The embedded
+            engine generates from a copy of the model of its own.
+
+    Raises:
+        ValueError: a setting of TRL's does not go with partial rollouts; the message names it and the remedy.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        processing_class: Any = None,
+        *,
+        partial_rollouts: PartialRollouts | None = None,
+        **more: Any,
+    ) -> None:
+        args = args or AsyncGRPOConfig(f"{Path(model).name}-AsyncGRPO")
+        for name in ("peft_config", "tools", "environment_factory"):
+            if more.get(name) is not None:
+                raise ValueError(f"{name}: not supported with april yet; leave it out, or use TRL's AsyncGRPOTrainer")
+        if args.token_budget is not None and args.token_budget > 0:
+            raise ValueError(
+                f"token_budget = {args.token_budget}: april counts the samples of an update, which a token budget "
+                "changes from one to the next; leave it out"
+            )
+        args.token_budget = 0
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        tokenizer = processing_class or AutoTokenizer.from_pretrained(model)
+        check_rows(train_dataset)
+        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, partial_rollouts or PartialRollouts())
+        try:
+            super().__init__(
+                model,
+                reward_funcs,
+                args,
+                train_dataset,
+                tokenizer,
+                rollout_worker=worker,
+                weight_transfer=worker,
+                **more,
+            )
+        except BaseException:
+            worker.stop()
+            raise
+        self._rollouts = worker
+        self.add_callback(Checkpoint(worker))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a checkpoint brings back what waited when it was written."""
+        state = read_state(resume_from_checkpoint, self.args.output_dir)
+        if state is not None:
+            self._rollouts.load_state_dict(state)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+
+class AsyncRollouts:
+    """TRL's rollout worker and its weight transfer in one: `RolloutWorkerProtocol` and `WeightTransferProtocol`."""
+
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: Sequence[Any],
+        args: Any,
+        dataset: Any,
+        tokenizer: Any,
+        settings: PartialRollouts,
+    ) -> None:
+        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
+        if samples % args.num_generations:
+            raise ValueError(
+                f"num_generations = {args.num_generations}: must divide the {samples} samples that are trained on "
+                "between two weight syncs"
+            )
+        if args.max_staleness < 1:
+            raise ValueError("max_staleness = 0: generation runs a version ahead of training here; set it to 1 or more")
+        self.rollout_buffer: Any = queue.Queue()
+        self.metrics_queue: Any = queue.Queue()
+        self.tokenizer = tokenizer
+        self.reward_funcs = reward_funcs
+        batch_size = samples // args.num_generations
+        dtype: Any = args.dtype if args.dtype == "bfloat16" else "float32"
+        recipe = Recipe(model=ModelSettings(path=model, dtype=dtype), engine=settings)
+        self.model, _ = load_policy(recipe.model)
+        directory = Path(args.output_dir)
+        self._weights = WeightHandover(recipe, self.model, tokenizer, directory)
+        self._details: dict[int, list[dict[str, float]]] = {}
+        self._batches: deque[list[Group]] = deque()
+        """Handed over and not trained on: a checkpoint must not lose them."""
+        self._synced = False
+        self._offset = 1
+        """TRL's version of the weights minus the scheduler's."""
+        self._turn = asyncio.Condition()
+        self._producer: asyncio.Task[None] | None = None
+        self._progress = time.monotonic()
+        self._loop: EventLoop | None = EventLoop("april rollouts")
+        self._stack = AsyncExitStack()
+        try:
+            self.engine = self._run(self._stack.enter_async_context(engine_of(recipe, self.model, directory)))
+            bound = args.max_staleness - 1
+            target = settings.over_sampling_batch_size or default_target(batch_size, bound)
+            self.scheduler = RolloutScheduler(
+                self.engine,
+                ShuffledRows(dataset, encoder(tokenizer, None, args.chat_template_kwargs or {}), args.seed),
+                self._score,
+                rollout_batch_size=batch_size,
+                over_sampling_batch_size=target,
+                n_samples_per_prompt=args.num_generations,
+                sampling=SamplingParams(
+                    max_tokens=args.max_completion_length,
+                    temperature=args.temperature,
+                    top_p=args.top_p,
+                    top_k=args.top_k or 0,
+                    min_p=args.min_p or 0.0,
+                    stop_token_ids=stop_tokens(self.model, tokenizer),
+                ),
+                max_staleness=bound,
+                reward_scope="group",
+                seed=args.seed,
+                on_progress=self._beat,
+            )
+        except BaseException:
+            self.stop()
+            raise
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None, "the rollouts were stopped"
+        return self._loop.run(coroutine)
+
+    def _beat(self, scheduler: RolloutScheduler) -> None:
+        self._progress = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to generate. TRL calls it after the first weight sync."""
+        self._run(self._start())
+
+    async def _start(self) -> None:
+        self._progress = time.monotonic()
+        self._producer = asyncio.create_task(self._produce(), name="produce rollouts")
+
+    async def _produce(self) -> None:
+        while True:
+            async with self._turn:
+                await self._turn.wait_for(lambda: len(self._batches) < AHEAD)
+                self._progress = time.monotonic()
+                step = await self.scheduler.collect()
+                self._hand_over(step.groups)
+            self.metrics_queue.put({f"april/{name}": value for name, value in rollout_metrics(step).items()})
+
+    def _hand_over(self, groups: list[Group]) -> None:
+        self._batches.append(groups)
+        for group in groups:
+            for row in self._rows(group):
+                self.rollout_buffer.put(row)
+
+    def _rows(self, group: Group) -> Iterator[RolloutSample]:
+        """A group as TRL trains on it, with GRPO's advantages as TRL's own worker computes them."""
+        details = self._details.pop(group.id, [{} for _ in group.samples])
+        rewards = np.array([sample.reward for sample in group.samples], dtype=float)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        for sample, advantage, detail in zip(group.samples, advantages, details, strict=True):
+            assert group.first_version is not None
+            prompt = len(sample.prompt_ids)
+            yield RolloutSample(
+                prompt=_messages(group.prompt.metadata["prompt"]),
+                completion=_messages(self._completion(group.prompt, sample), role="assistant"),
+                input_ids=np.array([*sample.prompt_ids, *sample.response_ids], dtype=np.int64),
+                completion_mask=np.array([0] * prompt + [1] * sample.length, dtype=np.int64),
+                old_log_probs=np.concatenate([np.zeros(prompt, dtype=np.float32), sample.logprobs]),
+                advantage=float(advantage),
+                model_version=group.first_version + self._offset,
+                group_id=group.id,
+                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **detail},
+                enqueued_at=time.time(),
+            )
+
+    def _completion(self, prompt: Prompt, sample: Sample) -> Any:
+        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        conversation = not isinstance(prompt.metadata["prompt"], str)
+        return [{"role": "assistant", "content": text}] if conversation else text
+
+    async def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        """The sum of the reward functions for each sample; one that returns None does not count."""
+        row = prompt.metadata
+        given: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
+        given["completions"] = [self._completion(prompt, sample) for sample in samples]
+        given["completion_ids"] = [sample.response_ids for sample in samples]
+        given["prompts"] = given.pop("prompt")
+        columns = await asyncio.gather(*(_call(function, given) for function in self.reward_funcs))
+        names = [f"rewards/{getattr(function, '__name__', type(function).__name__)}" for function in self.reward_funcs]
+        details = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
+        counted = [{name: float(value) for name, value in d.items() if value is not None} for d in details]
+        self._details[samples[0].group_id] = counted
+        return [sum(detail.values()) for detail in counted]
+
+    def stop(self) -> None:
+        """Stop generating, and the engine with it. TRL calls it when training ends."""
+        if self._loop is not None:
+            self._run(self._stop())
+            self._loop.close()
+            self._loop = None
+
+    async def _stop(self) -> None:
+        if self._producer is not None:
+            self._producer.cancel()
+            await asyncio.wait([self._producer])
+        await self._stack.aclose()
+
+    def update_model_version(self, model_version: int) -> None:
+        """TRL's number for the weights that the engine has now."""
+        self._offset = model_version - self.scheduler.version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what stopped the rollouts, or if nothing was sampled for so many seconds."""
+        producer = self._producer
+        if producer is not None and producer.done() and not producer.cancelled():
+            error = producer.exception()
+            raise RuntimeError(f"the rollouts have stopped: {error}") from error
+        silent = time.monotonic() - self._progress
+        if silent > stale_after_s and len(self._batches) < AHEAD:
+            raise RuntimeError(f"nothing was sampled for {silent:.0f} s (heartbeat_stale_after_s = {stale_after_s:g})")
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to set up: weights are taken over in `send_weights`."""
+
+    def pause(self) -> None:
+        """Nothing to pause: `send_weights` waits for its turn."""
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take over the trainer's weights: a new policy version, but for the first time."""
+        self._run(self._take_over(iterator))
+
+    async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        async with self._turn:
+            own = dict(self.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in weights:
+                    own[name].copy_(tensor)
+            version = self.scheduler.version
+            if self._synced:
+                if self._batches:
+                    self._batches.popleft()
+                await self.scheduler.update_weights(self._weights(version + 1))
+            else:
+                await self.engine.update_weights(version, self._weights(version))
+                self._synced = True
+            self._turn.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits, and the batches that were handed over and not trained on."""
+        state: dict[str, Any] = self._run(self._state())
+        return state
+
+    async def _state(self) -> dict[str, Any]:
+        async with self._turn:
+            batches = [[group.to_dict() for group in batch] for batch in self._batches]
+            return {"rollout": self.scheduler.state_dict(), "batches": batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, before `start`."""
+        self.scheduler.load_state_dict(state["rollout"])
+        self._offset = 1 - self.scheduler.version
+        for batch in state["batches"]:
+            self._hand_over([Group.from_dict(saved) for saved in batch])
+
+
+def _messages(text: Any, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+async def _call(function: Any, given: Mapping[str, Any]) -> Sequence[float | None]:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        value: Sequence[float | None] = await function(**given)
+        return value
+    return await asyncio.to_thread(function, **given)

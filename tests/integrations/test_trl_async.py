@@ -1,0 +1,192 @@
+"""TRL's asynchronous trainer on a CPU, with stand-ins for the flash attention kernel and the peak FLOPs of a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+
+from april.integrations.trl import STATE, PartialRollouts
+from april.integrations.trl_async import AsyncGRPOTrainer
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts_q: Tensor,
+    starts_k: Tensor,
+    *_: int,
+    softmax_scale: float,
+    **__: Any,
+) -> Tensor:
+    """Causal attention of each segment of queries over its own keys, whose last ones are the segment's."""
+    out = []
+    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        q, k, v = query[q0:q1], key[k0:k1], value[k0:k1]
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
+    return torch.cat(out)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+
+
+class Reward:
+    """Scores by length, and keeps what it was shown."""
+
+    __name__ = "reward"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, int]] = []
+
+    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+        self.seen += zip(prompts, answer, strict=True)
+        return [float(len(completion[0]["content"]) % 3) for completion in completions]
+
+
+def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:
+    model = folder / "model"
+    if not model.exists():
+        tokenizer = tiny.tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        tiny.model().save_pretrained(model)
+        tokenizer.save_pretrained(model)
+    config = {
+        "output_dir": str(folder / "run"),
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 60,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "bf16": False,
+        "activation_checkpointing": False,
+        "max_steps": 4,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    data = {"prompt": [[{"role": "user", "content": f"{n}?"}] for n in range(24)], "answer": list(range(24))}
+    return AsyncGRPOTrainer(
+        str(model),
+        reward or Reward(),
+        AsyncGRPOConfig(**{**config, **settings}),
+        Dataset.from_dict(data),
+        partial_rollouts=PartialRollouts(
+            **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
+        ),
+    )
+
+
+def test_it_trains_one_batch_ahead_on_true_rows_and_drops_nothing(tmp_path: Path) -> None:
+    reward = Reward()
+    trained = trainer(tmp_path, reward)
+    before = [parameter.clone() for parameter in trained.model.parameters()]
+    trained.train()
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
+    assert len(logged) == 4
+    assert not any("sample/dropped_stale_total" in entry for entry in logged)
+    assert all(entry["batch/samples_per_step"] == 16 for entry in logged)
+    assert 0 < max(entry["sample/staleness_max"] for entry in logged) <= 4
+    assert any(entry.get("april/off_policy_token_share", 0) > 0 for entry in logged)
+    assert all("rewards/reward" in entry for entry in logged)
+    assert all(prompt == [{"role": "user", "content": f"{answer}?"}] for prompt, answer in reward.seen)
+    assert any(not torch.equal(b, p) for b, p in zip(before, trained.model.parameters(), strict=True))
+
+
+def test_samples_of_the_current_version_have_a_ratio_of_one(tmp_path: Path) -> None:
+    """The first batch is trained on under the weights that drew it: its ratio is 1, and its KL to them 0."""
+    trained = trainer(tmp_path, max_steps=1)
+    trained.train()
+    logged = trained.state.log_history[0]
+    assert logged["ratio"] == pytest.approx(1, abs=1e-4)
+    assert logged["kl"] == pytest.approx(0, abs=1e-4)
+
+
+def test_the_engine_gets_the_trained_weights(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, max_steps=3)
+    trained.train()
+    for own, theirs in zip(trained.rollout_worker.model.parameters(), trained.model.parameters(), strict=True):
+        assert torch.equal(own, theirs)
+
+
+def test_it_is_never_more_than_one_batch_ahead_and_keeps_the_bound(tmp_path: Path) -> None:
+    """The worker as the trainer drives it: sync, start, take a batch, sync again."""
+    worker = trainer(tmp_path, max_staleness=2).rollout_worker
+    weights = [(name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters()]
+    worker.send_weights(iter(weights))
+    worker.update_model_version(1)
+    worker.start()
+    ids = []
+    for version in range(1, 6):
+        taken = [worker.rollout_buffer.get(timeout=60) for _ in range(16)]
+        assert all(version - sample.model_version <= 2 for sample in taken)
+        ids += [sample.group_id for sample in taken[::4]]
+        assert [sample.group_id for sample in taken] == [id for id in ids[-4:] for _ in range(4)]
+        for _ in range(3):  # every call gives the producer a turn
+            assert len(worker.state_dict()["batches"]) <= 2
+        worker.send_weights(iter(weights))
+        worker.update_model_version(version + 1)
+        worker.check_health(60)
+    assert len(set(ids)) == 20
+    worker.stop()
+
+
+def test_a_resumed_run_goes_on_with_what_waited(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / STATE).read_text())
+    waiting = [group["id"] for batch in state["batches"] for group in batch]
+    begun = [group["id"] for group in state["rollout"]["buffer"]["groups"]]
+    assert len(waiting) in (4, 8)
+    assert begun
+
+    second = trainer(tmp_path, max_steps=4)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 4
+    assert len(second._trained_groups) >= 8
+    assert set(waiting) <= second._trained_groups
+    assert not any("sample/dropped_stale_total" in entry for entry in second.state.log_history)
+
+
+def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> None:
+    def broken(**_: Any) -> list[float]:
+        raise RuntimeError("cannot parse this answer")
+
+    failing = trainer(tmp_path, broken, heartbeat_stale_after_s=30)
+    with pytest.raises(RuntimeError, match=r"the rollouts have stopped: .*cannot parse this answer"):
+        failing.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_budget": 4096}, "token_budget = 4096: april counts the samples of an update"),
+        ({"num_generations": 5}, "num_generations = 5: must divide the 16 samples"),
+        ({"max_staleness": 0}, "max_staleness = 0: generation runs a version ahead"),
+        ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 3"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        trainer(tmp_path, **settings)
+    assert "\n" not in str(caught.value)
