@@ -9,10 +9,10 @@ The same policy, problems, rewards, batch (32 prompts of 8 samples), response bu
 `speed` runs all three in one process, a step of each in turn, and reports seconds per step, consumed tokens/s (tokens
 of the samples a step trained on, over the whole step) and ratios to the `trl` step of the same round. `accuracy` runs
 one arm and seed to the end and records the accuracy on held-out problems and how many steps a target took; other work
-may share the machine meanwhile, so the time to the target is those steps times the median seconds of `speed`.
+may share the machine meanwhile, so it says nothing of time: its steps times the seconds per step of `speed` do.
 
     OMP_NUM_THREADS=2 python benchmarks/integrations/trl_grpo.py speed
-    python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0
+    python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0 --prompts 8 --steps 16 --every 4
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import json
+import shlex
 import statistics
 import sys
 import tempfile
@@ -31,7 +32,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import trl
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -54,16 +54,25 @@ RECIPE = Path("examples/gcd/recipe.toml")
 
 
 class Turns:
-    """Lets one arm run at a time, in a fixed order, a step each."""
+    """Lets one arm run at a time, in a fixed order, a step each, once all of them are set up."""
 
     def __init__(self, arms: tuple[str, ...]) -> None:
         self.arms = list(arms)
+        self.ready: set[str] = set()
         self.turn = 0
         self.changed = threading.Condition()
 
+    def set_up(self, arm: str, thread: threading.Thread) -> None:
+        """Start an arm and wait until it asks for its first turn: models cannot be loaded in two threads at once."""
+        thread.start()
+        with self.changed:
+            self.changed.wait_for(lambda: arm in self.ready)
+
     def take(self, arm: str) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.arms[self.turn] == arm)
+            self.ready.add(arm)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: len(self.ready) == len(self.arms) and self.arms[self.turn] == arm)
 
     def give(self) -> None:
         with self.changed:
@@ -233,33 +242,39 @@ def run(arm: str, recipe: Recipe, task: Any, begin: Any, end: Any) -> None:
             trl_arm(arm, recipe, task, folder, begin, end)
 
 
-def speed(args: argparse.Namespace) -> dict[str, Any]:
+def speed(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Measure; `keep` is given the figures after every round, so that a run cut short has those of its rounds."""
     steps = args.warm_up + args.rounds
-    turns, measured = Turns(ARMS), {}
+    turns = Turns(ARMS)
+    measured: dict[str, list[Step]] = {arm: [] for arm in ARMS}
 
     def start(arm: str) -> None:
         recipe = load_recipe(RECIPE)
-        recipe.task = dataclasses.replace(recipe.task, eval_size=0)
+        recipe.task = dataclasses.replace(recipe.task, size=2000, eval_size=0)
         recipe.training.steps = steps + 1  # the last one is never run
 
         def end(step: int, trainer: Any, watch: Any) -> None:
             measured[arm] = watch.steps
+            if arm == ARMS[-1] and step > args.warm_up:
+                keep(compare({arm: measured[arm][args.warm_up :] for arm in ARMS}))
             turns.give()
             if step == steps:
                 raise SystemExit  # ends this arm's thread, before another turn
 
         run(arm, recipe, build_task(recipe.task), lambda: turns.take(arm), end)
 
-    threads = [threading.Thread(target=start, args=(arm,), name=arm) for arm in ARMS]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    threads = {arm: threading.Thread(target=start, args=(arm,), name=arm, daemon=True) for arm in ARMS}
+    for arm, thread in threads.items():
+        turns.set_up(arm, thread)
+    for thread in threads.values():
         thread.join()
-    base = measured["trl"][args.warm_up :]
-    result: dict[str, Any] = {"threads": torch.get_num_threads(), "warm_up_steps": args.warm_up}
-    for arm in ARMS:
-        own = measured[arm][args.warm_up :]
-        result[arm] = {
+
+
+def compare(measured: dict[str, list[Step]]) -> dict[str, Any]:
+    """The figures of each arm, and its ratios to the `trl` step of the same round."""
+    base = measured["trl"]
+    return {
+        arm: {
             "seconds_per_step": spread([s.seconds for s in own]),
             "consumed_tokens_per_second": spread([s.tokens / s.seconds for s in own]),
             "times_faster_per_step": spread([b.seconds / s.seconds for b, s in zip(base, own, strict=True)]),
@@ -268,13 +283,18 @@ def speed(args: argparse.Namespace) -> dict[str, Any]:
             ),
             "off_policy_token_share": statistics.fmean(s.off_policy for s in own),
         }
-        print(arm, json.dumps(result[arm], indent=1), flush=True)
-    return result
+        for arm, own in measured.items()
+    }
 
 
 def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     recipe = load_recipe(RECIPE)
     recipe.training.seed, recipe.training.steps = args.seed, args.steps
+    rollout = recipe.rollout
+    scale = args.prompts / rollout.rollout_batch_size
+    rollout.over_sampling_batch_size = round(recipe.over_sampling_batch_size * scale)
+    rollout.rollout_batch_size = args.prompts
+    recipe.engine.max_running = round(recipe.engine.max_running * scale)
     task = build_task(recipe.task)
     seen: list[tuple[int, float]] = []
     measure: Any = None
@@ -295,6 +315,7 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "arm": arm,
         "seed": args.seed,
+        "prompts": args.prompts,
         "steps": args.steps,
         "target": args.target,
         "steps_to_target": reached,
@@ -312,20 +333,24 @@ def main() -> None:
     learning = what.add_parser("accuracy")
     learning.add_argument("arm", choices=ARMS)
     learning.add_argument("--seed", type=int, default=0)
+    learning.add_argument("--prompts", type=int, default=32, help="N; N' and the engine's slots are scaled with it")
     learning.add_argument("--steps", type=int, default=30)
     learning.add_argument("--every", type=int, default=5, help="steps between measurements")
     learning.add_argument("--target", type=float, default=0.85)
     args = parser.parse_args()
-    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"accuracy": []}
     versions = {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "datasets")}
-    command = "python benchmarks/integrations/trl_grpo.py"
+    command = f"python benchmarks/integrations/trl_grpo.py {' '.join(map(shlex.quote, sys.argv[1:]))}"
+    about = {"command": command, "machine": machine() | versions}
     if args.what == "speed":
-        found["speed"] = {"command": f"{command} speed", "machine": machine() | versions, **speed(args)}
+        speed(args, lambda arms: write("speed", {**about, "warm_up_steps": args.warm_up, "arms": arms}))
     else:
-        result = accuracy(args)
-        found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"accuracy": []}
-        others = [r for r in found["accuracy"] if (r["arm"], r["seed"]) != (result["arm"], result["seed"])]
-        found["accuracy"] = sorted([*others, result], key=lambda r: (ARMS.index(r["arm"]), r["seed"]))
+        write("accuracy", {f"{args.arm}, seed {args.seed}": {**about, **accuracy(args)}})
+
+
+def write(section: str, figures: dict[str, Any]) -> None:
+    """Add to the file of figures; what it holds of other runs stays."""
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    found[section] = figures if section == "speed" else dict(sorted({**found.get(section, {}), **figures}.items()))
     RESULTS.write_text(json.dumps(found, indent=2) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 from pathlib import Path
@@ -301,3 +302,12 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
 def test_a_missing_framework_is_named_with_its_extra() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'april-rl\[nowhere\]'"):
         require("no-such-framework", "1", extra="nowhere")
+
+
+def test_the_example_changes_three_lines() -> None:
+    folder = Path(__file__).parents[2] / "examples" / "trl"
+    plain, changed = ((folder / f"gcd_{name}.py").read_text().split('"""', 2)[2] for name in ("trl", "april"))
+    lines = [line for line in difflib.ndiff(plain.splitlines(), changed.splitlines()) if line[:2] in ("+ ", "- ")]
+    added = [line for line in lines if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) == 3
+    assert len(lines) - len(added) == 2, "one line is gone, and an empty one is new"
