@@ -1,6 +1,6 @@
 """The quickstart recipe under TRL's GRPOTrainer, under TRL with april, and under `april train`.
 
-The same policy, problems, rewards, batch (32 prompts of 8 samples), response budget and optimiser settings. Arms:
+The same policy, problems, rewards, batch, response budget and optimiser settings. Arms:
 
 - `trl`: `trl.GRPOTrainer`, which generates with transformers;
 - `trl + april`: `april.integrations.trl.GRPOTrainer` with the recipe's engine, N' and staleness bound;
@@ -12,7 +12,7 @@ one arm and seed to the end and records the accuracy on held-out problems and ho
 may share the machine meanwhile, so it says nothing of time: its steps times the seconds per step of `speed` do.
 
     OMP_NUM_THREADS=2 python benchmarks/integrations/trl_grpo.py speed
-    python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0 --prompts 8 --steps 16 --every 4
+    python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0 --steps 16
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: A
     engine = recipe.engine
     own = {
         "partial_rollouts": PartialRollouts(
-            over_sampling_batch_size=recipe.over_sampling_batch_size,
+            over_sampling_batch_size=rollout.over_sampling_batch_size,
             max_staleness=rollout.max_staleness,
             max_running=engine.max_running,
             context_length=engine.context_length,
@@ -231,6 +231,18 @@ class Timed(Trainer):
         return metrics
 
 
+def scaled(prompts: int) -> Recipe:
+    """The recipe at another batch size N; N' and the engine's slots go with it."""
+    recipe = load_recipe(RECIPE)
+    rollout, engine = recipe.rollout, recipe.engine
+    assert isinstance(rollout.over_sampling_batch_size, int)
+    scale = prompts / rollout.rollout_batch_size
+    rollout.over_sampling_batch_size = round(rollout.over_sampling_batch_size * scale)
+    rollout.rollout_batch_size = prompts
+    engine.max_running = round(engine.max_running * scale)
+    return recipe
+
+
 def run(arm: str, recipe: Recipe, task: Any, begin: Any, end: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arm == "april train":
@@ -249,7 +261,7 @@ def speed(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> N
     measured: dict[str, list[Step]] = {arm: [] for arm in ARMS}
 
     def start(arm: str) -> None:
-        recipe = load_recipe(RECIPE)
+        recipe = scaled(args.prompts)
         recipe.task = dataclasses.replace(recipe.task, size=2000, eval_size=0)
         recipe.training.steps = steps + 1  # the last one is never run
 
@@ -288,13 +300,8 @@ def compare(measured: dict[str, list[Step]]) -> dict[str, Any]:
 
 
 def accuracy(args: argparse.Namespace) -> dict[str, Any]:
-    recipe = load_recipe(RECIPE)
+    recipe = scaled(args.prompts)
     recipe.training.seed, recipe.training.steps = args.seed, args.steps
-    rollout = recipe.rollout
-    scale = args.prompts / rollout.rollout_batch_size
-    rollout.over_sampling_batch_size = round(recipe.over_sampling_batch_size * scale)
-    rollout.rollout_batch_size = args.prompts
-    recipe.engine.max_running = round(recipe.engine.max_running * scale)
     task = build_task(recipe.task)
     seen: list[tuple[int, float]] = []
     measure: Any = None
@@ -328,21 +335,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_subparsers(dest="what", required=True)
     timing = what.add_parser("speed")
-    timing.add_argument("--rounds", type=int, default=5)
+    timing.add_argument("--rounds", type=int, default=10)
     timing.add_argument("--warm-up", type=int, default=2, help="steps of each arm before the first round")
     learning = what.add_parser("accuracy")
     learning.add_argument("arm", choices=ARMS)
     learning.add_argument("--seed", type=int, default=0)
-    learning.add_argument("--prompts", type=int, default=32, help="N; N' and the engine's slots are scaled with it")
+    for measurement in (timing, learning):
+        measurement.add_argument(
+            "--prompts", type=int, default=8, help="N; N' and the engine's slots are scaled with it"
+        )
     learning.add_argument("--steps", type=int, default=30)
-    learning.add_argument("--every", type=int, default=5, help="steps between measurements")
+    learning.add_argument("--every", type=int, default=4, help="steps between measurements")
     learning.add_argument("--target", type=float, default=0.85)
     args = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "datasets")}
     command = f"python benchmarks/integrations/trl_grpo.py {' '.join(map(shlex.quote, sys.argv[1:]))}"
     about = {"command": command, "machine": machine() | versions}
     if args.what == "speed":
-        speed(args, lambda arms: write("speed", {**about, "warm_up_steps": args.warm_up, "arms": arms}))
+        speed(
+            args,
+            lambda arms: write(
+                "speed", {**about, "prompts": args.prompts, "warm_up_steps": args.warm_up, "arms": arms}
+            ),
+        )
     else:
         write("accuracy", {f"{args.arm}, seed {args.seed}": {**about, **accuracy(args)}})
 

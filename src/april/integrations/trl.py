@@ -22,11 +22,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from april.admission import largest_target
 from april.config import EngineSettings, ModelSettings, Recipe
 from april.integrations.adapter import RolloutAdapter, rollout_metrics
 from april.integrations.event_loop import EventLoop
@@ -54,12 +53,11 @@ class PartialRollouts(EngineSettings):
     `on_update`, `urls`, …).
 
     Args:
-        over_sampling_batch_size: Prompts under way (N'); unset: twice the prompts of a generation batch (N), as far as
-            the bound allows.
+        over_sampling_batch_size: Prompts under way (N'); auto: chosen every generation batch from what was observed.
         max_staleness: The most generation batches between a group's first token and the update that trains on it.
     """
 
-    over_sampling_batch_size: int | None = None
+    over_sampling_batch_size: int | Literal["auto"] = "auto"
     max_staleness: int = 5
 
 
@@ -149,8 +147,7 @@ class _Rollouts:
                 self.engine,
                 rollout_batch_size=batch_size,
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
-                over_sampling_batch_size=settings.over_sampling_batch_size
-                or default_target(batch_size, settings.max_staleness),
+                over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=trainer.num_generations,
                 sampling=SamplingParams(
                     max_tokens=args.max_completion_length,
@@ -290,13 +287,6 @@ def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) ->
         return Prompt(tuple(token_ids), metadata=dict(row))
 
     return encode
-
-
-def default_target(batch_size: int, max_staleness: int) -> int:
-    """N' where none is set: twice N, as far as the staleness bound allows."""
-    largest = largest_target(batch_size, max_staleness)
-    assert largest is not None
-    return min(2 * batch_size, largest)
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

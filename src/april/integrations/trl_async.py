@@ -37,7 +37,6 @@ from april.integrations.trl import (
     PartialRollouts,
     ShuffledRows,
     check_rows,
-    default_target,
     encoder,
     read_state,
 )
@@ -154,14 +153,12 @@ class AsyncRollouts:
         self._stack = AsyncExitStack()
         try:
             self.engine = self._run(self._stack.enter_async_context(engine_of(recipe, self.model, directory)))
-            bound = args.max_staleness - 1
-            target = settings.over_sampling_batch_size or default_target(batch_size, bound)
             self.scheduler = RolloutScheduler(
                 self.engine,
                 ShuffledRows(dataset, encoder(tokenizer, None, args.chat_template_kwargs or {}), args.seed),
                 self._score,
                 rollout_batch_size=batch_size,
-                over_sampling_batch_size=target,
+                over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=args.num_generations,
                 sampling=SamplingParams(
                     max_tokens=args.max_completion_length,
@@ -171,7 +168,7 @@ class AsyncRollouts:
                     min_p=args.min_p or 0.0,
                     stop_token_ids=stop_tokens(self.model, tokenizer),
                 ),
-                max_staleness=bound,
+                max_staleness=args.max_staleness - 1,
                 reward_scope="group",
                 seed=args.seed,
                 on_progress=self._beat,
