@@ -65,6 +65,7 @@ def build(case: dict[str, Any], engine: ScriptedEngine | None = None) -> Rollout
         max_staleness=bound,
         dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if case["filtered"] else None,
         max_retries=20,
+        retry_delay=0.0,
         seed=case["seed"],
     )
 
