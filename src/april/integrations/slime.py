@@ -1,0 +1,391 @@
+"""slime with active partial rollouts: `--rollout-function-path april.integrations.slime.rollout` and
+`--data-source-path april.integrations.slime.DataSource`.
+
+Invariants:
+- a rollout is exactly `rollout_batch_size` complete groups, each together, every sample with its own prompt and label;
+- a sample is scored once, by slime's own reward models and hooks, with the tokens and log-probabilities it was drawn
+  with; what slime's data source gave out is either waiting here, handed to training, or turned away by its filter;
+- after a rollout nothing runs on slime's servers, so its cache flushes and weight updates find them idle;
+- what waits is saved and restored with slime's checkpoint, beside the state of its data source;
+- evaluation is slime's own and neither sees nor changes what waits.
+
+slime updates the servers' weights and starts and stops the servers; april streams from each of them directly, because
+the router in front of them passes no control calls on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from april.engine import Engine, EngineError
+from april.engines.http import RequestError
+from april.engines.pool import EnginePool
+from april.engines.server import local_vocab_size
+from april.engines.sglang import SGLangEngine
+from april.engines.stream import Delta, Stream
+from april.integrations.adapter import rollout_metrics
+from april.scheduler import RolloutScheduler
+from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+
+try:
+    from slime.rollout import sglang_rollout
+    from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+    from slime.rollout.data_source import RolloutDataSourceWithBuffer
+    from slime.rollout.filter_hub.base_types import (
+        MetricGatherer,
+        call_dynamic_filter,
+        should_drop_dynamic_filter_output,
+    )
+    from slime.rollout.rm_hub import async_rm, batched_async_rm
+    from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+    from slime.utils.async_utils import run
+    from slime.utils.http_utils import get
+    from slime.utils.misc import load_function
+    from slime.utils.processing_utils import load_tokenizer
+    from slime.utils.types import Sample as SlimeSample
+    from transformers import AutoConfig, GenerationConfig
+except ImportError as error:
+    raise ImportError(
+        f"april's integration was written for slime 0.3.1, which is installed from its source "
+        f"(https://github.com/THUDM/slime), and cannot import what it needs of it: {error}",
+        name=error.name,
+    ) from None
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+
+REGISTRATION = 30.0
+"""Seconds that slime's router may take to know of a server: it answers before it does."""
+
+UNSUPPORTED = {
+    "rollout_top_p": (1.0, "slime trains on the tokens that top-p kept, which april does not record: set it to 1"),
+    "rollout_stop": (None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
+    "custom_generate_function_path": (None, "april generates itself, one turn a sample: leave it out"),
+    "use_rollout_routing_replay": (False, "april does not record routed experts: leave it out"),
+    "multimodal_keys": (None, "april's prompts are text: leave it out"),
+}
+"""Settings of slime that would be ignored: the one value each may have, and what to do about another."""
+
+
+def check_settings(args: Namespace) -> None:
+    """Refuse what april would have to ignore.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    for name, (supported, remedy) in UNSUPPORTED.items():
+        value = getattr(args, name, supported)
+        if value != supported:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: {remedy}")
+
+
+def rollout(
+    args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """slime's rollout function. With a data source other than `DataSource`, what waits is in no checkpoint.
+
+    With `--partial-rollout`, `--over-sampling-batch-size` groups are under way (N'); without it, rollouts are
+    synchronous and on-policy. Two settings have no flag of slime's and go into the file of `--custom-config-path`:
+    `april_max_staleness` (5), the most weight updates between a group's first token and the rollout that hands it over,
+    and `april_over_sampling_batch_size`, which may be `auto`.
+
+    Raises:
+        ValueError: a setting is not supported, or a prompt does not fit the servers.
+        EngineError: no server answers, or requests keep failing. Nothing sampled is lost; it may be called again.
+        RewardError: a reward model failed.
+        StalenessError: the weights were updated more often than the bound allows.
+    """
+    if evaluation:
+        return sglang_rollout.generate_rollout(args, rollout_id, data_source, evaluation=True)
+    rollouts = getattr(data_source, "rollouts", None)
+    if rollouts is None:
+        if not isinstance(data_source, DataSource):
+            log.warning("unfinished samples are in no checkpoint: use --data-source-path %s.DataSource", __name__)
+        rollouts = data_source.rollouts = Rollouts(args, data_source)
+    return run(rollouts.collect())
+
+
+class DataSource(RolloutDataSourceWithBuffer):
+    """slime's data source, with what waits as a part of its checkpoint: `<save>/rollout/april_<rollout_id>.json`.
+
+    Groups that `add_samples` puts back are begun again from their prompts.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        check_settings(args)
+        super().__init__(args)
+        self.rollouts: Rollouts | None = None
+
+    def save(self, rollout_id: int) -> None:
+        super().save(rollout_id)
+        if self.rollouts is not None:
+            path = state_path(self.args.save, rollout_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".partial")
+            draft.write_text(json.dumps(run(self.rollouts.state_dict())))
+            os.replace(draft, path)
+
+    def load(self, rollout_id: int | None = None) -> None:
+        super().load(rollout_id)
+        if self.args.load is None or rollout_id is None:
+            return
+        path = state_path(self.args.load, rollout_id)
+        if path.exists():
+            self.rollouts = Rollouts(self.args, self, json.loads(path.read_text()))
+        else:
+            log.info("%s does not exist: no unfinished samples to go on with", path)
+
+
+def state_path(checkpoint: str, rollout_id: int) -> Path:
+    return Path(checkpoint) / "rollout" / f"april_{rollout_id}.json"
+
+
+class Replica(SGLangEngine):
+    """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
+
+    @property
+    def label(self) -> str | None:
+        """slime's name for the weights, a count that begins anew with every process."""
+        return self._label
+
+    async def learn(self) -> None:
+        before = self._label
+        await super().learn()
+        if before is not None and self._label != before:
+            now, self._label = self._label, before
+            raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """slime has seen to it already."""
+        self.version = version
+
+    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+        delta = super()._read(event, stream)
+        if delta is None:
+            return None
+        if delta.version not in (None, self._label):
+            raise RequestError(f"its weights went from {self._label!r} to {delta.version!r} during a rollout")
+        return delta._replace(version=None, spans=())
+
+
+class Rollouts:
+    """What waits between slime's calls: the scheduler's groups, and slime's own sample for each of theirs.
+
+    Args:
+        args: slime's.
+        data_source: gives out new groups of samples by `get_samples(1)`.
+        state: of `state_dict`, to go on from.
+    """
+
+    def __init__(self, args: Namespace, data_source: Any, state: Mapping[str, Any] | None = None) -> None:
+        check_settings(args)
+        self.args = args
+        self.data_source = data_source
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+        self.samples: dict[str, list[SlimeSample]] = {}
+        """slime's samples of every prompt under way, by the prompt's id."""
+        self.drawn = 0
+        self._scheduler: RolloutScheduler | None = None
+        self._label: str | None = None
+        self._saved = state
+        self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
+        self._gatherer = MetricGatherer()
+        self._rejected: list[list[SlimeSample]] = []
+
+    async def collect(self) -> RolloutFnTrainOutput:
+        """`rollout_batch_size` complete groups, scored, as slime trains on them."""
+        engine, label = await self._connect()
+        try:
+            scheduler = await self._go_on(engine, label)
+            self._gatherer, self._rejected = MetricGatherer(), []
+            step = await scheduler.collect()
+        finally:
+            await engine.close()
+        groups = [self._hand_over(group, step.version) for group in step.groups]
+        under_way = {group.prompt.id for group in scheduler.buffer}
+        self.samples = {id: samples for id, samples in self.samples.items() if id in under_way}
+        if self.args.rollout_sample_filter_path is not None:
+            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+        if self.args.rollout_all_samples_process_path is not None:
+            process = load_function(self.args.rollout_all_samples_process_path)
+            process(self.args, [*groups, *self._rejected], self.data_source)
+        metrics = {f"rollout/april/{name}": value for name, value in rollout_metrics(step).items()}
+        return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
+
+    async def state_dict(self) -> dict[str, Any]:
+        """What waits, as JSON types. Between calls, on slime's event loop, where rewards may still be computed."""
+        if self._scheduler is None:
+            return dict(self._saved or {})
+        return {
+            "format": FORMAT,
+            "drawn": self.drawn,
+            "samples": {id: [sample.to_dict() for sample in group] for id, group in self.samples.items()},
+            "scheduler": self._scheduler.state_dict(),
+        }
+
+    async def _connect(self) -> tuple[Engine, str | None]:
+        """slime's servers as one engine, and its name for the weights they hold. Connected anew for every rollout:
+        slime replaces servers, and drops their caches, between rollouts."""
+        router = f"http://{self.args.sglang_router_ip}:{self.args.sglang_router_port}"
+        deadline = asyncio.get_running_loop().time() + REGISTRATION
+        while not (workers := (await get(f"{router}/workers"))["workers"]):
+            if asyncio.get_running_loop().time() >= deadline:
+                raise EngineError(f"slime's router at {router} knows of no server")
+            await asyncio.sleep(0.5)
+        split = [worker["url"] for worker in workers if worker.get("worker_type", "regular") != "regular"]
+        if split:
+            raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
+        vocab_size = local_vocab_size(self.args.hf_checkpoint)
+        found = await asyncio.gather(
+            *(Replica.connect(worker["url"], vocab_size=vocab_size) for worker in workers), return_exceptions=True
+        )
+        replicas = [replica for replica in found if isinstance(replica, Replica)]
+        errors = [error for error in found if isinstance(error, BaseException)]
+        for error in errors:
+            log.warning("a server is left out of this rollout: %s", error)
+        labels = {replica.label for replica in replicas}
+        if len(labels) != 1:
+            await asyncio.gather(*(replica.close() for replica in replicas))
+            if labels:
+                raise EngineError(f"slime's servers hold different weights: {sorted(map(str, labels))}")
+            raise EngineError(f"none of slime's {len(workers)} servers answers") from next(iter(errors), None)
+        return replicas[0] if len(replicas) == 1 else EnginePool(replicas), labels.pop()
+
+    async def _go_on(self, engine: Engine, label: str | None) -> RolloutScheduler:
+        """Go on with this engine. Other weights than the last rollout's, or a restart, are a new policy version."""
+        same = self._scheduler is not None and label == self._label
+        if self._scheduler is None:
+            self._scheduler = self._begin(engine)
+            same = self._saved is None
+            if self._saved is not None:
+                self._restore(self._scheduler, self._saved)
+        scheduler = self._scheduler
+        scheduler.engine = engine
+        if same:
+            await engine.update_weights(scheduler.version)
+        else:
+            await scheduler.update_weights()
+        self._label = label
+        return scheduler
+
+    def _begin(self, engine: Engine) -> RolloutScheduler:
+        args = self.args
+        return RolloutScheduler(
+            engine,
+            self._prompts(),
+            self._score_group if args.group_rm else self._score,
+            rollout_batch_size=args.rollout_batch_size,
+            over_sampling_batch_size=getattr(args, "april_over_sampling_batch_size", args.over_sampling_batch_size),
+            n_samples_per_prompt=args.n_samples_per_prompt,
+            sampling=SamplingParams(
+                max_tokens=args.rollout_max_response_len,
+                temperature=args.rollout_temperature,
+                top_k=max(args.rollout_top_k, 0),
+                stop_token_ids=self._stop_tokens(),
+            ),
+            partial_rollout=args.partial_rollout,
+            max_staleness=getattr(args, "april_max_staleness", 5),
+            reward_scope="group" if args.group_rm else "sample",
+            dynamic_filter=self._keep if self._filter is not None else None,
+            seed=args.rollout_seed,
+        )
+
+    def _restore(self, scheduler: RolloutScheduler, state: Mapping[str, Any]) -> None:
+        if state["format"] != FORMAT:
+            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        scheduler.load_state_dict(state["scheduler"])
+        self.drawn = state["drawn"]
+        self.samples = {id: [SlimeSample.from_dict(s) for s in group] for id, group in state["samples"].items()}
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
+        path = self.args.hf_checkpoint
+        declared = [self.tokenizer.eos_token_id, AutoConfig.from_pretrained(path, trust_remote_code=True).eos_token_id]
+        with suppress(OSError):
+            declared.append(GenerationConfig.from_pretrained(path).eos_token_id)
+        ids = set(self.args.rollout_stop_token_ids or ())
+        for several in declared:
+            ids.update(several if isinstance(several, list) else [several])
+        return tuple(sorted(ids - {None}))
+
+    def _prompts(self) -> Iterator[Prompt]:
+        while groups := self.data_source.get_samples(1):
+            (group,) = groups
+            if len(group) != self.args.n_samples_per_prompt:
+                raise ValueError(f"the data source gave a group of {len(group)}, not {self.args.n_samples_per_prompt}")
+            id, first = str(self.drawn), group[0]
+            if not isinstance(first.prompt, str):
+                raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
+            try:
+                json.dumps(first.metadata)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the metadata of prompt {first.index} cannot be part of a checkpoint: {error}"
+                ) from None
+            given = first.tokens[: len(first.tokens) - first.response_length]
+            token_ids = given or self.tokenizer.encode(first.prompt, add_special_tokens=False)
+            self.samples[id] = group
+            self.drawn += 1
+            yield Prompt(tuple(token_ids), id)
+
+    async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
+        """slime's sample for a finished one of april's, after slime's hooks; its reward is still to come."""
+        theirs = self.samples[prompt.id][sample.index]
+        theirs.tokens = [*sample.prompt_ids, *sample.response_ids]
+        theirs.response = self.tokenizer.decode(
+            sample.response_ids, skip_special_tokens=self.args.rollout_skip_special_tokens
+        )
+        theirs.response_length = sample.length
+        theirs.rollout_log_probs = sample.logprobs.tolist()
+        theirs.loss_mask = sample.loss_mask.astype(int).tolist()
+        theirs.weight_versions = [str(segment.version) for segment in sample.segments]
+        stopped = sample.finish is FinishReason.STOP
+        theirs.status = SlimeSample.Status.COMPLETED if stopped else SlimeSample.Status.TRUNCATED
+        theirs.reward = None
+        theirs = await apply_rollout_sample_hooks(self.args, theirs, evaluation=False)
+        self.samples[prompt.id][sample.index] = theirs
+        return theirs
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> float:
+        theirs = await self._finish(prompt, sample)
+        if theirs.reward is None:
+            theirs.reward = await async_rm(self.args, theirs)
+        return float(theirs.get_reward_value(self.args))
+
+    async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+        group = [await self._finish(prompt, sample) for sample in samples]
+        for theirs, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
+            theirs.reward = reward
+        return [float(theirs.get_reward_value(self.args)) for theirs in group]
+
+    def _keep(self, group: Group) -> bool:
+        """slime's dynamic sampling filter."""
+        assert self._scheduler is not None
+        samples = self.samples[group.prompt.id]
+        output = call_dynamic_filter(self._filter, self.args, samples)
+        dropped: bool = should_drop_dynamic_filter_output(
+            output,
+            remaining_batch_size=len(self._scheduler.buffer),
+            target_data_size=self.args.rollout_batch_size,
+        )
+        if dropped:
+            self._gatherer.on_dynamic_filter_drop(reason=output.reason)
+            self._rejected.append(samples)
+        return not dropped
+
+    def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
+        samples = self.samples[group.prompt.id]
+        if self.args.mask_offpolicy_in_partial_rollout:
+            for theirs, sample in zip(samples, group.samples, strict=True):
+                current = (sample.versions == version).tolist()
+                theirs.loss_mask = [int(own and m) for own, m in zip(current, theirs.loss_mask, strict=True)]
+        return samples

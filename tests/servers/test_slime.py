@@ -1,0 +1,267 @@
+"""april in slime, with slime's real router, on a real SGLang server.
+
+Beside slime's source (see tests/integrations/slime_source.py), the interpreter of these tests needs SGLang itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from tests.integrations.slime_source import need_slime, prompt_file, slime_arguments
+
+SOURCE = need_slime()
+
+import requests  # noqa: E402
+import torch  # noqa: E402
+from slime.backends.sglang_utils.server_control import num_requests_from_load  # noqa: E402
+from slime.ray.rollout import _start_router  # noqa: E402
+from slime.utils.async_utils import run as run_on_slimes_loop  # noqa: E402
+from slime.utils.http_utils import init_http_client  # noqa: E402
+from slime.utils.types import Sample  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from april import EngineError  # noqa: E402
+from april.engines.launch import Server, launch_sglang  # noqa: E402
+from april.integrations import slime as plugin  # noqa: E402
+from tests import tiny  # noqa: E402
+from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
+
+N, G, OVER = 3, 2, 6
+EXACT = 1e-4
+"""Largest difference of log-probabilities between SGLang and Hugging Face, both in float32."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three policies of the same shapes; deep enough that sampling a token takes longer than sending it."""
+    root = tmp_path_factory.mktemp("models")
+    return [tiny.save(root / f"policy-{seed}", seed=seed, num_hidden_layers=10) for seed in range(3)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    async with launch_sglang(
+        models[0],
+        log_dir=tmp_path_factory.mktemp("logs"),
+        python=python_of("sglang"),
+        arguments=[
+            *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+            *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--dtype", "float32"),
+            *("--context-length", "512", "--max-running-requests", "8", "--max-total-tokens", "16384"),
+            *("--mem-fraction-static", "0.1"),
+        ],
+        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
+    ) as server:
+        yield server
+
+
+def load_weights(url: str, model: Path, label: int) -> None:
+    """What slime's servers are told when it updates weights from disk."""
+    body = {"model_path": str(model), "weight_version": str(label), "flush_cache": True}
+    requests.post(f"{url}/update_weights_from_disk", json=body).raise_for_status()
+
+
+def busy(url: str) -> int:
+    return num_requests_from_load(requests.get(f"{url}/v1/loads?include=core").json())
+
+
+@pytest.fixture
+def args(models: list[Path], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setenv("SLIME_HOST_IP", "127.0.0.1")
+    load_weights(server.url, models[0], 1)
+    data = prompt_file(tmp_path / "prompts.jsonl", 30)
+    checkpoint = str(tmp_path / "checkpoint")
+    return slime_arguments(
+        *("--hf-checkpoint", str(models[0]), "--prompt-data", str(data), "--label-key", "label", "--num-rollout", "9"),
+        *("--rollout-batch-size", str(N), "--n-samples-per-prompt", str(G), "--over-sampling-batch-size", str(OVER)),
+        *("--partial-rollout", "--rollout-max-response-len", "100", "--global-batch-size", str(N * G)),
+        *("--custom-rm-path", "tests.integrations.slime_source.length_parity", "--micro-batch-size", "1"),
+        *("--rollout-external-engine-addrs", server.url, "--sglang-device", "cpu", "--rollout-seed", "5"),
+        *("--rollout-function-path", "april.integrations.slime.rollout"),
+        *("--data-source-path", "april.integrations.slime.DataSource"),
+        *("--eval-prompt-data", "held-out", f"{data}@[0:4]", "--eval-max-response-len", "20"),
+        save=checkpoint,
+        load=checkpoint,
+    )
+
+
+@pytest.fixture
+def routed(args: Namespace, server: Server) -> Namespace:
+    """slime's own router and client, as its rollout manager starts them."""
+    args.sglang_router_ip, args.sglang_router_port = _start_router(args)
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    requests.post(f"{router}/workers", json={"url": server.url, "worker_type": "regular"}).raise_for_status()
+    while not requests.get(f"{router}/workers").json()["workers"]:
+        time.sleep(0.05)
+    init_http_client(args)
+    return args
+
+
+def logprobs(model: Path, sample: Sample) -> Any:
+    """Of each response token, by a forward pass of Hugging Face, shape [response_length]."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = torch.tensor(sample.tokens)
+    with torch.no_grad():
+        rows = policy(tokens[None]).logits[0, -sample.response_length - 1 : -1].log_softmax(-1)
+    return rows.gather(1, tokens[-sample.response_length :, None])[:, 0].numpy()
+
+
+def response_ids(saved: dict[str, Any]) -> list[int]:
+    """Of a sample in a saved state."""
+    return [token for _, token_ids, _ in saved["segments"] for token in token_ids]
+
+
+def check(groups: list[list[Sample]], seen: set[int]) -> None:
+    """N groups of G, each of one prompt, and no sample twice."""
+    assert [len(group) for group in groups] == [G] * N
+    for group in groups:
+        assert len({(sample.prompt, sample.label, sample.group_index) for sample in group}) == 1
+        for sample in group:
+            assert sample.index not in seen
+            assert sample.index // G == sample.group_index
+            assert sample.reward is not None
+            assert sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+            seen.add(sample.index)
+
+
+def test_rollouts_go_on_across_weight_updates(routed: Namespace, server: Server, models: list[Path]) -> None:
+    """Every token has the log-probability of the policy that the server held when it was drawn."""
+    routed.mask_offpolicy_in_partial_rollout = True
+    source = plugin.DataSource(routed)
+    seen: set[int] = set()
+    mixed = 0
+    for step, model in enumerate(models):
+        if step:
+            load_weights(server.url, model, step + 1)
+        output = plugin.rollout(routed, step, source)
+        assert busy(server.url) == 0
+        assert output.metrics["rollout/april/policy_version"] == step
+        check(output.samples, seen)
+        for sample in (sample for group in output.samples for sample in group):
+            own = np.array(sample.loss_mask, dtype=bool)
+            error = np.abs(logprobs(model, sample) - sample.rollout_log_probs)
+            assert error[own].max(initial=0) < EXACT
+            if not own.all():
+                older = [np.abs(logprobs(m, sample) - sample.rollout_log_probs) for m in models[:step]]
+                assert np.min(older, axis=0)[~own].max() < EXACT
+                assert sample.weight_versions == sorted(set(sample.weight_versions))
+                mixed += own.any()
+    assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+
+
+def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Server, models: list[Path]) -> None:
+    source = plugin.DataSource(routed)
+    seen: set[int] = set()
+    check(plugin.rollout(routed, 0, source).samples, seen)
+    source.save(0)
+    state = json.loads(plugin.state_path(routed.save, 0).read_text())
+    buffered = state["scheduler"]["buffer"]["groups"]
+    waiting = {group["prompt"]["id"]: [response_ids(sample) for sample in group["samples"]] for group in buffered}
+    assert sum(map(len, (ids for group in waiting.values() for ids in group)))
+
+    load_weights(server.url, models[1], 1)  # a process that starts again counts its updates from 1
+    again = plugin.DataSource(routed)
+    again.load(0)
+    went_on = 0
+    for step in (1, 2):
+        output = plugin.rollout(routed, step, again)
+        check(output.samples, seen)
+        for group in output.samples:
+            for sample, ids in zip(group, waiting.pop(str(group[0].group_index), [[], []]), strict=True):
+                response = sample.tokens[-sample.response_length :]
+                assert response[: len(ids)] == ids
+                went_on += 0 < len(ids) < len(response)
+    assert waiting.keys() <= again.rollouts.samples.keys(), "a saved group was lost"
+    assert went_on, "no saved sample went on: the test saw nothing"
+    assert output.metrics["rollout/april/policy_version"] == 1
+    under_way = {sample.index for group in again.rollouts.samples.values() for sample in group}
+    assert seen | under_way == set(range(len(seen) + len(under_way))), "a prompt was lost, or begun twice"
+
+
+def test_evaluation_is_slimes_own(routed: Namespace, server: Server) -> None:
+    source = plugin.DataSource(routed)
+    plugin.rollout(routed, 0, source)
+    before = run_on_slimes_loop(source.rollouts.state_dict())
+    output = plugin.rollout(routed, 0, source, evaluation=True)
+    result = output.data["held-out"]
+    assert [sample.label for sample in result["samples"]] == ["0", "1", "2", "3"]
+    assert len(result["rewards"]) == len(result["truncated"]) == 4
+    after = run_on_slimes_loop(source.rollouts.state_dict())
+    assert after["scheduler"] == before["scheduler"]
+
+
+def test_filter_hook_and_group_rewards_are_slimes(routed: Namespace) -> None:
+    routed.group_rm, routed.reward_key = True, "parity"
+    routed.custom_rm_path = "tests.integrations.slime_source.group_lengths"
+    routed.rollout_sample_hook_path = ["tests.integrations.slime_source.note_length"]
+    routed.dynamic_sampling_filter_path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    source = plugin.DataSource(routed)
+    seen: set[int] = set()
+    dropped = 0
+    for step in range(3):
+        output = plugin.rollout(routed, step, source)
+        check(output.samples, seen)
+        dropped += sum(n for name, n in output.metrics.items() if "dynamic_filter/drop_zero_std" in name)
+        for group in output.samples:
+            assert {sample.reward["parity"] for sample in group} == {0.0, 1.0}
+            for sample in group:
+                assert sample.reward["length"] == sample.metadata["hooked"] == sample.response_length
+    assert dropped, "no group was turned away: the test saw nothing"
+
+
+def test_without_partial_rollout_nothing_waits(routed: Namespace, server: Server) -> None:
+    routed.partial_rollout = False
+    source = plugin.DataSource(routed)
+    output = plugin.rollout(routed, 0, source)
+    check(output.samples, set())
+    assert output.metrics["rollout/april/groups_buffered"] == 0
+
+
+def test_a_router_without_servers_is_one_clear_line(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "REGISTRATION", 0.0)
+    args.sglang_router_ip, args.sglang_router_port = _start_router(args)
+    init_http_client(args)
+    with pytest.raises(EngineError, match=r"slime's router at .* knows of no server"):
+        plugin.rollout(args, 0, plugin.DataSource(args))
+
+
+def test_the_rollout_function_passes_slimes_contract_tests(routed: Namespace, tmp_path: Path) -> None:
+    """They call it without arguments and with a data source of their own, so it gets those of a real run."""
+    routed.rollout_batch_size, routed.over_sampling_batch_size = 2, 3
+    routed.custom_rm_path, routed.rm_type = None, "random"
+    saved = tmp_path / "arguments.pickle"
+    saved.write_bytes(pickle.dumps(routed))
+    contracts = SOURCE / "tests" / "plugin_contracts"
+    files = [str(contracts / f"test_plugin_{name}_contracts.py") for name in ("rollout", "path_loading")]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            # They put stubs for modules that are not imported yet; here they are, so they run on the real ones.
+            f"import ray, sglang_router, transformers, pytest; raise SystemExit(pytest.main(['-q', *{files}]))",
+        ],
+        env={
+            **os.environ,
+            "APRIL_SLIME_CONTRACT": str(saved),
+            "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+            "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": "tests.integrations.slime_source.contract_rollout",
+            "SLIME_CONTRACT_EVAL_FUNCTION_PATH": "tests.integrations.slime_source.contract_rollout",
+            "SLIME_CONTRACT_DATA_SOURCE_PATH": "april.integrations.slime.DataSource",
+        },
+        cwd=SOURCE,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
