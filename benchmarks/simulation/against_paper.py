@@ -46,9 +46,8 @@ def at_staleness(points: list[tuple[float, float]], staleness: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument(
-        "--orders", nargs="*", default=["heavy", "lognormal", "small-batch"], help="compare orders here"
-    )
+    parser.add_argument("--orders", nargs="*", default=["heavy", "lognormal", "bimodal"], help="compare orders here")
+    parser.add_argument("--keep", action="store_true", help="measure what is not in the file yet, and the automatic N'")
     args = parser.parse_args()
     path = Path(__file__).with_suffix(".json")
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}

@@ -39,7 +39,7 @@ class AutoAdmission:
     """
 
     def __init__(
-        self, engine: Engine, lengths: LengthModel, group_size: int, max_staleness: int | None, share: float = 0.97
+        self, engine: Engine, lengths: LengthModel, group_size: int, max_staleness: int | None, share: float = 0.98
     ) -> None:
         self.engine = engine
         self.lengths = lengths
