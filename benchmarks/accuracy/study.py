@@ -107,10 +107,21 @@ def staleness_cells(seed: int) -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    """In order of importance."""
+    """In order of importance: the ends of the staleness grid before what lies between them."""
     main, staleness = [main_cells(seed) for seed in range(8)], [staleness_cells(seed) for seed in range(5)]
-    coarse = [[c for c in cells if c.max_staleness in (None, 0)] for cells in staleness]
-    blocks = [*main[:2], coarse[0], main[2], coarse[1], *main[3:5], coarse[2], *staleness, *main[5:]]
+    ends = [[c for c in cells if c.max_staleness in (None, 0) and c.over_sampling in (1, 2, 4)] for cells in staleness]
+    blocks = [
+        main[0],
+        ends[0],
+        main[1],
+        ends[1],
+        main[2],
+        *staleness[:2],
+        ends[2],
+        *main[3:5],
+        *staleness[2:],
+        *main[5:],
+    ]
     return list(dict.fromkeys(cell for block in blocks for cell in block))
 
 
