@@ -1,11 +1,11 @@
-"""What the cells of the accuracy study say: `study.jsonl` in, `analysis.json` and two plots out.
+"""What the cells of the accuracy study say: `study.jsonl` in, `analysis.json`, `results.md` and two plots out.
 
 Invariants:
 - final accuracy is the mean of a run's last two evaluations, chosen before the study ran, since one alone is noisy;
 - a task's target is half way between its warm start and the mean final accuracy of all its runs in both arms;
-- arms are compared seed by seed, and a mean over tasks and algorithms gives each pair of them the same weight;
-- an interval is a percentile bootstrap over seeds, 95 %, within each task and algorithm. Few seeds make it too narrow
-  rather than too wide.
+- arms are compared seed by seed;
+- an interval is a percentile bootstrap of the mean over pairs of runs, 95 %. Few pairs make it too narrow rather than
+  too wide.
 
     python benchmarks/accuracy/analysis.py
 """
@@ -32,7 +32,8 @@ STEP, SAMPLES, TOKENS, SECONDS, ACCURACY = range(5)
 """Columns of a record's evaluations."""
 
 BREAKS = 0.05
-"""A combination breaks where its accuracy is this far below that of the synchronous runs with the same seeds."""
+"""A combination breaks where its accuracy is this far below that of the synchronous runs with the same seeds, and the
+whole interval is below 0."""
 
 Record = Mapping[str, Any]
 Pairs = Mapping[tuple[str, str], Sequence[tuple[Record, Record]]]
@@ -59,21 +60,14 @@ def to_target(record: Record, target: float, column: int) -> float | None:
     return None
 
 
-def bootstrap(strata: Sequence[Sequence[float]], resamples: int = 10_000) -> dict[str, Any]:
-    """The mean over strata of each one's mean, with its 95 % interval; values are resampled within their stratum."""
-    strata = [stratum for stratum in strata if len(stratum)]
-    if not strata:
+def bootstrap(values: Sequence[float], resamples: int = 10_000) -> dict[str, Any]:
+    """The mean with its 95 % interval; no interval for fewer than three values."""
+    if not values:
         return {"mean": None, "low": None, "high": None, "pairs": 0}
     rng = np.random.default_rng(0)
-    drawn = [np.asarray(s)[rng.integers(len(s), size=(resamples, len(s)))].mean(axis=1) for s in strata]
-    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
-    mean = float(np.mean([np.mean(s) for s in strata]))
-    return {
-        "mean": round(mean, 4),
-        "low": round(float(low), 4),
-        "high": round(float(high), 4),
-        "pairs": sum(map(len, strata)),
-    }
+    drawn = np.asarray(values)[rng.integers(len(values), size=(resamples, len(values)))].mean(axis=1)
+    ends = [round(float(end), 4) for end in np.percentile(drawn, [2.5, 97.5])] if len(values) > 2 else [None, None]
+    return {"mean": round(float(np.mean(values)), 4), "low": ends[0], "high": ends[1], "pairs": len(values)}
 
 
 def as_ratio(logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,8 +115,8 @@ def compare(pairs: Pairs, targets: Mapping[str, float]) -> dict[str, Any]:
     flat = [pair for of in pairs.values() for pair in of]
     reached = [sum(to_target(pair[i], targets[pair[i]["task"]], STEP) is not None for pair in flat) for i in (0, 1)]
     return {
-        "accuracy_difference": bootstrap([differences(of) for of in pairs.values()]),
-        "ratios": {name: as_ratio(bootstrap([of(pair) for pair in pairs.values()])) for name, of in ratios.items()},
+        "accuracy_difference": bootstrap(differences(flat)),
+        "ratios": {name: as_ratio(bootstrap(of(flat))) for name, of in ratios.items()},
         "runs_per_arm": len(flat),
         "reached_target": {"synchronous": reached[0], "partial": reached[1]},
     }
@@ -161,18 +155,29 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {name: round(value, 4) for name, value in ends.items()} | {"runs": len(values)}
 
 
+def gcd_grpo(records: Sequence[Record]) -> list[Record]:
+    """The runs of the staleness grid, with those of the main grid that belong to it; each once."""
+    own = [r for r in records if (r["task"], r["algorithm"]) == ("gcd", "grpo")]
+    known = {
+        (r["over_sampling"], r["max_staleness"], r["over_sampling"] > 1 and r["correction"], r["seed"]): r for r in own
+    }
+    return list(known.values())
+
+
 def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
     """Each combination against the synchronous runs with the same seeds, and each correction over all of them."""
     cells = defaultdict(list)
-    for r in records:
-        if r["grid"] == "staleness":
+    synchronous = {}
+    for r in gcd_grpo(records):
+        if r["over_sampling"] > 1:
             cells[r["over_sampling"], r["max_staleness"], r["correction"]].append(r)
-    synchronous = {r["seed"]: final_accuracy(r) for r in cells.pop((1.0, 0, "none"), [])}
+        else:
+            synchronous[r["seed"]] = final_accuracy(r)
     rows = []
     order = sorted(cells, key=lambda k: (k[0], k[1] is None, k[1] or 0, CORRECTIONS.index(k[2])))
     for over_sampling, bound, correction in order:
         runs = [r for r in cells[over_sampling, bound, correction] if r["seed"] in synchronous]
-        difference = bootstrap([[final_accuracy(r) - synchronous[r["seed"]] for r in runs]])
+        difference = bootstrap([final_accuracy(r) - synchronous[r["seed"]] for r in runs])
         rows.append(
             {
                 "over_sampling": over_sampling,
@@ -180,7 +185,9 @@ def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
                 "correction": correction,
                 "accuracy": spread([final_accuracy(r) for r in runs]),
                 "difference": difference,
-                "breaks": difference["mean"] is not None and difference["mean"] < -BREAKS,
+                "breaks": None
+                if difference["high"] is None
+                else difference["mean"] < -BREAKS and difference["high"] < 0,
                 "broke_off": sum("error" in r for r in runs),
                 "mean_staleness": mean([r.get("mean_staleness") for r in runs]),
                 "off_policy_tokens": mean([r.get("off_policy_token_share") for r in runs]),
@@ -190,21 +197,24 @@ def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
                 "largest_weight": max((r["largest_weight"] for r in runs), default=None),
             }
         )
-    per_correction = {}
-    for correction in CORRECTIONS:
-        own = {
-            k: [final_accuracy(r) - synchronous[r["seed"]] for r in runs if r["seed"] in synchronous]
-            for k, runs in cells.items()
-            if k[2] == correction
+    known = {r["correction"] for r in rows}
+    by_correction = {
+        correction: {
+            name: bootstrap(
+                [
+                    final_accuracy(r) - synchronous[r["seed"]]
+                    for (over_sampling, _, own), runs in cells.items()
+                    if own == correction and name in ("all", f"{over_sampling:g}")
+                    for r in runs
+                    if r["seed"] in synchronous
+                ]
+            )
+            for name in ("all", *(f"{over_sampling:g}" for over_sampling in sorted({k[0] for k in cells})))
         }
-        per_correction[correction] = {
-            "all": bootstrap(list(own.values())),
-            **{
-                f"over_sampling {a:g}": bootstrap([v for k, v in own.items() if k[0] == a])
-                for a in sorted({k[0] for k in own})
-            },
-        }
-    return {"synchronous": spread(list(synchronous.values())), "rows": rows, "by_correction": per_correction}
+        for correction in CORRECTIONS
+        if correction in known
+    }
+    return {"synchronous": spread(list(synchronous.values())), "rows": rows, "by_correction": by_correction}
 
 
 def mean(values: Sequence[float | None]) -> float | None:
@@ -228,11 +238,13 @@ def main() -> None:
     arguments = parser.parse_args()
     records = recorded(arguments.study)
     from plots import draw
+    from tables import tables
 
     found = analyse(records)
     (arguments.study.parent / "analysis.json").write_text(json.dumps(found, indent=2) + "\n")
+    (arguments.study.parent / "results.md").write_text(tables(found))
     draw(records, arguments.study.parent)
-    print(f"{found['cells']} cells: analysis.json, learning.svg, staleness.svg")
+    print(f"{found['cells']} cells: analysis.json, results.md, learning.svg, staleness.svg")
 
 
 if __name__ == "__main__":

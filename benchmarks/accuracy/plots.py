@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from analysis import ACCURACY, SAMPLES, final_accuracy, pairs_of, targets_of
+from analysis import ACCURACY, SAMPLES, final_accuracy, gcd_grpo, pairs_of, targets_of
 from study import ALGORITHMS, BOUNDS, CORRECTIONS, TASKS
 
 matplotlib.use("Agg")
@@ -33,22 +33,19 @@ def draw(records: Sequence[Record], directory: Path) -> None:
 
 
 def learning(records: Sequence[Record]) -> Any:
-    """Held-out accuracy against samples: mean over seeds, band from the least to the most."""
-    targets = targets_of(pairs_of(records))
+    """Held-out accuracy against samples: mean over the seeds that both arms ran, band from the least to the most."""
+    pairs = pairs_of(records)
+    targets = targets_of(pairs)
+    evaluations = max(len(r["evaluations"]) for r in records)
     figure, axes = pyplot.subplots(len(ALGORITHMS), len(TASKS), figsize=(9, 7.2), sharex=True, sharey="col")
     for row, algorithm in zip(axes, ALGORITHMS, strict=True):
         for axis, task in zip(row, TASKS, strict=True):
             axis.set_title(f"{task}, {algorithm.upper()}", fontsize=9, loc="left")
             if task in targets:
                 axis.axhline(targets[task], color="#999999", linewidth=0.8, linestyle=":")
-            for partial, (arm, colour) in enumerate(ARMS.items()):
-                runs = [
-                    r["evaluations"]
-                    for r in records
-                    if (r["grid"], r["task"], r["algorithm"], r["over_sampling"] > 1)
-                    == ("main", task, algorithm, partial)
-                    and "error" not in r
-                ]
+            for index, (arm, colour) in enumerate(ARMS.items()):
+                runs = [pair[index]["evaluations"] for pair in pairs.get((task, algorithm), [])]
+                runs = [run for run in runs if len(run) == evaluations]
                 if not runs:
                     continue
                 samples, accuracy = (np.array(runs)[:, :, column] for column in (SAMPLES, ACCURACY))
@@ -71,10 +68,11 @@ def learning(records: Sequence[Record]) -> Any:
 
 def staleness(records: Sequence[Record]) -> Any:
     """Final accuracy against N'/N, a panel for each bound, a line for each correction."""
-    runs = [r for r in records if r["grid"] == "staleness"]
+    runs = gcd_grpo(records)
     synchronous = [final_accuracy(r) for r in runs if r["over_sampling"] == 1]
-    figure, axes = pyplot.subplots(1, len(BOUNDS), figsize=(11, 3.6), sharey=True)
-    for axis, bound in zip(axes, BOUNDS, strict=True):
+    bounds = [bound for bound in BOUNDS if any(r["max_staleness"] == bound for r in runs)]
+    figure, axes = pyplot.subplots(1, len(bounds), figsize=(1 + 3 * len(bounds), 3.6), sharey=True, squeeze=False)
+    for axis, bound in zip(axes[0], bounds, strict=True):
         axis.set_title("no bound" if bound is None else f"staleness at most {bound}", fontsize=9, loc="left")
         if synchronous:
             axis.axhspan(min(synchronous), max(synchronous), color="#000000", alpha=0.07, linewidth=0)
@@ -97,9 +95,9 @@ def staleness(records: Sequence[Record]) -> Any:
         axis.set_xticks([1.5, 2, 3, 4])
         axis.set_xlim(1.3, 4.2)
         axis.grid(axis="y", color="#eeeeee")
-    axes[0].set_ylabel("final held-out accuracy")
-    handles, labels = axes[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, ncols=6, loc="lower center", fontsize=9)
+    axes[0, 0].set_ylabel("final held-out accuracy")
+    handles, labels = axes[0, -1].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, ncols=6 if len(bounds) > 2 else 3, loc="lower center", fontsize=9)
     figure.suptitle("gcd, GRPO: mean over seeds, bars and grey band from the least to the most", fontsize=9)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure

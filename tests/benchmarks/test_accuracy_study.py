@@ -111,7 +111,7 @@ def test_the_arms_are_compared_seed_by_seed() -> None:
 
 
 def test_a_correction_breaks_where_it_falls_below_the_synchronous_runs() -> None:
-    base = Cell("staleness", "gcd", "grpo", "none", 1.0, 0, seed=0)
+    base = Cell("main", "gcd", "grpo", "behaviour", 1.0, 0, seed=0)
     records = []
     for seed in range(3):
         records.append(cell(dataclasses.replace(base, seed=seed), [0.5, 0.8, 0.8]))
@@ -138,7 +138,7 @@ def test_the_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from plots import draw
 
-    base = Cell("staleness", "gcd", "grpo", "none", 1.0, 0, seed=0)
+    base = Cell("main", "gcd", "grpo", "behaviour", 1.0, 0, seed=0)
     records = [
         cell(SYNCHRONOUS, [0.5, 0.6, 0.7]),
         cell(PARTIAL, [0.5, 0.7, 0.8]),
