@@ -165,7 +165,8 @@ def gcd_grpo(records: Sequence[Record]) -> list[Record]:
 
 
 def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
-    """Each combination against the synchronous runs with the same seeds, and each correction over all of them."""
+    """Each combination against the synchronous runs with the same seeds, and each correction over all of them
+    that have no bound, so that no run that a bound did not touch counts twice."""
     cells = defaultdict(list)
     synchronous = {}
     for r in gcd_grpo(records):
@@ -203,13 +204,16 @@ def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
             name: bootstrap(
                 [
                     final_accuracy(r) - synchronous[r["seed"]]
-                    for (over_sampling, _, own), runs in cells.items()
-                    if own == correction and name in ("all", f"{over_sampling:g}")
+                    for (over_sampling, bound, own), runs in cells.items()
+                    if bound is None and own == correction and name in ("all", f"{over_sampling:g}")
                     for r in runs
                     if r["seed"] in synchronous
                 ]
             )
-            for name in ("all", *(f"{over_sampling:g}" for over_sampling in sorted({k[0] for k in cells})))
+            for name in (
+                "all",
+                *(f"{over_sampling:g}" for over_sampling in sorted({k[0] for k in cells if k[1] is None})),
+            )
         }
         for correction in CORRECTIONS
         if correction in known

@@ -53,7 +53,7 @@ def staleness(grid: Figures) -> Iterator[str]:
             setting = (f"{r['over_sampling']:g}", bound, r["correction"])
             yield row(*setting, runs, accuracy, difference, f"{r['mean_staleness']:.2f}", verdict)
     yield ""
-    yield "Over all bounds, the difference from the synchronous runs of the same seed, in brackets the runs:"
+    yield "Without a bound, the difference from the synchronous runs of the same seed, in brackets the runs:"
     yield ""
     columns = list(next(iter(grid["by_correction"].values()), {}))
     yield from head("correction", *("all" if name == "all" else f"N'/N = {name}" for name in columns))
