@@ -99,5 +99,5 @@ def staleness(records: Sequence[Record]) -> Any:
     handles, labels = axes[0, -1].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, ncols=6 if len(bounds) > 2 else 3, loc="lower center", fontsize=9)
     figure.suptitle("gcd, GRPO: mean over seeds, bars and grey band from the least to the most", fontsize=9)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.tight_layout(rect=(0, 0.08 if len(bounds) > 2 else 0.15, 1, 1))
     return figure
