@@ -114,7 +114,7 @@ class Points:
             (torch, "save"),
             (Path, "write_text"),
             (StepLog, "write"),
-            (Journal, "prune"),
+            (Journal, "_forget"),
         ):
             setattr(owner, name, self.counted(getattr(owner, name)))
         os.fsync = self.counted(self.seen(os.fsync))

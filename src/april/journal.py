@@ -259,12 +259,23 @@ class Journal:
             )
 
     def prune(self, position: int) -> None:
-        """Let go of the events up to `position`: no state before it is kept."""
+        """Let go of the events up to `position`: no state before it is kept.
+
+        Raises:
+            JournalError: the disk is full, or fails otherwise.
+        """
+        try:
+            self._forget(position)
+        except sqlite3.Error as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._check()
+        self.start = position
+
+    def _forget(self, position: int) -> None:
         with self._access, self._database as transaction:
             transaction.execute("BEGIN IMMEDIATE")
             transaction.execute("DELETE FROM records WHERE number <= ?", (position,))
             transaction.execute("UPDATE run SET start = ?", (position,))
-        self.start = position
 
     def close(self) -> None:
         """Write what is left, and let go of the file."""

@@ -161,6 +161,8 @@ async def engine(connect: Connect) -> ServerEngine:
     return await connect()
 
 
-def make_samples(n: int, sampling: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (5, 6, 7)) -> list[Sample]:
-    """`n` samples of one prompt each, whose prompts differ in one token."""
-    return [Group.start(i, Prompt((*prompt, 10 + i)), 1, sampling, seed).samples[0] for i in range(n)]
+def make_samples(
+    n: int, sampling: SamplingParams, seed: int = 0, prompt: tuple[int, ...] = (5, 6, 7), first: int = 0
+) -> list[Sample]:
+    """`n` samples of one prompt each, whose prompts differ in one token; their groups are numbered from `first`."""
+    return [Group.start(first + i, Prompt((*prompt, 10 + i)), 1, sampling, seed).samples[0] for i in range(n)]

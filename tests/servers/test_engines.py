@@ -200,9 +200,7 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
     assert any(sample.finish is None and sample.length > 40 for sample in samples)
     before = [sample.length for sample in samples]
     await engine.update_weights(1, models[1])
-    fresh = make_samples(2, SamplingParams(20), prompt=(5, 6, 7))
-    for sample in fresh:
-        sample.group_id += 100
+    fresh = make_samples(2, SamplingParams(20), first=100)
     submit(engine, [*samples, *fresh])
     await finish(engine, [*samples, *fresh])
     for sample, length in zip(samples, before, strict=True):

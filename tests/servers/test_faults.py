@@ -184,4 +184,4 @@ async def refuse_updates(engine):  # type: ignore[no-untyped-def]
         return await post("/no" + path if "weights" in str((path, body)) else path, body)
 
     engine._http.post = astray
-    return lambda: setattr(engine, "_post", post)
+    return lambda: setattr(engine._http, "post", post)
