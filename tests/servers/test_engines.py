@@ -203,8 +203,11 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
     fresh = make_samples(2, SamplingParams(20), first=100)
     submit(engine, [*samples, *fresh])
     await finish(engine, [*samples, *fresh])
-    for sample, length in zip(samples, before, strict=True):
+    for sample, known in zip(samples, before, strict=True):
         assert sample.length == 400
+        # What the server had sampled before it stopped may arrive after the interrupt: it is of the old version.
+        length = int((sample.versions == 0).sum())
+        assert known <= length
         assert (sample.versions == np.repeat([0, 1], [length, 400 - length])).all()
         old, new = oracles[0].logprobs(sample), oracles[1].logprobs(sample)
         assert np.abs(old[:length] - sample.logprobs[:length]).max(initial=0) < EXACT
