@@ -1,0 +1,502 @@
+"""verl's V1 trainer with active partial rollouts: `trainer.v1.trainer_mode=april`.
+
+Invariants:
+- a step trains on exactly `data.train_batch_size` complete groups, the oldest first; none is dropped for its age;
+- a prompt leaves verl's dataloader when its group is begun, and TransferQueue when its group is trained on or turned
+  away; its trajectories are put there, by verl's own code, when its group is handed to training;
+- after a step is sampled nothing runs on verl's replicas;
+- every token keeps the log-probability it was drawn with and the weights that drew it;
+- what is unfinished is part of verl's checkpoint, and a resumed run goes on from the last token;
+- validation is verl's own and neither sees nor changes what waits.
+
+Three classes, registered from outside: the trainer mode, which brings the other two along, a sampler, and an agent-loop
+manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from april.admission import largest_target
+from april.engine import Capacity, Chunk
+from april.integrations.adapter import rollout_metrics
+from april.integrations.event_loop import EventLoop
+from april.integrations.requirement import require
+from april.outbox import Outbox
+from april.scheduler import RolloutScheduler
+from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+
+require("verl", "0.9", extra="verl")
+
+import torch  # noqa: E402
+import transfer_queue as tq  # noqa: E402
+from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
+from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: E402
+from transfer_queue import KVBatchMeta  # noqa: E402
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput  # noqa: E402
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ  # noqa: E402
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync  # noqa: E402
+from verl.trainer.ppo.v1.trainer_base import register_trainer  # noqa: E402
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder  # noqa: E402
+
+STATE = "april.json"
+"""The file of a checkpoint of verl's that holds what waits."""
+FORMAT = 1
+
+SINGLE_TURN = "single_turn_agent"
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse what april would have to ignore.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    unsupported = {
+        "actor_rollout_ref.rollout.agent.default_agent_loop": (
+            rollout.agent.default_agent_loop != SINGLE_TURN,
+            f"april generates one turn a sample: leave it at {SINGLE_TURN}",
+        ),
+        "actor_rollout_ref.rollout.multi_turn.enable": (
+            rollout.multi_turn.enable,
+            "april generates one turn a sample: set it to false",
+        ),
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
+            rollout.enable_rollout_routing_replay,
+            "april does not record routed experts: set it to false",
+        ),
+        "actor_rollout_ref.rollout.disaggregation.enabled": (
+            rollout.disaggregation.enabled,
+            "prefill and decode on separate servers are not supported: set it to false",
+        ),
+        "algorithm.adv_estimator": (
+            config.algorithm.adv_estimator == "remax",
+            "its greedy baselines are another kind of rollout: choose another estimator",
+        ),
+    }
+    for name, (refused, remedy) in unsupported.items():
+        if refused:
+            raise ValueError(f"{name} = {OmegaConf.select(config, name)}: {remedy}")
+
+
+@register_trainer("april")
+class AprilTrainer(PPOTrainerColocateAsync):
+    """`trainer.v1.trainer_mode=april`: trainer and rollouts take turns on the same GPUs, as in `colocate_async`.
+
+    Settings, each as `+trainer.v1.april.<name>=`: `over_sampling_batch_size` (N', groups under way, or `auto`; twice
+    `data.train_batch_size`) and `max_staleness` (5; the most weight updates between a group's first token and the step
+    that trains on it). `max_off_policy_threshold` and `max_off_policy_strategy` have no effect: the bound is kept
+    without dropping.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        check_config(config)
+        with open_dict(config):
+            config.trainer.v1.sampler.custom_sampler = {"path": f"pkg://{__name__}", "name": AprilReplayBuffer.__name__}
+            manager = f"{__name__}.{AprilRolloutManager.__name__}"
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = manager
+        super().__init__(config)
+
+    def fit(self, agent_loop_manager: AprilRolloutManager) -> None:
+        self.replay_buffer.manager = agent_loop_manager
+        agent_loop_manager.attach(self._add_prompts_to_generate, self.checkpoint_manager.abort_replicas)
+        super().fit(agent_loop_manager)
+
+    def get_llm_client(self) -> Any:
+        """The client that returns what an aborted request had sampled, instead of asking again by itself."""
+        return self.llm_server_manager.get_client()
+
+    def on_train_begin(self) -> None:
+        """Prompts are begun as the sampler needs them; there is nothing to warm up."""
+
+    def prepare_step(self) -> dict[str, Any]:
+        return {}
+
+    def _save_checkpoint(self) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f"{STATE}.partial"
+        draft.write_text(json.dumps(self.agent_loop_manager.state_dict()))
+        os.replace(draft, folder / STATE)
+        super()._save_checkpoint()
+
+    def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
+        """Go on with the saved groups where they stood, instead of from scratch as verl does."""
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path)
+        else:
+            folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps - 1}"
+        if self.config.trainer.resume_mode == "disable" or not (folder / STATE).is_file():
+            return int(super()._reissue_inflight_prompts(partition_id))
+        waiting: int = self.agent_loop_manager.load_state_dict(json.loads((folder / STATE).read_text()))
+        return waiting
+
+
+class AprilReplayBuffer(ReplayBufferAsync):
+    """verl's replay buffer, which finds exactly one batch to sample: the groups that april has just handed over."""
+
+    def __init__(self, max_off_policy_threshold: int | None, **settings: Any) -> None:
+        super().__init__(max_off_policy_threshold=None, **settings)
+        self.manager: AprilRolloutManager | None = None
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        metrics = {}
+        if partition_id == "train":
+            assert self.manager is not None, "the trainer has not been given its agent-loop manager"
+            metrics = self.manager.collect(global_steps)
+        batch, evicted = super().sample(global_steps, partition_id, batch_size)
+        return batch, {**evicted, **metrics}
+
+
+class ReplicaEngine:
+    """verl's rollout replicas as an engine. They stream nothing: a request returns once it has ended or was aborted,
+    so its tokens come in one chunk.
+
+    Args:
+        client: verl's `LLMServerClient`, the one that does not resume by itself.
+        capacity: what all replicas together can hold.
+        sampling_params: verl's, without the budget.
+        abort: makes every replica return what it has, and hold or return what comes later.
+        patience: seconds that aborted requests have to return. One that has not reached its replica by then waits there
+            until generation goes on; whoever submits its sample again gets its answer.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        capacity: Capacity,
+        sampling_params: Mapping[str, Any],
+        abort: Callable[[], Awaitable[None]],
+        patience: float = 10.0,
+    ) -> None:
+        self.capacity = capacity
+        self.version = 0
+        self._client = client
+        self._sampling_params = sampling_params
+        self._abort = abort
+        self._patience = patience
+        self._requests: dict[str, asyncio.Task[Any]] = {}
+        self._parked: dict[str, asyncio.Task[Any]] = {}
+        self._interrupting = False
+        self._outbox = Outbox()
+
+    @property
+    def running(self) -> int:
+        return min(len(self._requests), self.capacity.slots)
+
+    def submit(self, sample: Sample) -> None:
+        needed = len(sample.prompt_ids) + sample.sampling.max_tokens
+        if needed > self.capacity.context_length:
+            raise ValueError(
+                f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
+                f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
+            )
+        request = self._parked.pop(sample.id, None)
+        if request is None:
+            params = {**self._sampling_params, "max_tokens": sample.budget_left}
+            request = asyncio.create_task(
+                self._client.generate(
+                    request_id=sample.id,
+                    prompt_ids=[*sample.prompt_ids, *sample.response_ids],
+                    sampling_params=params,
+                ),
+                name=f"generate {sample.id}",
+            )
+        self._requests[sample.id] = request
+        request.add_done_callback(functools.partial(self._over, sample.id, sample.budget_left))
+
+    def _over(self, sample_id: str, budget: int, request: asyncio.Task[Any]) -> None:
+        if self._requests.get(sample_id) is not request:
+            return
+        del self._requests[sample_id]
+        if request.cancelled():
+            return
+        error = request.exception()
+        if error is not None:
+            chunk = Chunk(sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}")
+        else:
+            chunk = self._read(sample_id, budget, request.result())
+        self._outbox.put(chunk)
+
+    def _read(self, sample_id: str, budget: int, output: Any) -> Chunk:
+        ids, logprobs = list(output.token_ids), list(output.log_probs or ())
+        version = output.extra_fields.get("global_steps")
+        version = self.version if version is None else version
+        if len(ids) != len(logprobs) or len(ids) > budget:
+            problem = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came where {budget} were asked for"
+            return Chunk(sample_id, (), (), version, error=problem)
+        if len(ids) == budget:
+            return Chunk(sample_id, ids, logprobs, version, FinishReason.LENGTH)
+        if output.stop_reason in ("abort", "aborted"):
+            error = None if self._interrupting else "the replica aborted the request"
+            return Chunk(sample_id, ids, logprobs, version, error=error)
+        if not ids:
+            return Chunk(sample_id, (), (), version, error=f"it ended ({output.stop_reason}) without a token")
+        return Chunk(sample_id, ids, logprobs, version, FinishReason.STOP)
+
+    async def poll(self) -> list[Chunk]:
+        while not self._outbox and self._requests:
+            await self._outbox.news()
+        return self._outbox.take()
+
+    async def interrupt(self) -> list[Chunk]:
+        self._interrupting = True
+        try:
+            if requests := list(self._requests.values()):
+                await self._abort()
+                await asyncio.wait(requests, timeout=self._patience)
+        finally:
+            self._interrupting = False
+            self._parked.update(self._requests)
+            self._requests.clear()
+        return self._outbox.take()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """verl has seen to it already."""
+        self.version = version
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Nothing is held between requests."""
+
+    async def close(self) -> None:
+        for request in [*self._requests.values(), *self._parked.values()]:
+            request.cancel()
+
+
+class AprilRolloutManager(AgentLoopManagerTQ):
+    """verl's agent-loop manager, whose training prompts go to april's scheduler. Validation goes to verl's own workers.
+
+    Prompts are made into tokens, samples scored and trajectories written by verl's agent-loop worker, of which one
+    lives here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.worker = AgentLoopWorkerTQ.__ray_actor_class__(
+            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
+        )
+        if self.worker.processor is not None:
+            raise ValueError("actor_rollout_ref.model: a model with a processor takes more than text, april does not")
+        self.loop = EventLoop("april")
+        self.rows: dict[str, dict[str, Any]] = {}
+        """What verl's dataset says of each prompt under way, by its uid."""
+        self._reward_info: dict[str, Any] = {}
+        """What scoring said beside the score, by sample."""
+        self._queue: deque[Prompt] = deque()
+        self._refill: Callable[[int], int] | None = None
+        self._abort: Callable[[], Any] | None = None
+        self._builder = create_continuous_token_builder(
+            self.worker.tokenizer,
+            hf_model_type=self.worker.hf_model_type,
+            chat_template_kwargs=self.config.data.get("apply_chat_template_kwargs", {}),
+        )
+        self.scheduler = self._schedule()
+
+    def attach(self, refill: Callable[[int], int], abort: Callable[[], Any]) -> None:
+        """What the trainer gives.
+
+        Args:
+            refill: fetches so many prompts from the dataloader and gives them to `generate_sequences`.
+            abort: ends every request on every replica.
+        """
+        self._refill, self._abort = refill, abort
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        if tu.get(prompts, "validate", False):
+            super().generate_sequences(prompts)
+            return
+        for i in range(len(prompts)):
+            row = row_of(prompts, i)
+            agent = row.pop("agent_name", SINGLE_TURN)
+            if agent != SINGLE_TURN:
+                raise ValueError(f"a prompt asks for the agent loop {agent!r}: april generates one turn a sample")
+            self.rows[row["uid"]] = row
+            self._queue.append(self._prompt(row))
+
+    def collect(self, global_steps: int) -> dict[str, float]:
+        """Have a batch of complete groups in TransferQueue, ready to be sampled."""
+        return self.loop.run(self._collect(global_steps))
+
+    async def _collect(self, global_steps: int) -> dict[str, float]:
+        # verl counts steps from 1 and updates the weights after each: step k samples with the weights of step k - 1.
+        while self.scheduler.version < global_steps - 1:
+            await self.scheduler.update_weights()
+        step = await self.scheduler.collect()
+        for group in step.groups:
+            await self._hand_over(group)
+        kept = {group.prompt.id for group in [*step.groups, *self.scheduler.buffer]}
+        if rejected := [uid for uid in self.rows if uid not in kept and not any(p.id == uid for p in self._queue)]:
+            await tq.async_kv_clear(keys=rejected, partition_id="train")
+        for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
+            del self.rows[uid]
+        waiting = {sample.id for group in self.scheduler.buffer for sample in group.samples}
+        self._reward_info = {id: info for id, info in self._reward_info.items() if id in waiting}
+        return {f"training/april/{name}": value for name, value in rollout_metrics(step).items()}
+
+    async def _hand_over(self, group: Group) -> None:
+        """Write the group's trajectories, and then say that they are there."""
+        row = self.rows[group.prompt.id]
+        await asyncio.gather(
+            *(
+                self.worker._agent_loop_postprocess(self._output(sample), False, session_id=sample.index, **row)
+                for sample in group.samples
+            )
+        )
+        await tq.async_kv_put(key=group.prompt.id, partition_id="train", tag={"status": "finished"})
+
+    def _output(self, sample: Sample) -> AgentLoopOutput:
+        versions = sample.versions.tolist()
+        fields = {
+            "global_steps": versions[-1],
+            "min_global_steps": versions[0],
+            "max_global_steps": versions[-1],
+            "policy_versions": versions,
+            "turn_scores": [],
+            "tool_rewards": [],
+        }
+        if sample.id in self._reward_info:
+            fields["reward_extra_info"] = self._reward_info[sample.id]
+        return AgentLoopOutput(
+            prompt_ids=list(sample.prompt_ids),
+            response_ids=sample.response_ids,
+            response_mask=sample.loss_mask.astype(int).tolist(),
+            response_logprobs=sample.logprobs.tolist(),
+            reward_score=sample.reward if self.reward_loop_worker_handles is not None else None,
+            multi_modal_data={},
+            num_turns=2,
+            metrics=AgentLoopMetrics(),
+            extra_fields=fields,
+        )
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> float:
+        """verl's reward workers, or 0 where a colocated reward model scores the batch later."""
+        if self.reward_loop_worker_handles is None:
+            return 0.0
+        output = self._output(sample)
+        row = {"session_id": sample.index, **self.rows[prompt.id]}
+        await self.worker._compute_score([output], kwargs=row)
+        self._reward_info[sample.id] = output.extra_fields.get("reward_extra_info", {})
+        return float(output.reward_score)
+
+    def _prompt(self, row: Mapping[str, Any]) -> Prompt:
+        limit = self.rollout_config.prompt_length
+        token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
+        # verl keeps the end of a longer prompt; data.filter_overlong_prompts leaves them out.
+        return Prompt(tuple(token_ids[-limit:]), row["uid"])
+
+    def _prompts(self) -> Iterator[Prompt]:
+        while True:
+            if not self._queue:
+                assert self._refill is not None, "attach comes first"
+                self._refill(1)
+            yield self._queue.popleft()
+
+    def _keep(self, group: Group) -> bool:
+        """verl's filter of groups that carry no signal (algorithm.filter_groups)."""
+        metric = self.config.algorithm.filter_groups.metric
+        if metric == "reward":
+            values = [sample.reward for sample in group.samples]
+        else:
+            values = [self._reward_info[sample.id][metric] for sample in group.samples]
+        return len(values) == 1 or len(set(values)) > 1
+
+    async def _abort_all(self) -> None:
+        assert self._abort is not None, "attach comes first"
+        await self._abort()
+
+    def _schedule(self) -> RolloutScheduler:
+        rollout = self.rollout_config
+        batch_size = self.config.data.train_batch_size
+        april = self.config.trainer.v1.get("april", {})
+        bound = april.get("max_staleness", 5)
+        largest = largest_target(batch_size, bound) or 2 * batch_size
+        filters = self.config.algorithm.get("filter_groups")
+        replicas = max(1, self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node) // max(
+            1, rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        )
+        context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        engine = ReplicaEngine(
+            self.llm_client,
+            Capacity(rollout.max_num_seqs * max(1, replicas), context),
+            {
+                "temperature": rollout.temperature,
+                "top_p": rollout.top_p,
+                "top_k": rollout.top_k,
+                "repetition_penalty": 1.0,
+                "logprobs": True,
+            },
+            self._abort_all,
+        )
+        return RolloutScheduler(
+            engine,
+            self._prompts(),
+            self._score,
+            rollout_batch_size=batch_size,
+            over_sampling_batch_size=april.get("over_sampling_batch_size") or min(2 * batch_size, largest),
+            n_samples_per_prompt=rollout.n,
+            sampling=SamplingParams(
+                max_tokens=rollout.response_length,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=max(rollout.top_k, 0),
+            ),
+            max_staleness=bound,
+            dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
+            seed=rollout.get("seed", 0),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits, as JSON types. The prompts' rows are in TransferQueue's own checkpoint."""
+        return self.loop.run(self._state())
+
+    async def _state(self) -> dict[str, Any]:
+        info = {id: {key: plain(value) for key, value in fields.items()} for id, fields in self._reward_info.items()}
+        return {"format": FORMAT, "reward_info": info, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
+
+        Raises:
+            ValueError: the state is of another april.
+        """
+        if state["format"] != FORMAT:
+            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        self._reward_info = dict(state["reward_info"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        uids = [group.prompt.id for group in self.scheduler.buffer]
+        if uids:
+            batch = tq.kv_batch_get(keys=uids, partition_id="train")
+            tags = tq.kv_list("train")["train"]
+            for i, uid in enumerate(uids):
+                row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
+                row.pop("agent_name", None)
+                self.rows[uid] = row
+        return len(uids)
+
+
+def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
+    """Row `i` of a batch of verl's dataset, as its agent loops are given it."""
+    row = {}
+    for name, column in batch.items():
+        if isinstance(column, NonTensorData):
+            row[name] = column.data
+        elif isinstance(column, NonTensorStack):
+            row[name] = column[i].data
+        else:
+            row[name] = column[i]
+    return row
+
+
+def plain(value: Any) -> Any:
+    """A value of NumPy or torch as JSON has it."""
+    return value.tolist() if isinstance(value, torch.Tensor) or hasattr(value, "tolist") else value

@@ -1,0 +1,256 @@
+"""april in verl, with verl's real trainer loop, replay buffer, TransferQueue and workers; see `verl_trainer.py`.
+
+scripts/setup_verl.sh makes an environment for it; run this file with that environment's Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transfer_queue", reason="verl is not installed here: scripts/setup_verl.sh")
+pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
+
+import pandas
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+from verl.utils.import_utils import load_class_from_fqn
+from verl.workers.rollout.replica import TokenOutput
+
+from april import Capacity, Chunk, FinishReason, Group, Prompt, SamplingParams
+from april.integrations import verl as plugin
+from tests import tiny
+from tests.integrations.verl_trainer import TEMPLATE, TinyTrainer, config_of
+
+N, G = 3, 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    # Ray would start a process for each CPU it is told of.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    # With as few CPUs as this machine has, actors would wait for one another for ever.
+    ray.init(num_cpus=32, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny.save(tmp_path_factory.mktemp("model"))
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rows = [
+        {
+            "data_source": "tests",
+            "prompt": [{"role": "user", "content": f"prompt {i} of many: "}],
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i},
+        }
+        for i in range(40)
+    ]
+    path = tmp_path_factory.mktemp("data") / "prompts.parquet"
+    pandas.DataFrame(rows).to_parquet(path)
+    return path
+
+
+@pytest.fixture
+def config(model: Path, data: Path, tmp_path: Path) -> DictConfig:
+    return config_of(model, data, tmp_path / "checkpoints")
+
+
+def train(config: DictConfig) -> TinyTrainer:
+    """What verl's task runner does."""
+    OmegaConf.resolve(config)
+    config.transfer_queue.enable = True
+    tq.init(config.transfer_queue)
+    try:
+        trainer = TinyTrainer(config)
+        trainer.init()
+        manager = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class).create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=None,
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        trainer.fit(manager)
+        manager.loop.close()
+    finally:
+        tq.close()
+    return trainer
+
+
+def logprobs(policy: Any, row: dict[str, Any]) -> np.ndarray:
+    """Of each response token, shape [length]."""
+    length = len(row["responses"])
+    with torch.no_grad():
+        rows = policy(row["input_ids"][None]).logits[0, -length - 1 : -1].log_softmax(-1)
+    return rows.gather(1, row["responses"][:, None])[:, 0].numpy()
+
+
+def check(batches: list[list[dict[str, Any]]], first_step: int = 1) -> list[str]:
+    """Exact counts, whole groups, own prompts, rewards, and the log-probability of each token's own policy."""
+    policies = [tiny.model(seed=version) for version in range(first_step + len(batches))]
+    tokenizer = tiny.tokenizer()
+    uids = []
+    for step, batch in enumerate(batches, first_step):
+        assert len(batch) == N * G
+        groups = [batch[i : i + G] for i in range(0, N * G, G)]
+        for group in groups:
+            assert len({row["uid"] for row in group}) == 1
+            assert sorted(row["session_id"] for row in group) == list(range(G))
+            uids.append(group[0]["uid"])
+            for row in group:
+                i = row["extra_info"]["index"]
+                assert tokenizer.decode(row["prompts"]) == f"prompt {i} of many: "
+                text = tokenizer.decode(row["responses"], skip_special_tokens=True)
+                assert row["rm_scores"][-1] == len(text) % 2
+                assert row["extra_fields"]["reward_extra_info"]["truth"] == i
+                versions = np.array(row["extra_fields"]["policy_versions"])
+                assert row["tag"]["min_global_steps"] == versions[0]
+                assert row["tag"]["max_global_steps"] == versions[-1] <= step - 1
+                by_version = np.stack([logprobs(policy, row) for policy in policies])
+                own = by_version[versions, np.arange(len(versions))]
+                np.testing.assert_allclose(row["rollout_log_probs"].numpy(), own, atol=1e-4)
+    assert len(set(uids)) == len(uids), "a group was trained on twice"
+    return uids
+
+
+def test_the_three_classes_are_registered_from_outside(config: DictConfig) -> None:
+    assert get_trainer_cls("april") is plugin.AprilTrainer
+    assert issubclass(plugin.AprilReplayBuffer, ReplayBufferAsync)
+
+
+def test_training_validation_and_a_restart(config: DictConfig, model: Path, data: Path, tmp_path: Path) -> None:
+    config.trainer.test_freq = 2
+    config.trainer.total_training_steps = 4
+    first = train(config)
+    uids = check(first.batches)
+    mixed = [row for batch in first.batches for row in batch if len(set(row["extra_fields"]["policy_versions"])) > 1]
+    assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+
+    saved = tmp_path / "checkpoints" / "global_step_4"
+    state = json.loads((saved / plugin.STATE).read_text())
+    waiting = {
+        (group["prompt"]["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
+        for group in state["scheduler"]["buffer"]["groups"]
+        for sample in group["samples"]
+    }
+    assert len(waiting) == N * G
+    assert any(waiting.values()), "nothing unfinished was saved: the test saw nothing"
+    again = train(config_of(model, data, tmp_path / "checkpoints", "trainer.total_training_steps=6"))
+    assert len(again.batches) == 2
+    more = check(again.batches, first_step=5)
+    assert not set(uids) & set(more)
+    for row in (row for batch in again.batches for row in batch):
+        begun = waiting.pop((row["uid"], row["session_id"]), [])
+        assert row["responses"][: len(begun)].tolist() == begun
+    manager = again.agent_loop_manager
+    under_way = {
+        (group.prompt.id, sample.index): sample for group in manager.scheduler.buffer for sample in group.samples
+    }
+    for key, begun in waiting.items():
+        assert under_way[key].response_ids[: len(begun)] == begun, "a saved sample was lost"
+    trained = [row["extra_info"]["index"] for batch in [*first.batches, *again.batches] for row in batch[::G]]
+    prompts = [*trained, *(row["extra_info"]["index"] for row in manager.rows.values())]
+    assert sorted(prompts) == list(range(len(prompts))), "a prompt was lost or begun twice across the restart"
+
+
+def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: Path) -> None:
+    filters = ("+algorithm.filter_groups.enable=true", "+algorithm.filter_groups.metric=reward")
+    trainer = train(
+        config_of(model, data, tmp_path, *filters, "trainer.total_training_steps=3", "trainer.save_freq=-1")
+    )
+    check(trainer.batches)
+    for batch in trainer.batches:
+        for i in range(0, N * G, G):
+            assert {float(row["rm_scores"].sum()) for row in batch[i : i + G]} == {0.0, 1.0}
+
+
+async def test_a_request_that_waits_at_a_closed_replica_is_not_asked_twice() -> None:
+    """An abort ends what runs. What arrives after it waits at the replica, and answers once generation goes on."""
+    gate, asked = asyncio.Event(), []
+
+    class Client:
+        async def generate(
+            self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]
+        ) -> TokenOutput:
+            asked.append((request_id, len(prompt_ids)))
+            await gate.wait()
+            return TokenOutput(token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="completed", extra_fields={})
+
+    async def abort() -> None: ...
+
+    engine = plugin.ReplicaEngine(Client(), Capacity(8, 100), {}, abort, patience=0.01)
+    (sample,) = Group.start(0, Prompt((1, 2, 3)), 1, SamplingParams(max_tokens=5), seed=0).samples
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    assert await engine.interrupt() == []
+    assert engine.running == 0
+    await engine.update_weights(3)
+    gate.set()
+    await asyncio.sleep(0.01)
+    assert await engine.poll() == [], "an answer that nobody asked for now"
+    engine.submit(sample)
+    (chunk,) = await engine.poll()
+    assert chunk == Chunk(sample.id, [7, 8], [-1.0, -2.0], 3, FinishReason.STOP)
+    assert asked == [(sample.id, 3)]
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (TokenOutput(token_ids=[7], log_probs=None, stop_reason="completed"), "1 tokens and 0 log-probabilities"),
+        (TokenOutput(token_ids=[], log_probs=[], stop_reason="completed"), "without a token"),
+        (TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="aborted"), "aborted"),
+        (RuntimeError("the replica died"), "the replica died"),
+    ],
+)
+async def test_a_request_that_fails_is_asked_again_by_the_scheduler(output: Any, error: str) -> None:
+    class Client:
+        async def generate(self, **_: Any) -> TokenOutput:
+            if isinstance(output, Exception):
+                raise output
+            return output
+
+    async def abort() -> None: ...
+
+    engine = plugin.ReplicaEngine(Client(), Capacity(8, 100), {}, abort)
+    (sample,) = Group.start(0, Prompt((1, 2, 3)), 1, SamplingParams(max_tokens=5), seed=0).samples
+    engine.submit(sample)
+    (chunk,) = await engine.poll()
+    assert error in chunk.error
+    assert chunk.finish is None
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.enable=true", "multi_turn.enable"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "default_agent_loop"),
+        ("algorithm.adv_estimator=remax", "adv_estimator"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
+    model: Path, data: Path, tmp_path: Path, override: str, name: str
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        plugin.AprilTrainer(config_of(model, data, tmp_path, override))

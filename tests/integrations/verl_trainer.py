@@ -1,0 +1,208 @@
+"""verl's V1 trainer on a machine without a GPU: everything of it runs but the training of the policy and the engine.
+
+Real are its loop, dataset, dataloader, TransferQueue, replay buffer, agent-loop workers, reward workers, LLM client,
+load balancer, checkpoint engine manager and checkpoints. The replica is an actor that samples from a tiny policy token
+by token behind the same gate as verl's vLLM server; version v of the policy is `tiny.model(seed=v)`, so what would be a
+training step only counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.checkpoint_engine import CheckpointEngineManager
+from verl.experimental.reward_loop import RewardLoopManager
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+
+from april.integrations.verl import AprilTrainer, row_of
+from tests import tiny
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **_: Any) -> dict[str, Any]:
+    """A custom reward function of verl's; it fails where a row is not the response's own."""
+    assert data_source == "tests"
+    assert int(ground_truth) == extra_info["index"]
+    return {"score": float(len(solution_str) % 2), "truth": int(ground_truth)}
+
+
+@ray.remote(num_cpus=0, max_concurrency=100)
+class TinyServer:
+    """A replica: one token of every request in turn. `aborts` counts what it cut short."""
+
+    def __init__(self, seed: int, response_length: int) -> None:
+        torch.set_num_threads(1)
+        self._response_length = response_length
+        self._random = torch.Generator().manual_seed(seed)
+        self._open = asyncio.Event()
+        self._open.set()
+        self._rejecting = False
+        self._running = 0
+        self.global_steps: int | None = None
+        self.aborts = 0
+
+    def set_weights(self, version: int) -> None:
+        assert not self._running, "weights changed while requests were running"
+        self._policy = tiny.model(seed=version)
+        self.global_steps = version
+
+    async def generate(
+        self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
+    ) -> TokenOutput:
+        while not self._open.is_set():
+            if self._rejecting:
+                return TokenOutput(
+                    token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps}
+                )
+            await self._open.wait()
+        self._running += 1
+        budget = sampling_params.get("max_tokens", self._response_length)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        try:
+            while len(tokens) < budget and self._open.is_set():
+                with torch.no_grad():
+                    logits = self._policy(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1]
+                scores = logits.log_softmax(-1)
+                token = int(torch.multinomial(scores.exp(), 1, generator=self._random))
+                tokens.append(token)
+                logprobs.append(float(scores[token]))
+                if token == self._policy.config.eos_token_id:
+                    break
+                await asyncio.sleep(0)
+        finally:
+            self._running -= 1
+        over = len(tokens) == budget or tokens[-1:] == [self._policy.config.eos_token_id]
+        self.aborts += not over
+        reason = "completed" if over else "aborted"
+        fields = {"global_steps": self.global_steps}
+        return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=fields)
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        self._open.clear()
+        self._rejecting = reject_request
+        while self._running:
+            await asyncio.sleep(0)
+
+    async def resume_generation(self) -> None:
+        self._rejecting = False
+        self._open.set()
+
+    def running(self) -> int:
+        return self._running
+
+    def aborted(self) -> int:
+        return self.aborts
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+
+class TinyReplica(RolloutReplica):
+    async def launch_servers(self) -> None:
+        threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        server = TinyServer.options(runtime_env=threads)
+        self._server_handle = server.remote(self.replica_rank, self.config.response_length)
+        self._server_address = f"tiny-{self.replica_rank}"
+        self.servers = [self._server_handle]
+
+
+class TinyServers(LLMServerManager):
+    rollout_replica_class = TinyReplica
+
+
+class CountingWorkers:
+    """Stands where the training workers are: it takes no step, it only hands over version after version."""
+
+    world_size = 1
+    workers = (None,)
+
+    def __init__(self) -> None:
+        self.servers: list[Any] = []
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        assert mode == "naive"
+        return [server.set_weights.remote(global_steps) for server in self.servers]
+
+    def save_checkpoint(self, path: str, remote: str | None, step: int, max_ckpt_to_keep: int | None) -> None:
+        Path(path).mkdir(parents=True)
+
+    def load_checkpoint(self, local_path: str, del_local_after_load: bool) -> None:
+        assert Path(local_path).is_dir()
+
+
+class TinyTrainer(AprilTrainer):
+    """`AprilTrainer` without the training workers. `batches` keeps every step's rows as training would get them."""
+
+    def _setup(self) -> None:
+        self.batches: list[list[dict[str, Any]]] = []
+        self._init_tokenizer()
+        self._init_dataloader()
+        self._init_dump_executor()
+        self.actor_rollout_wg = CountingWorkers()
+        self.reward_loop_manager = RewardLoopManager(config=self.config)
+        self.llm_server_manager = TinyServers.create(config=self.config, worker_group=self.actor_rollout_wg)
+        self.actor_rollout_wg.servers = self.llm_server_manager.server_handles
+        engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
+        engine.backend = "naive"
+        self.checkpoint_manager = CheckpointEngineManager(
+            config=engine, actor_wg=self.actor_rollout_wg, replicas=self.llm_server_manager.get_replicas()
+        )
+        self._load_checkpoint()
+
+    def _step_once(self, metrics: dict[str, Any], timing: dict[str, Any], sample_batch_size: int) -> KVBatchMeta:
+        """verl's, up to where the policy is trained."""
+        self.on_sample_begin()
+        batch, sampled = self.replay_buffer.sample(self.global_steps, "train", sample_batch_size)
+        metrics.update(sampled)
+        self.on_sample_end()
+        assert not sum(ray.get([server.running.remote() for server in self.actor_rollout_wg.servers]))
+        data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
+        rows = [row_of(data, i) for i in range(len(batch.keys))]
+        self.batches.append([{**row, "tag": tag} for row, tag in zip(rows, batch.tags, strict=True)])
+        return batch
+
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
+        """They are of training."""
+
+
+def config_of(model: Path, data: Path, checkpoints: Path, *overrides: str) -> DictConfig:
+    """verl's own configuration, composed by hydra."""
+    import verl.trainer.config
+
+    with initialize_config_dir(str(Path(verl.trainer.config.__file__).parent), version_base=None):
+        return compose(
+            "ppo_trainer",
+            [
+                *(
+                    f"data.train_files={data}",
+                    f"data.val_files={data}",
+                    "data.train_batch_size=3",
+                    "data.shuffle=false",
+                ),
+                *("data.val_batch_size=2", "data.val_max_samples=2", "data.dataloader_num_workers=0"),
+                *("data.max_prompt_length=64", "data.max_response_length=24", "data.return_raw_chat=true"),
+                *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=vllm"),
+                *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
+                *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1"),
+                f"reward.custom_reward_function.path={Path(__file__)}",
+                "reward.custom_reward_function.name=compute_score",
+                *("algorithm.adv_estimator=grpo", "trainer.device=cpu", "trainer.logger=[]", "trainer.nnodes=1"),
+                *("trainer.n_gpus_per_node=1", "trainer.save_freq=2", "trainer.test_freq=-1"),
+                *("trainer.total_training_steps=5", f"trainer.default_local_dir={checkpoints}"),
+                *("trainer.v1.trainer_mode=april", "+trainer.v1.april.over_sampling_batch_size=6"),
+                *overrides,
+            ],
+        )
