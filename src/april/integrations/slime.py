@@ -190,7 +190,7 @@ class Rollouts:
         check_settings(args)
         self.args = args
         self.data_source = data_source
-        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=True)
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=False)
         self.samples: dict[str, list[SlimeSample]] = {}
         """slime's samples of every prompt under way, by the prompt's id."""
         self.drawn = 0
@@ -309,7 +309,7 @@ class Rollouts:
     def _stop_tokens(self) -> tuple[int, ...]:
         """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
         path = self.args.hf_checkpoint
-        declared = [self.tokenizer.eos_token_id, AutoConfig.from_pretrained(path, trust_remote_code=True).eos_token_id]
+        declared = [self.tokenizer.eos_token_id, AutoConfig.from_pretrained(path, trust_remote_code=False).eos_token_id]
         with suppress(OSError):
             declared.append(GenerationConfig.from_pretrained(path).eos_token_id)
         ids = set(self.args.rollout_stop_token_ids or ())

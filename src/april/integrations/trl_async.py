@@ -82,7 +82,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
             )
         args.token_budget = 0
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        tokenizer = processing_class or AutoTokenizer.from_pretrained(model)
+        tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         check_rows(train_dataset)
         worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, partial_rollouts or PartialRollouts())
         try:
