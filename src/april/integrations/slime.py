@@ -311,7 +311,7 @@ class Rollouts:
         path = self.args.hf_checkpoint
         declared = [self.tokenizer.eos_token_id, AutoConfig.from_pretrained(path, trust_remote_code=False).eos_token_id]
         with suppress(OSError):
-            declared.append(GenerationConfig.from_pretrained(path).eos_token_id)
+            declared.append(GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id)
         ids = set(self.args.rollout_stop_token_ids or ())
         for several in declared:
             ids.update(several if isinstance(several, list) else [several])
