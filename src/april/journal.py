@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sqlite3
 import threading
@@ -40,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.buffer import Buffer, Rejection
+from april.disk import free_name, sync_directory, sync_file
 from april.engine import Chunk
 from april.step import Step
 from april.trajectory import FinishReason, Group
@@ -535,7 +535,8 @@ def salvage(path: Path, mark: Mapping[str, Any] | None, events: bool = True) -> 
         The name beside `path` under which the old file is kept, and the number of events taken over.
     """
     run, position = (uuid.uuid4().hex, 0) if mark is None else (mark["run"], mark["position"])
-    kept = _keep(path)
+    kept = free_name(path)
+    _copy(path, kept)
     # SQLite tidies up what it opens, so that even reading changes a file.
     reading = path.with_name(path.name + ".reading")
     _copy(path, reading)
@@ -564,33 +565,9 @@ def salvage(path: Path, mark: Mapping[str, Any] | None, events: bool = True) -> 
     return kept, records[-1][0] - position if records else 0
 
 
-def _keep(path: Path) -> Path:
-    """A copy of the file and its write-ahead log, under the next free name."""
-    number = 1
-    while (kept := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    _copy(path, kept)
-    return kept
-
-
 def _copy(path: Path, other: Path) -> None:
     for suffix in ("", "-wal"):
         Path(f"{other}{suffix}").unlink(missing_ok=True)
         with suppress(FileNotFoundError):
             shutil.copyfile(f"{path}{suffix}", f"{other}{suffix}")
             sync_file(Path(f"{other}{suffix}"))
-
-
-def sync_file(path: Path) -> None:
-    """Put a file's content on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Put a directory's entries on disk: files made, renamed or removed in it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

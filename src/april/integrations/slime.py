@@ -18,13 +18,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from april.disk import write_whole
 from april.engine import Engine, EngineError
 from april.engines.http import RequestError
 from april.engines.pool import EnginePool
@@ -130,9 +130,7 @@ class DataSource(RolloutDataSourceWithBuffer):
         if self.rollouts is not None:
             path = state_path(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(".partial")
-            draft.write_text(json.dumps(run(self.rollouts.state_dict())))
-            os.replace(draft, path)
+            write_whole(path, json.dumps(run(self.rollouts.state_dict())))
 
     def load(self, rollout_id: int | None = None) -> None:
         super().load(rollout_id)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -27,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 
 from april.config import EngineSettings, ModelSettings, Recipe
+from april.disk import write_whole
 from april.integrations.adapter import RolloutAdapter, rollout_metrics
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
@@ -248,9 +248,7 @@ class Checkpoint(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        beside = checkpoint / f".{STATE}.partial"
-        beside.write_text(json.dumps({"format": FORMAT, **self.rollouts.state_dict()}))
-        os.replace(beside, checkpoint / STATE)
+        write_whole(checkpoint / STATE, json.dumps({"format": FORMAT, **self.rollouts.state_dict()}))
 
 
 def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> dict[str, Any] | None:

@@ -6,7 +6,6 @@ Nothing is computed here that `metrics.jsonl`, `trace.jsonl` or `summary.json` d
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.disk import write_whole
 from april.reporting import trace
 from april.reporting.charts import (
     THIRD,
@@ -101,9 +101,7 @@ def write_report(run_directory: Path | str) -> Path:
         f"Written by april report from metrics.jsonl, trace.jsonl and summary.json. {versions}",
     )
     path = run.directory / FILE_NAME
-    draft = path.with_suffix(".html.tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    write_whole(path, text)
     return path
 
 

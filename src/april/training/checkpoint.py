@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from april.journal import sync_directory, sync_file
+from april.disk import sync_directory, sync_file
 
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from april.config import ConfigError
-from april.journal import sync_directory, sync_file
+from april.disk import free_name
 
 LOCK = "lock"
 RUN = {"metrics.jsonl", "recipe.json"}
@@ -71,16 +71,4 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
             f"{directory}, choose another --output, or keep it under another name by --if-exists rename"
         )
     with locked(directory):
-        number = 1
-        while (backup := directory.with_name(f"{directory.name}.{number}")).exists():
-            number += 1
-        directory.rename(backup)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is, at any moment, either the old one or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text)
-    sync_file(fresh)
-    fresh.replace(path)
-    sync_directory(path.parent)
+        directory.rename(free_name(directory))

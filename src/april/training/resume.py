@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from april.config import ConfigError, Recipe, recipe_from_dict
+from april.disk import free_name
 from april.journal import DamageError, Journal, salvage
 from april.training.checkpoint import (
     STATE,
@@ -119,10 +120,7 @@ def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | 
                     f"to {before} and on from there with the journal, and keeps the damaged checkpoint"
                 ) from None
             damaged = found.pop()
-            number = 1
-            while (kept := damaged.with_name(f"{damaged.name}.damaged-{number}")).exists():
-                number += 1
-            damaged.rename(kept)
+            kept = damaged.rename(free_name(damaged, "damaged-"))
             yield f"{error}; going back to {before}, the damaged checkpoint is kept as {kept}"
     return None
 
@@ -148,13 +146,12 @@ def check_unchanged(run: Path, before: Recipe, after: Recipe) -> None:
     Raises:
         ConfigError: there are such steps, and settings that they depend on differ.
     """
-    steps = steps_to_redo(run)
     old, new = before.to_dict(), after.to_dict()
     names = {**ALIKE, **{section: tuple(new[section]) for section in ("algorithm", "lora")}}
     if after.training.lr_schedule != "constant":
         names["training"] = (*ALIKE["training"], "steps")
     changed = [f"{s}.{n}" for s in names for n in names[s] if json.dumps(old[s][n]) != json.dumps(new[s][n])]
-    if steps and changed:
+    if changed and (steps := steps_to_redo(run)):
         raise ConfigError(
             f"{', '.join(changed)}: cannot change yet: {steps} steps after the last checkpoint were not saved when the "
             "run died, and have to be trained on again as they were. Resume without this, stop the run with Ctrl-C, "

@@ -27,6 +27,7 @@ import torch
 
 from april.algorithms.dapo import informative_groups
 from april.config import ConfigError, Recipe
+from april.disk import write_whole
 from april.journal import Journal, JournalError
 from april.reporting.faults import FaultLog
 from april.reporting.metrics import MetricsWriter
@@ -39,7 +40,7 @@ from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, build_task, encode
 from april.training.checkpoint import ADAPTER, CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
 from april.training.learner import Learner
-from april.training.output import locked, write_whole
+from april.training.output import locked
 from april.training.policy import load_policy, save_policy, stop_tokens
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
 from april.training.scoring import Rewards

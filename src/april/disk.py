@@ -1,0 +1,41 @@
+"""Files that are on disk, whole, under a name that is theirs.
+
+Invariant: at any moment, a crash included, a file written here is either the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_file(path: Path) -> None:
+    """Put a file's content on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on disk: files made, renamed or removed in it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is, at any moment, either the old one or the new one."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text, encoding="utf-8")
+    sync_file(fresh)
+    fresh.replace(path)
+    sync_directory(path.parent)
+
+
+def free_name(path: Path, label: str = "") -> Path:
+    """The next name beside `path` that nothing has: `<name>.<label>1`, `<name>.<label>2`, …"""
+    number = 1
+    while (free := path.with_name(f"{path.name}.{label}{number}")).exists():
+        number += 1
+    return free
