@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -194,6 +194,16 @@ def _say_how_to_resume(directory: Path) -> None:
         print(f"april: to go on from what is on disk: april train --resume {directory}", file=sys.stderr)
 
 
+Settings = TypeVar("Settings")
+
+
+def _settings(kind: type[Settings], program: str, args: list[str], note: str = "") -> tuple[Settings, list[str]]:
+    """The settings of a command, and the flags of april train that follow them after --."""
+    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    description = f"{inspect.getdoc(kind)}\n\nFlags of april train may follow after --{note}."
+    return tyro.cli(kind, prog=program, args=own, description=description), flags
+
+
 @dataclasses.dataclass(kw_only=True)
 class Comparison:
     """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
@@ -212,13 +222,7 @@ class Comparison:
 
 def compare(args: list[str]) -> int:
     """`april compare RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
-    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    settings = tyro.cli(
-        Comparison,
-        prog="april compare",
-        args=own,
-        description=f"{Comparison.__doc__}\n\nFlags of april train may follow after --; they apply to every arm.",
-    )
+    settings, flags = _settings(Comparison, "april compare", args, "; they apply to every arm")
     from april.reporting.comparison import compare_runs
 
     recipe = read_recipe([str(settings.recipe), *flags], "april compare", "")
@@ -316,13 +320,7 @@ class SimulationSettings:
 
 def simulate(args: list[str]) -> int:
     """`april simulate RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
-    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    settings = tyro.cli(
-        SimulationSettings,
-        prog="april simulate",
-        args=own,
-        description=f"{inspect.getdoc(SimulationSettings)}\n\nFlags of april train may follow after --.",
-    )
+    settings, flags = _settings(SimulationSettings, "april simulate", args)
     from rich.console import Console
 
     from april.simulation.cost_model import CostModel, CostModelError
@@ -407,13 +405,7 @@ class CalibrationSettings:
 
 def calibrate(args: list[str]) -> int:
     """`april calibrate RECIPE [OPTIONS] [-- FLAGS OF april train]`."""
-    own, flags = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    settings = tyro.cli(
-        CalibrationSettings,
-        prog="april calibrate",
-        args=own,
-        description=f"{inspect.getdoc(CalibrationSettings)}\n\nFlags of april train may follow after --.",
-    )
+    settings, flags = _settings(CalibrationSettings, "april calibrate", args)
     for name in ("longest", "repeats"):
         if getattr(settings, name) < 1:
             return _fail(f"--{name} {getattr(settings, name)}: must be at least 1")

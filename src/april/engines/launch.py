@@ -106,7 +106,8 @@ def launch_vllm(
     return launch(name, command, port, Path(log_dir), variables, ready_timeout, host=host, api_key=api_key)
 
 
-def launch_sglang(
+@asynccontextmanager
+async def launch_sglang(
     model: str | Path,
     *,
     log_dir: str | Path,
@@ -118,7 +119,7 @@ def launch_sglang(
     name: str = "sglang",
     host: str = "127.0.0.1",
     api_key: str | None = None,
-) -> AbstractAsyncContextManager[Server]:
+) -> AsyncIterator[Server]:
     """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`.
 
     SGLang takes its key as an option or from a file of options, never from the environment: it gets a file that only
@@ -131,27 +132,13 @@ def launch_sglang(
         *("--incremental-streaming-output", "--skip-server-warmup"),
         *arguments,
     ]
-    return _with_key_file(name, command, port, Path(log_dir), environment or {}, ready_timeout, host, api_key)
-
-
-@asynccontextmanager
-async def _with_key_file(
-    name: str,
-    command: Sequence[str],
-    port: int,
-    log_dir: Path,
-    environment: Mapping[str, str],
-    ready_timeout: float,
-    host: str,
-    api_key: str | None,
-) -> AsyncIterator[Server]:
     with tempfile.TemporaryDirectory(prefix="april-") as directory:  # made so that only its owner can enter it
         if api_key:
             options = Path(directory) / "options.yaml"
             options.write_text(f"api-key: {json.dumps(api_key)}\n")
-            command = [*command, "--config", str(options)]
+            command += ["--config", str(options)]
         async with launch(
-            name, command, port, log_dir, environment, ready_timeout, host=host, api_key=api_key
+            name, command, port, Path(log_dir), environment or {}, ready_timeout, host=host, api_key=api_key
         ) as server:
             yield server
 
