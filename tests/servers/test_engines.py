@@ -233,7 +233,10 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
     submit(engine, samples[2:])
     await finish(engine, samples[2:])
     assert all(sample.length == 500 for sample in samples)
-    assert all(sample.versions[length] == 1 for sample, length in zip(samples[2:], left, strict=True))
+    for sample, length in zip(samples[2:], left, strict=True):
+        # What was sampled before the update may arrive after the interrupt; nothing old follows anything new.
+        assert sorted(sample.versions) == list(sample.versions) and set(sample.versions[:length]) == {0}
+        assert sample.versions[-1] == 1
 
 
 async def test_keep_without_an_update_between(connect: Connect, oracles: list[Oracle]) -> None:
