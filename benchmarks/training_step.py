@@ -9,8 +9,9 @@ checks that the two gradients agree.
 - `trl`: `GRPOTrainer.compute_loss` on micro-batches that TRL's own functions shuffle and split, without gradient
   checkpointing, then the same clipping and optimizer. Preparing the tensors is not in its time.
 
-Time: both in one process, in turn, each with the fastest of several micro-batch sizes tried before. Memory: each
-side in a process of its own, the highest resident memory of its second step above that before it.
+Memory: each side in a process of its own for each of several micro-batch sizes, the highest resident memory of its
+second step above that before it. Time: both in one process, in turn, TRL with the fastest of its sizes, april with the
+fastest of those that take no more memory than TRL then does.
 
     OMP_NUM_THREADS=2 python benchmarks/training_step.py
 """
@@ -46,8 +47,8 @@ from april.training.scoring import Rewards
 from april.training.trainer import carries_signal
 
 GROUPS = 16
-TRIED = {"april": (1024, 2048, 4096, 8192), "trl": (2, 4, 8, 16)}
-"""Sizes of a micro-batch, in tokens and in samples; each side runs with the fastest of them."""
+TRIED = {"april": (512, 1024, 2048, 4096), "trl": (2, 4, 8, 16)}
+"""Sizes of a micro-batch, in tokens and in samples."""
 
 
 async def rollouts(recipe: Recipe) -> Step:
@@ -200,16 +201,19 @@ def main() -> None:
     rolled = Path(tempfile.mkdtemp()) / "step.pickle"
     rolled.write_bytes(pickle.dumps(step))
     tried: dict[str, dict[int, float]] = {name: {} for name in SIDES}
-    sides = {}
+    peaks: dict[str, dict[int, int]] = {name: {} for name in SIDES}
     for name, sizes in TRIED.items():
         for size in sizes:
             side = build(name, recipe, step, size)
             side.run()
             tried[name][size] = min(timed(side) for _ in range(2))
-        best = min(tried[name], key=tried[name].__getitem__)
-        sides[name] = build(name, recipe, step, best)
-        print(f"{name}: {tried[name]}", flush=True)
-    chosen = {name: min(seconds, key=seconds.__getitem__) for name, seconds in tried.items()}
+            peaks[name][size] = measured_apart(name, rolled, size)
+        print(f"{name}: {tried[name]} {peaks[name]}", flush=True)
+    chosen = {"trl": min(tried["trl"], key=tried["trl"].__getitem__)}
+    memory = peaks["trl"][chosen["trl"]]
+    fitting = [size for size, peak in peaks["april"].items() if peak <= memory] or [min(TRIED["april"])]
+    chosen["april"] = min(fitting, key=tried["april"].__getitem__)
+    sides = {name: build(name, recipe, step, chosen[name]) for name in SIDES}
     norms = {name: side.run() for name, side in sides.items()}
     assert abs(norms["april"] - norms["trl"]) < 1e-3 * norms["trl"], f"the gradients differ: {norms}"
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
@@ -227,7 +231,8 @@ def main() -> None:
         "gradient_norms": norms,
         "tokens_per_second": {name: spread([tokens / s for s in values]) for name, values in seconds.items()},
         "april_over_trl": spread([b / a for a, b in zip(seconds["april"], seconds["trl"], strict=True)]),
-        "peak_bytes": {name: measured_apart(name, rolled, chosen[name]) for name in SIDES},
+        "peak_bytes_by_micro_batch": peaks,
+        "peak_bytes": {name: peaks[name][chosen[name]] for name in SIDES},
     }
     print(json.dumps(results, indent=2))
     print(save(__file__, results))

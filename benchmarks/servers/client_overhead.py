@@ -126,6 +126,7 @@ async def main() -> None:
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of every response")
     parser.add_argument("--quick", action="store_true", help="two pairs of short responses, nothing saved")
+    parser.add_argument("--log-dir", type=Path, help="where the servers' logs are kept; not kept if not given")
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.tokens = 2, 32
@@ -133,7 +134,7 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
         for kind in ENGINES if args.engine == "both" else [args.engine]:
-            async with start(kind, model, Path(folder), SLOTS) as server:
+            async with start(kind, model, args.log_dir or Path(folder), SLOTS) as server:
                 results[kind] = await measure(kind, server.url, args.pairs, args.tokens, [1, 64, 256])
     if not args.quick:
         print(save(__file__, {"tokens": args.tokens, "pairs": args.pairs, "streams": results}))

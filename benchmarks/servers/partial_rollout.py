@@ -153,6 +153,7 @@ async def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps in a block")
     parser.add_argument("--quick", action="store_true", help="one round of short responses, nothing saved")
+    parser.add_argument("--log-dir", type=Path, help="where the servers' logs are kept; not kept if not given")
     args = parser.parse_args()
     workload = Workload()
     if args.quick:
@@ -162,7 +163,8 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
         for kind in ENGINES if args.engine == "both" else [args.engine]:
-            async with start(kind, model, Path(folder), workload.over_sampling * workload.group) as server:
+            slots = workload.over_sampling * workload.group
+            async with start(kind, model, args.log_dir or Path(folder), slots) as server:
                 results[kind] = await measure(kind, server.url, model, workload, args.rounds, args.steps)
                 for name, figures in results[kind].items():
                     print(kind, name, figures["ratio_to_sync_N"], figures["staleness"])

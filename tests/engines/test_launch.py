@@ -82,6 +82,32 @@ async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> 
     assert all([await gone(pid) for pid in pids])
 
 
+async def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from april.engines.launch import free_port, launch
+
+async def main():
+    port = free_port()
+    command = [sys.executable, "-c", {SERVER!r}, str(port)]
+    async with launch("toy", command, port, Path({str(tmp_path)!r}), {{}}, 20.0) as server:
+        print(server.process.pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert owner.stdout is not None
+    server = int(await owner.stdout.readline())
+    child = child_of(tmp_path / "toy.log")
+    os.kill(child, 0)
+    owner.kill()
+    await owner.wait()
+    assert await gone(server)
+    assert await gone(child)
+
+
 async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("april.engines.launch.GRACE", 0.2)
     async with start(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVER) as server:

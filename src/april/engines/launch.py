@@ -3,7 +3,8 @@
 Invariants:
 - a server listens where only this machine reaches it, unless it is told another host, and then it asks for a key;
 - a key is in no command line, which everybody on the machine sees, and in no log;
-- a server and everything it spawned is one process group, and no process of it outlives the block, however it ends;
+- a server and everything it spawned is one process group, and no process of it outlives the block, however it ends,
+  nor this process, should it be killed;
 - the server's log is in the run directory from its first line on, and its tail is in the error if it dies.
 
 vLLM asks for its key on some paths only, and not on those that change its weights: on a network that others use, keep
@@ -34,6 +35,8 @@ from april.engines.address import is_loopback, reachable
 LOG_TAIL = 30
 GRACE = 10.0
 """Seconds a server has to end itself before it is killed."""
+GUARD = 'read -r _; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
+"""A shell that ends a process group once nobody holds the other end of its standard input any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +177,21 @@ async def launch(
         except OSError as error:
             raise EngineError(f"{name} could not be started: {error}") from error
     server = Server(name, f"http://{reachable(host)}:{port}", path, process)
+    guard = await asyncio.create_subprocess_exec(
+        *("sh", "-c", GUARD, "sh", str(process.pid), f"{GRACE:g}"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+        start_new_session=True,
+    )
     logging = {asyncio.create_task(_log(process, path, api_key), name=f"log of {name}")} if api_key else set()
     try:
         await _ready(server, health_path, ready_timeout, logging)
         yield server
     finally:
         await _stop(process)
+        guard.kill()
+        await guard.wait()
         for task in logging:  # what has left the process group may hold its end open
             with suppress(TimeoutError):
                 await asyncio.wait_for(task, GRACE)
