@@ -20,9 +20,9 @@ from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 VOCABULARY = 50
 
 
-def next_token(ids: list[int], seed: int) -> tuple[int, float]:
+def next_token(ids: list[int]) -> tuple[int, float]:
     """The model: the next token and its log-probability follow from what stands before it."""
-    rng = random.Random(repr((ids, seed)))
+    rng = random.Random(repr(ids))
     return rng.randrange(VOCABULARY), -rng.random()
 
 
@@ -38,11 +38,13 @@ class RecordedServer:
     def __init__(self) -> None:
         self.cancelled = 0
         self.logprobs = True
+        self.seeds: list[int] = []
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         if unknown := set(body) - self.fields:
             return web.json_response({"object": "error", "message": f"unknown fields {unknown}"}, status=400)
+        self.seeds.append(body["seed"])
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         ids, rng = list(body["prompt"]), random.Random(body["seed"])
@@ -51,7 +53,7 @@ class RecordedServer:
             while reason is None:
                 chunk, logprobs = [], []
                 for _ in range(rng.randint(1, 3)):
-                    token, logprob = next_token(ids, body["seed"])
+                    token, logprob = next_token(ids)
                     ids.append(token)
                     chunk.append(token)
                     logprobs.append(logprob)
@@ -117,7 +119,7 @@ def check(sample: Sample) -> None:
     """Every token is the model's, whatever request it came from."""
     ids = list(sample.prompt_ids)
     for token, logprob in zip(sample.response_ids, sample.logprobs, strict=True):
-        expected, value = next_token(ids, sample.seed % 2**63)
+        expected, value = next_token(ids)
         assert token == expected
         assert logprob == pytest.approx(value)
         ids.append(token)
@@ -159,6 +161,7 @@ async def test_interrupted_by_disconnect_and_resumed(server: tuple[RecordedServe
         check(sample)
         assert (sample.finish is FinishReason.STOP) == (sample.response_ids[-1] == 7)
     assert recorded.cancelled > 0
+    assert len(set(recorded.seeds)) == len(recorded.seeds) > len(samples)
     assert loaded == [(1, "somewhere"), (2, "somewhere"), (3, "somewhere")]
     await engine.close()
 

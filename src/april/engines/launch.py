@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -92,6 +93,7 @@ def launch_vllm(
         *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--host", host, "--port", str(port)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        *("--seed", str(random.randrange(2**31))),  # its default is 0: replicas would draw the same numbers
         *arguments,
     ]
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **(environment or {})}

@@ -74,7 +74,8 @@ class TensorRTLLMEngine(ServerEngine):
             "max_tokens": stream.budget_left,
             "temperature": stream.sampling.temperature,
             "top_k": 1 if greedy else 0,
-            "seed": stream.seed % 2**63,
+            # Another one for every request, or what follows an interrupt would be drawn with the first tokens' numbers.
+            "seed": (stream.seed + len(stream.token_ids)) % 2**63,
             "stop_token_ids": list(stream.sampling.stop_token_ids),
             "include_stop_str_in_output": True,
             "ignore_eos": True,

@@ -92,7 +92,8 @@ class VLLMEngine(ServerEngine):
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
-                "seed": stream.seed % 2**63,
+                # No seed: vLLM would draw what follows an interrupt with the numbers that drew the first tokens, leave
+                # its fast samplers, and die of it on a CPU when a prompt is prefilled in parts (0.32).
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
                 "logprobs": 0,

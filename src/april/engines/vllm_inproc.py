@@ -98,7 +98,6 @@ class VLLMInProcess:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=sample.seed % 2**63,
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=True,
             logprobs=0,
