@@ -130,14 +130,13 @@ async def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.pairs, args.tokens = 2, 32
-    results = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
         for kind in ENGINES if args.engine == "both" else [args.engine]:
             async with start(kind, model, args.log_dir or Path(folder), SLOTS) as server:
-                results[kind] = await measure(kind, server.url, args.pairs, args.tokens, [1, 64, 256])
-    if not args.quick:
-        print(save(__file__, {"tokens": args.tokens, "pairs": args.pairs, "streams": results}))
+                results = await measure(kind, server.url, args.pairs, args.tokens, [1, 64, 256])
+            if not args.quick:
+                print(save(__file__, kind, {"tokens": args.tokens, "pairs": args.pairs, "streams": results}))
 
 
 asyncio.run(main())

@@ -159,17 +159,17 @@ async def main() -> None:
     if args.quick:
         args.rounds, args.steps = 1, 1
         workload = Workload(median=20, longest=200)
-    results = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
         for kind in ENGINES if args.engine == "both" else [args.engine]:
             slots = workload.over_sampling * workload.group
             async with start(kind, model, args.log_dir or Path(folder), slots) as server:
-                results[kind] = await measure(kind, server.url, model, workload, args.rounds, args.steps)
-                for name, figures in results[kind].items():
+                results = await measure(kind, server.url, model, workload, args.rounds, args.steps)
+                for name, figures in results.items():
                     print(kind, name, figures["ratio_to_sync_N"], figures["staleness"])
-    if not args.quick:
-        print(save(__file__, {"workload": vars(workload), "rounds": args.rounds, "steps": args.steps, **results}))
+            if not args.quick:
+                settings = {"workload": vars(workload), "rounds": args.rounds, "steps": args.steps}
+                print(save(__file__, kind, {**settings, "arms": results}))
 
 
 asyncio.run(main())

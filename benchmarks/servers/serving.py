@@ -71,6 +71,8 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
     return launch_sglang(model, log_dir=log_dir, python=python, arguments=arguments, environment=environment)
 
 
-def save(script: str, results: Mapping[str, Any]) -> Path:
-    command = " ".join(["python", f"benchmarks/servers/{Path(script).name}", *sys.argv[1:]])
-    return save_record(script, {"servers": VERSIONS, **results, "command": command})
+def save(script: str, engine: str, results: Mapping[str, Any]) -> Path:
+    """Write `<script>_<engine>.json` beside the script."""
+    script = str(Path(script).with_name(f"{Path(script).stem}_{engine}.py"))
+    command = " ".join(["python", f"benchmarks/servers/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return save_record(script, {engine: VERSIONS[engine], **results, "command": command})
