@@ -352,21 +352,19 @@ def main() -> None:
     command = f"python benchmarks/integrations/trl_grpo.py {' '.join(map(shlex.quote, sys.argv[1:]))}"
     about = {"command": command, "machine": machine() | versions}
     if args.what == "speed":
+        about["warm_up_steps"] = args.warm_up
         speed(
             args,
-            lambda arms: write(
-                "speed", {**about, "prompts": args.prompts, "warm_up_steps": args.warm_up, "arms": arms}
-            ),
+            lambda arms: write(f"speed, {args.prompts} prompts", {**about, "arms": arms}),
         )
     else:
-        write("accuracy", {f"{args.arm}, seed {args.seed}": {**about, **accuracy(args)}})
+        write(f"accuracy, {args.arm}, seed {args.seed}", {**about, **accuracy(args)})
 
 
 def write(section: str, figures: dict[str, Any]) -> None:
     """Add to the file of figures; what it holds of other runs stays."""
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    found[section] = figures if section == "speed" else dict(sorted({**found.get(section, {}), **figures}.items()))
-    RESULTS.write_text(json.dumps(found, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(dict(sorted({**found, section: figures}.items())), indent=2) + "\n")
 
 
 if __name__ == "__main__":
