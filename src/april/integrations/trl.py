@@ -24,6 +24,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from april.config import EngineSettings, ModelSettings, Recipe
 from april.disk import write_whole
@@ -222,12 +223,19 @@ class ShuffledRows(Iterator[Prompt]):
         self.encode = encode
         self.seed = seed
         self.drawn = 0
+        self._epoch = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, self._epoch)).permutation(len(self.dataset))
 
     def __next__(self) -> Prompt:
         epoch, position = divmod(self.drawn, len(self.dataset))
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._permutation()
         self.drawn += 1
-        return self.encode(self.dataset[int(order[position])])
+        return self.encode(self.dataset[int(self._order[position])])
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
