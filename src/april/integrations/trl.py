@@ -150,14 +150,7 @@ class _Rollouts:
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
                 over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=trainer.num_generations,
-                sampling=SamplingParams(
-                    max_tokens=args.max_completion_length,
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    top_k=args.top_k or 0,
-                    min_p=args.min_p or 0.0,
-                    stop_token_ids=tuple(sorted(trainer.eos_token_ids)),
-                ),
+                sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
                 max_staleness=settings.max_staleness,
                 seed=args.seed,
             )
@@ -293,6 +286,18 @@ def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) ->
         return Prompt(tuple(token_ids), metadata=dict(row))
 
     return encode
+
+
+def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How TRL's arguments say that tokens are drawn; either of its trainers'."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -39,11 +39,12 @@ from april.integrations.trl import (
     check_rows,
     encoder,
     read_state,
+    sampling_of,
 )
 from april.scheduler import RolloutScheduler
 from april.training.policy import load_policy, stop_tokens
 from april.training.serving import WeightHandover, engine_of
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.trajectory import Group, Prompt, Sample
 
 AHEAD = 2
 """Batches handed over and not trained on: the one the trainer works on, and the next."""
@@ -160,14 +161,7 @@ class AsyncRollouts:
                 rollout_batch_size=batch_size,
                 over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=args.num_generations,
-                sampling=SamplingParams(
-                    max_tokens=args.max_completion_length,
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    top_k=args.top_k or 0,
-                    min_p=args.min_p or 0.0,
-                    stop_token_ids=stop_tokens(self.model, tokenizer),
-                ),
+                sampling=sampling_of(args, stop_tokens(self.model, tokenizer)),
                 max_staleness=args.max_staleness - 1,
                 reward_scope="group",
                 seed=args.seed,
