@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from april.config import EngineSettings, ModelSettings, Recipe
 from april.disk import write_whole
-from april.integrations.adapter import RolloutAdapter, rollout_metrics
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.training.serving import WeightHandover, engine_of
@@ -167,7 +167,7 @@ class _Rollouts:
         self.trained = step
         collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in rows]))
         self.groups = collected.groups
-        self.metrics.append(rollout_metrics(collected))
+        self.metrics.append(collected.metrics())
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Generate one completion for each of `rows`, which TRL repeats itself."""

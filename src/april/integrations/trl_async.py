@@ -30,7 +30,6 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from april.config import ModelSettings, Recipe
-from april.integrations.adapter import rollout_metrics
 from april.integrations.event_loop import EventLoop
 from april.integrations.trl import (
     Checkpoint,
@@ -193,7 +192,7 @@ class AsyncRollouts:
                 self._progress = time.monotonic()
                 step = await self.scheduler.collect()
                 self._hand_over(step.groups)
-            self.metrics_queue.put({f"april/{name}": value for name, value in rollout_metrics(step).items()})
+            self.metrics_queue.put({f"april/{name}": value for name, value in step.metrics().items()})
 
     def _hand_over(self, groups: list[Group]) -> None:
         self._batches.append(groups)

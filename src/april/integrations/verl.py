@@ -26,7 +26,6 @@ from typing import Any
 
 from april.admission import largest_target
 from april.engine import Capacity, Chunk
-from april.integrations.adapter import rollout_metrics
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.outbox import Outbox
@@ -341,7 +340,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             del self.rows[uid]
         waiting = {sample.id for group in self.scheduler.buffer for sample in group.samples}
         self._reward_info = {id: info for id, info in self._reward_info.items() if id in waiting}
-        return {f"training/april/{name}": value for name, value in rollout_metrics(step).items()}
+        return {f"training/april/{name}": value for name, value in step.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
         """Write the group's trajectories, and then say that they are there."""
