@@ -33,6 +33,7 @@ from april.scheduler import RolloutScheduler
 from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
 require("verl", "0.9", extra="verl")
+require("TransferQueue", "0.1", extra="verl")
 
 import torch  # noqa: E402
 import transfer_queue as tq  # noqa: E402
