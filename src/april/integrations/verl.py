@@ -18,13 +18,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from april.admission import largest_target
+from april.disk import write_whole
 from april.engine import Capacity, Chunk
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
@@ -125,9 +125,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f"{STATE}.partial"
-        draft.write_text(json.dumps(self.agent_loop_manager.state_dict()))
-        os.replace(draft, folder / STATE)
+        write_whole(folder / STATE, json.dumps(self.agent_loop_manager.state_dict()))
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
