@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-servers lint format clean
+.PHONY: help setup quickstart test test-servers test-verl lint format clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
 	@echo "make test          set up .venv, lint, type-check and test"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
+	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make lint          ruff and mypy only"
 
 # constraints.txt is the tested lock. It pins torch's CPU build; see the comment in it for machines without one at hand.
@@ -31,6 +32,11 @@ test: setup lint
 # Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
 test-servers: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/servers
+
+# Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
+test-verl:
+	PYTHON=$(PYTHON) scripts/setup_verl.sh
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py
 
 lint: setup
 	$(BIN)/ruff check .

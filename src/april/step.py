@@ -118,6 +118,29 @@ class Step:
         ages = self.tokens_by_age
         return float(ages[1:].sum() / max(ages.sum(), 1))
 
+    def metrics(self) -> dict[str, float]:
+        """The account of the step as numbers for a log: the names are the same wherever april runs."""
+        return {
+            "policy_version": self.version,
+            "staleness_mean": float(self.staleness.mean()),
+            "staleness_max": int(self.staleness.max()),
+            "off_policy_token_share": self.off_policy_token_share,
+            "engine_occupancy": self.occupancy,
+            "over_sampling_batch_size": self.target,
+            "groups_buffered": self.buffered_groups,
+            "tokens_buffered": self.buffered_tokens,
+            "groups_surplus": self.surplus_groups,
+            "groups_rejected": len(self.rejections),
+            "samples_interrupted": self.interrupted_samples,
+            "samples_resumed": self.resumed_samples,
+            "engine_failures": sum(failure.kind == "engine" for failure in self.failures),
+            "step_consumed_tokens": self.consumed_tokens,
+            "consumed_tokens_per_second": self.consumed_tokens / self.seconds,
+            "generated_tokens_per_second": self.sampled_tokens / self.seconds,
+            "rollout_seconds": self.seconds,
+            "reward_wait_seconds": self.reward_wait_seconds,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The account of the step, without its groups, as JSON types; `from_dict` restores it."""
         account = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams, Step
-from april.integrations.adapter import RolloutAdapter, rollout_metrics
+from april.integrations.adapter import RolloutAdapter
 from tests.scripted_engine import ScriptedEngine, response
 
 
@@ -226,8 +226,8 @@ async def test_metrics_are_plain_numbers() -> None:
             steps.append(await rollouts.rollout(ASKED[3 * call : 3 * call + 3]))
             await rollouts.update_weights()
     for step in steps:
-        metrics = rollout_metrics(step)
+        metrics = step.metrics()
         assert json.loads(json.dumps(metrics)) == metrics
-    assert rollout_metrics(steps[0])["off_policy_token_share"] == 0
-    assert max(rollout_metrics(step)["staleness_max"] for step in steps) > 0
-    assert sum(rollout_metrics(step)["samples_resumed"] for step in steps) > 0
+    assert steps[0].metrics()["off_policy_token_share"] == 0
+    assert max(step.metrics()["staleness_max"] for step in steps) > 0
+    assert sum(step.metrics()["samples_resumed"] for step in steps) > 0

@@ -79,9 +79,9 @@ def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
 REAL = "import ray, sglang_router, transformers"
 
 
-def run_python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(script: str, cwd: Path = SOURCE, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=SOURCE)
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=cwd)
 
 
 def test_the_data_source_passes_slimes_contract_tests() -> None:
@@ -103,8 +103,7 @@ def test_the_rollout_functions_signature_is_slimes() -> None:
 def test_a_slime_that_lacks_what_april_needs_gives_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "slime").mkdir()
     (tmp_path / "slime" / "__init__.py").touch()
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    done = run_python("import april.integrations.slime", PYTHONPATH=path)
+    done = run_python("import april.integrations.slime", cwd=tmp_path)
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: april's integration was written for slime 0.3.1")
     assert "slime.rollout" in last

@@ -10,52 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
 
 from april.integrations.requirement import require
 from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
 from april.trajectory import Prompt
 from tests import tiny
-
-trl = pytest.importorskip("trl")
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-
-
-def rows(count: int = 24, first: int = 0) -> Dataset:
-    numbers = range(first, first + count)
-    return Dataset.from_dict({"prompt": [f"{n}?" for n in numbers], "answer": list(numbers)})
-
-
-class Reward:
-    """Scores by length, and keeps what it was shown."""
-
-    __name__ = "reward"
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, int]] = []
-
-    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
-        self.seen += zip(prompts, answer, strict=True)
-        return [float(len(completion) % 3) for completion in completions]
-
-
-class Watched(GRPOTrainer):
-    """Keeps the groups of every training batch and what the loss is given for them."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.batches: list[tuple[list[Any], dict[str, Any]]] = []
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        training = self.model.training
-        output = super()._generate_and_score_completions(inputs)
-        if training:
-            self.batches.append((list(self._rollouts.groups), dict(output)))
-        return output
+from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
 
 
 def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:

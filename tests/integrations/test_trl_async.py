@@ -16,11 +16,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, pac
 from april.integrations.trl import STATE, PartialRollouts
 from april.integrations.trl_async import AsyncGRPOTrainer
 from tests import tiny
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
+from tests.integrations.trl_trainer import TEMPLATE, Reward
 
 
 def varlen_attention(
@@ -48,19 +44,6 @@ def varlen_attention(
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
-
-
-class Reward:
-    """Scores by length, and keeps what it was shown."""
-
-    __name__ = "reward"
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, int]] = []
-
-    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
-        self.seen += zip(prompts, answer, strict=True)
-        return [float(len(completion[0]["content"]) % 3) for completion in completions]
 
 
 def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
-from verl.trainer.ppo.v1 import get_trainer_cls
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.replica import TokenOutput
@@ -95,6 +96,9 @@ def train(config: DictConfig) -> TinyTrainer:
         manager.loop.close()
     finally:
         tq.close()
+        # Where verl runs, its actors end with its process; those of the next run have the same names.
+        for name in ray.util.list_named_actors():
+            ray.kill(ray.get_actor(name))
     return trainer
 
 
@@ -134,18 +138,56 @@ def check(batches: list[list[dict[str, Any]]], first_step: int = 1) -> list[str]
     return uids
 
 
-def test_the_three_classes_are_registered_from_outside(config: DictConfig) -> None:
-    assert get_trainer_cls("april") is plugin.AprilTrainer
-    assert issubclass(plugin.AprilReplayBuffer, ReplayBufferAsync)
+def test_verl_finds_the_trainer_mode_through_its_own_variable() -> None:
+    script = "from verl.trainer.ppo.v1 import get_trainer_cls; print(get_trainer_cls('april').__module__)"
+    variables = {**os.environ, "VERL_USE_EXTERNAL_MODULES": plugin.__name__}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == plugin.__name__
 
 
-def test_training_validation_and_a_restart(config: DictConfig, model: Path, data: Path, tmp_path: Path) -> None:
-    config.trainer.test_freq = 2
-    config.trainer.total_training_steps = 4
-    first = train(config)
+def test_the_trainer_mode_brings_sampler_and_agent_loop_manager(config: DictConfig) -> None:
+    trainer = plugin.AprilTrainer(config)
+    assert type(trainer.replay_buffer) is plugin.AprilReplayBuffer
+    assert isinstance(trainer.replay_buffer, ReplayBufferAsync)
+    manager = trainer.config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+    assert load_class_from_fqn(manager) is plugin.AprilRolloutManager
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "line"),
+    [
+        ("verl", "'0.10.0'", "ImportError: april's integration was written for verl 0.9.*, and 0.10.0 is installed: "),
+        (
+            "TransferQueue",
+            "missing(name)",
+            "ModuleNotFoundError: april's integration needs TransferQueue 0.1.*, which ",
+        ),
+    ],
+)
+def test_another_version_or_none_gives_one_clear_line(package: str, version: str, line: str) -> None:
+    script = f"""
+import importlib.metadata as metadata
+real, package = metadata.version, {package!r}
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = lambda name: {version} if name == package else real(name)
+import april.integrations.verl
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(line)
+    assert "pip install" in done.stderr.splitlines()[-1]
+
+
+def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Path) -> None:
+    """Each step trains on what the one before began and was interrupted in."""
+    still = f"+actor_rollout_ref.rollout.custom={{still_from:{N},standing:{N * G}}}"
+    settings = (still, "trainer.test_freq=2", "trainer.total_training_steps=4")
+    first = train(config_of(model, data, tmp_path / "checkpoints", *settings))
     uids = check(first.batches)
-    mixed = [row for batch in first.batches for row in batch if len(set(row["extra_fields"]["policy_versions"])) > 1]
-    assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+    for batch in first.batches[1:]:
+        spans = [len(set(row["extra_fields"]["policy_versions"])) for row in batch]
+        assert max(spans) > 1, "no sample was interrupted and resumed: the test saw nothing"
 
     saved = tmp_path / "checkpoints" / "global_step_4"
     state = json.loads((saved / plugin.STATE).read_text())
@@ -156,7 +198,7 @@ def test_training_validation_and_a_restart(config: DictConfig, model: Path, data
     }
     assert len(waiting) == N * G
     assert any(waiting.values()), "nothing unfinished was saved: the test saw nothing"
-    again = train(config_of(model, data, tmp_path / "checkpoints", "trainer.total_training_steps=6"))
+    again = train(config_of(model, data, tmp_path / "checkpoints", still, "trainer.total_training_steps=6"))
     assert len(again.batches) == 2
     more = check(again.batches, first_step=5)
     assert not set(uids) & set(more)
@@ -175,7 +217,7 @@ def test_training_validation_and_a_restart(config: DictConfig, model: Path, data
 
 
 def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: Path) -> None:
-    filters = ("+algorithm.filter_groups.enable=true", "+algorithm.filter_groups.metric=reward")
+    filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
     trainer = train(
         config_of(model, data, tmp_path, *filters, "trainer.total_training_steps=3", "trainer.save_freq=-1")
     )

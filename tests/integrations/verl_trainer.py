@@ -9,6 +9,7 @@ training step only counts.
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 from april.integrations.verl import AprilTrainer, row_of
 from tests import tiny
 
+BEGUN = re.compile(r"prompt (\d+) of many: ")
+"""The prompts of the tests' data, as long as nothing was sampled for them."""
+
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -39,18 +43,26 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 @ray.remote(num_cpus=0, max_concurrency=100)
 class TinyServer:
-    """A replica: one token of every request in turn. `aborts` counts what it cut short."""
+    """A replica: one token of every request in turn.
 
-    def __init__(self, seed: int, response_length: int) -> None:
+    What is interrupted must not depend on which machine runs this. So a request that begins a prompt, from number
+    `still_from` on, samples a token and stands still until the next abort; and no other one ends before `standing`
+    requests have begun like that.
+    """
+
+    def __init__(self, seed: int, response_length: int, still_from: int | None = None, standing: int = 0) -> None:
         torch.set_num_threads(1)
         self._response_length = response_length
+        self._still_from = still_from
+        self._standing = standing
+        self._begun = 0
+        self._tokenizer = tiny.tokenizer()
         self._random = torch.Generator().manual_seed(seed)
         self._open = asyncio.Event()
         self._open.set()
         self._rejecting = False
         self._running = 0
         self.global_steps: int | None = None
-        self.aborts = 0
 
     def set_weights(self, version: int) -> None:
         assert not self._running, "weights changed while requests were running"
@@ -67,24 +79,30 @@ class TinyServer:
                 )
             await self._open.wait()
         self._running += 1
-        budget = sampling_params.get("max_tokens", self._response_length)
+        end = self._policy.config.eos_token_id
+        # Validation leaves the budget to the replica.
+        training, budget = "max_tokens" in sampling_params, sampling_params.get("max_tokens", self._response_length)
+        begins = BEGUN.fullmatch(self._tokenizer.decode(prompt_ids))
+        numbered = training and begins is not None and self._still_from is not None
+        stands = numbered and int(begins[1]) >= self._still_from
         tokens: list[int] = []
         logprobs: list[float] = []
+        over = False
         try:
-            while len(tokens) < budget and self._open.is_set():
+            while not over and self._open.is_set():
                 with torch.no_grad():
                     logits = self._policy(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1]
                 scores = logits.log_softmax(-1)
                 token = int(torch.multinomial(scores.exp(), 1, generator=self._random))
                 tokens.append(token)
                 logprobs.append(float(scores[token]))
-                if token == self._policy.config.eos_token_id:
-                    break
+                over = token == end or len(tokens) == budget
+                self._begun += stands and len(tokens) == 1
                 await asyncio.sleep(0)
+                while self._open.is_set() and (stands if not over else training and self._begun < self._standing):
+                    await asyncio.sleep(0.01)
         finally:
             self._running -= 1
-        over = len(tokens) == budget or tokens[-1:] == [self._policy.config.eos_token_id]
-        self.aborts += not over
         reason = "completed" if over else "aborted"
         fields = {"global_steps": self.global_steps}
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=fields)
@@ -97,13 +115,11 @@ class TinyServer:
 
     async def resume_generation(self) -> None:
         self._rejecting = False
+        self._begun = 0
         self._open.set()
 
     def running(self) -> int:
         return self._running
-
-    def aborted(self) -> int:
-        return self.aborts
 
     def sleep(self) -> None: ...
 
@@ -114,7 +130,9 @@ class TinyReplica(RolloutReplica):
     async def launch_servers(self) -> None:
         threads = {"env_vars": {"OMP_NUM_THREADS": "1"}}
         server = TinyServer.options(runtime_env=threads)
-        self._server_handle = server.remote(self.replica_rank, self.config.response_length)
+        self._server_handle = server.remote(
+            self.replica_rank, self.config.response_length, **(self.config.custom or {})
+        )
         self._server_address = f"tiny-{self.replica_rank}"
         self.servers = [self._server_handle]
 
@@ -197,6 +215,7 @@ def config_of(model: Path, data: Path, checkpoints: Path, *overrides: str) -> Di
                 *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.name=vllm"),
                 *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"),
                 *("actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1"),
+                "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
                 f"reward.custom_reward_function.path={Path(__file__)}",
                 "reward.custom_reward_function.name=compute_score",
                 *("algorithm.adv_estimator=grpo", "trainer.device=cpu", "trainer.logger=[]", "trainer.nnodes=1"),

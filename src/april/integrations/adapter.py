@@ -163,27 +163,3 @@ class RolloutAdapter:
     async def close(self) -> None:
         """Stop what runs. What waits can still be saved."""
         await self.scheduler.__aexit__()
-
-
-def rollout_metrics(step: Step) -> dict[str, float]:
-    """A step's account as numbers for a framework's logs, under the names that `april train` gives them."""
-    return {
-        "policy_version": step.version,
-        "staleness_mean": float(step.staleness.mean()),
-        "staleness_max": float(step.staleness.max()),
-        "off_policy_token_share": step.off_policy_token_share,
-        "engine_occupancy": step.occupancy,
-        "over_sampling_batch_size": step.target,
-        "groups_buffered": step.buffered_groups,
-        "tokens_buffered": step.buffered_tokens,
-        "groups_surplus": step.surplus_groups,
-        "groups_rejected": len(step.rejections),
-        "samples_interrupted": step.interrupted_samples,
-        "samples_resumed": step.resumed_samples,
-        "engine_failures": sum(failure.kind == "engine" for failure in step.failures),
-        "step_consumed_tokens": step.consumed_tokens,
-        "consumed_tokens_per_second": step.consumed_tokens / step.seconds,
-        "generated_tokens_per_second": step.sampled_tokens / step.seconds,
-        "rollout_seconds": step.seconds,
-        "reward_wait_seconds": step.reward_wait_seconds,
-    }

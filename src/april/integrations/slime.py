@@ -31,7 +31,6 @@ from april.engines.pool import EnginePool
 from april.engines.server import local_vocab_size
 from april.engines.sglang import SGLangEngine
 from april.engines.stream import Delta, Stream
-from april.integrations.adapter import rollout_metrics
 from april.scheduler import RolloutScheduler
 from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
@@ -216,7 +215,7 @@ class Rollouts:
         if self.args.rollout_all_samples_process_path is not None:
             process = load_function(self.args.rollout_all_samples_process_path)
             process(self.args, [*groups, *self._rejected], self.data_source)
-        metrics = {f"rollout/april/{name}": value for name, value in rollout_metrics(step).items()}
+        metrics = {f"rollout/april/{name}": value for name, value in step.metrics().items()}
         return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
 
     async def state_dict(self) -> dict[str, Any]:

@@ -24,10 +24,11 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from april.config import EngineSettings, ModelSettings, Recipe
 from april.disk import write_whole
-from april.integrations.adapter import RolloutAdapter, rollout_metrics
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.training.serving import WeightHandover, engine_of
@@ -149,14 +150,7 @@ class _Rollouts:
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
                 over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=trainer.num_generations,
-                sampling=SamplingParams(
-                    max_tokens=args.max_completion_length,
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    top_k=args.top_k or 0,
-                    min_p=args.min_p or 0.0,
-                    stop_token_ids=tuple(sorted(trainer.eos_token_ids)),
-                ),
+                sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
                 max_staleness=settings.max_staleness,
                 seed=args.seed,
             )
@@ -173,7 +167,7 @@ class _Rollouts:
         self.trained = step
         collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in rows]))
         self.groups = collected.groups
-        self.metrics.append(rollout_metrics(collected))
+        self.metrics.append(collected.metrics())
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Generate one completion for each of `rows`, which TRL repeats itself."""
@@ -222,12 +216,19 @@ class ShuffledRows(Iterator[Prompt]):
         self.encode = encode
         self.seed = seed
         self.drawn = 0
+        self._epoch = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, self._epoch)).permutation(len(self.dataset))
 
     def __next__(self) -> Prompt:
         epoch, position = divmod(self.drawn, len(self.dataset))
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.dataset))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._permutation()
         self.drawn += 1
-        return self.encode(self.dataset[int(order[position])])
+        return self.encode(self.dataset[int(self._order[position])])
 
     def state_dict(self) -> dict[str, int]:
         return {"drawn": self.drawn}
@@ -285,6 +286,18 @@ def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) ->
         return Prompt(tuple(token_ids), metadata=dict(row))
 
     return encode
+
+
+def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How TRL's arguments say that tokens are drawn; either of its trainers'."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        stop_token_ids=stop_token_ids,
+    )
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

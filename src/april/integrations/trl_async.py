@@ -30,7 +30,6 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from april.config import ModelSettings, Recipe
-from april.integrations.adapter import rollout_metrics
 from april.integrations.event_loop import EventLoop
 from april.integrations.trl import (
     Checkpoint,
@@ -39,11 +38,12 @@ from april.integrations.trl import (
     check_rows,
     encoder,
     read_state,
+    sampling_of,
 )
 from april.scheduler import RolloutScheduler
 from april.training.policy import load_policy, stop_tokens
 from april.training.serving import WeightHandover, engine_of
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.trajectory import Group, Prompt, Sample
 
 AHEAD = 2
 """Batches handed over and not trained on: the one the trainer works on, and the next."""
@@ -160,14 +160,7 @@ class AsyncRollouts:
                 rollout_batch_size=batch_size,
                 over_sampling_batch_size=settings.over_sampling_batch_size,
                 n_samples_per_prompt=args.num_generations,
-                sampling=SamplingParams(
-                    max_tokens=args.max_completion_length,
-                    temperature=args.temperature,
-                    top_p=args.top_p,
-                    top_k=args.top_k or 0,
-                    min_p=args.min_p or 0.0,
-                    stop_token_ids=stop_tokens(self.model, tokenizer),
-                ),
+                sampling=sampling_of(args, stop_tokens(self.model, tokenizer)),
                 max_staleness=args.max_staleness - 1,
                 reward_scope="group",
                 seed=args.seed,
@@ -199,7 +192,7 @@ class AsyncRollouts:
                 self._progress = time.monotonic()
                 step = await self.scheduler.collect()
                 self._hand_over(step.groups)
-            self.metrics_queue.put({f"april/{name}": value for name, value in rollout_metrics(step).items()})
+            self.metrics_queue.put({f"april/{name}": value for name, value in step.metrics().items()})
 
     def _hand_over(self, groups: list[Group]) -> None:
         self._batches.append(groups)

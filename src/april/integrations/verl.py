@@ -18,15 +18,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from april.admission import largest_target
+from april.disk import write_whole
 from april.engine import Capacity, Chunk
-from april.integrations.adapter import rollout_metrics
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.outbox import Outbox
@@ -34,6 +33,7 @@ from april.scheduler import RolloutScheduler
 from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
 require("verl", "0.9", extra="verl")
+require("TransferQueue", "0.1", extra="verl")
 
 import torch  # noqa: E402
 import transfer_queue as tq  # noqa: E402
@@ -125,9 +125,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f"{STATE}.partial"
-        draft.write_text(json.dumps(self.agent_loop_manager.state_dict()))
-        os.replace(draft, folder / STATE)
+        write_whole(folder / STATE, json.dumps(self.agent_loop_manager.state_dict()))
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
@@ -341,7 +339,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             del self.rows[uid]
         waiting = {sample.id for group in self.scheduler.buffer for sample in group.samples}
         self._reward_info = {id: info for id, info in self._reward_info.items() if id in waiting}
-        return {f"training/april/{name}": value for name, value in rollout_metrics(step).items()}
+        return {f"training/april/{name}": value for name, value in step.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
         """Write the group's trajectories, and then say that they are there."""

@@ -1,0 +1,48 @@
+"""What the tests of TRL's trainers train on: rows, a reward that remembers them, a trainer that can be looked into."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+
+from april.integrations.trl import GRPOTrainer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def rows(count: int = 24, first: int = 0) -> Dataset:
+    numbers = range(first, first + count)
+    return Dataset.from_dict({"prompt": [f"{n}?" for n in numbers], "answer": list(numbers)})
+
+
+class Reward:
+    """Scores texts and conversations by length, and keeps what it was shown."""
+
+    __name__ = "reward"
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, int]] = []
+
+    def __call__(self, prompts: list[Any], completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+        self.seen += zip(prompts, answer, strict=True)
+        texts = (c if isinstance(c, str) else c[0]["content"] for c in completions)
+        return [float(len(text) % 3) for text in texts]
+
+
+class Watched(GRPOTrainer):
+    """Keeps the groups of every training batch and what the loss is given for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.batches: list[tuple[list[Any], dict[str, Any]]] = []
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training = self.model.training
+        output = super()._generate_and_score_completions(inputs)
+        if training:
+            self.batches.append((list(self._rollouts.groups), dict(output)))
+        return output

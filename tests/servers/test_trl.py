@@ -1,0 +1,87 @@
+"""TRL's `GRPOTrainer` with a real server behind it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
+
+from april.engines.launch import Server
+from april.integrations.trl import PartialRollouts
+from tests import tiny
+from tests.integrations.trl_trainer import Reward, Watched, rows
+from tests.servers.conftest import Kind
+
+AGREES = 1e-3
+"""Largest difference of log-probabilities between a server and the trainer, both in float32."""
+
+
+class Compared(Watched):
+    """Compares every token's behaviour log-probability with the trainer's own under the weights it has then.
+
+    `differences` holds those of each batch: of on-policy tokens, and of older ones.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.differences: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        samples = [sample for group in self._rollouts.groups for sample in group.samples]
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        with torch.no_grad():
+            own = self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].shape[1])[0]
+        kept = output["completion_mask"].bool()
+        fresh = torch.cat([torch.tensor(sample.versions == self._rollouts.adapter.version) for sample in samples])
+        difference = (output["old_per_token_logps"] - own)[kept].abs()
+        self.differences.append((difference[fresh], difference[~fresh]))
+        return output
+
+
+@pytest.mark.parametrize("transfer", ["disk", "broadcast"])
+def test_a_running_server(transfer: str, kind: Kind, server: Server, models: list[Path], tmp_path: Path) -> None:
+    """The server was started on other weights than those of the run: it gets the run's before anything else."""
+    policy = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32)
+    policy.generation_config.eos_token_id = [1, 20, 21, 22]
+    trained = Compared(
+        model=policy,
+        reward_funcs=Reward(),
+        args=GRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=12,
+            num_generations=3,
+            max_completion_length=60,
+            learning_rate=3e-3,
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            max_steps=4,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+        partial_rollouts=PartialRollouts(
+            over_sampling_batch_size=8, engine=kind.name, urls=(server.url,), weight_transfer=transfer
+        ),
+    )
+    try:
+        trained.train()
+    finally:
+        trained.close()
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
+    assert [entry["april/policy_version"] for entry in logged] == [0, 1, 2, 3]
+    assert any(entry["april/samples_resumed"] > 0 for entry in logged)
+    on_policy, older = zip(*trained.differences, strict=True)
+    assert all(len(difference) for difference in on_policy)
+    assert max(difference.max() for difference in on_policy) < AGREES
+    assert torch.cat(older).max() > AGREES, "no update changed what tokens are drawn from: the test saw nothing"
+    assert server.process.returncode is None, "a server that april did not start goes on"
