@@ -26,7 +26,7 @@ TRUE = CostModel(
     request_seconds=2e-3,
     update_seconds=0.7,
     interrupt_seconds=0.05,
-    prefix_caching=False,
+    prefix_caching=True,
 )
 
 
@@ -34,7 +34,7 @@ def test_an_exact_measurement_gives_its_costs_back() -> None:
     base = {b: 0.01 + 0.001 * (b - 1) for b in (1, 2, 4, 8)}
     measured = Calibration(8, 1000)
     measured.decoding = [Decoding(b, kv, base[b] + 3e-6 * kv) for b in base for kv in (10.0 * b, 500.0 * b)]
-    measured.prefill = [Prefill(n, t, n * (1e-4 * t + 2e-7 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
+    measured.prefill = [Prefill(n * (t,), n * (1e-4 * t + 2e-7 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
     cost = measured.fit("test")
     assert cost.decode_seconds == pytest.approx(tuple(base.values()))
     assert cost.kv_token_seconds == pytest.approx(3e-6)
@@ -47,7 +47,7 @@ def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
     rng = np.random.default_rng(0)
     measured = Calibration(4, 1000)
     measured.decoding = [Decoding(b, 100.0 * b, rng.uniform(0.01, 0.02)) for b in (1, 2, 4) for _ in range(5)]
-    measured.prefill = [Prefill(1, t, rng.uniform(0.01, 0.02)) for t in (512, 256, 64, 16)]
+    measured.prefill = [Prefill((t,), rng.uniform(0.01, 0.02)) for t in (512, 256, 64, 16)]
     cost = measured.fit("noise")
     assert min(cost.prefill_token_seconds, cost.prefill_pair_seconds, cost.kv_token_seconds) >= 0
     assert cost.errors["decode"] > 0.05
@@ -60,7 +60,7 @@ def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
         clock = asyncio.get_running_loop().time
         endless = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9, prompt_tokens=8)
         engine = SimulatedEngine(TRUE, endless, stream_seconds=0.003)
-        return await calibrate(engine, update=engine.update_weights, longest=400, steps=16, clock=clock)
+        return await calibrate(engine, engine.update_weights, longest=400, steps=16, clock=clock)
 
     found = run(main()).fit("simulated")
     np.testing.assert_allclose(found.base(16)[1:], TRUE.base(16)[1:], rtol=0.03)
