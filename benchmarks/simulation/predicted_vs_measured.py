@@ -139,7 +139,7 @@ async def engine_of(
         core = str(min(os.sched_getaffinity(0)))
         arguments = ["--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32", "--block-size", "32"]
         arguments += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots)]
-        # A prompt that is prefilled in two steps, with a seed, ends the CPU engine.
+        # No prefill is split over steps: with a seed of its own, such a request ended the CPU engine.
         arguments += ["--kv-cache-memory-bytes", str(2**27), "--max-num-batched-tokens", "32768"]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = core
         server, kind = launch_vllm(weights, arguments=arguments, environment=environment, **common), VLLMEngine
