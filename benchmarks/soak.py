@@ -25,13 +25,14 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from record import machine
 
-from april import Capacity, Chunk, Engine, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams, Step
+from april import Chunk, Engine, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams, Step
+from april.engines.wrapped import WrappedEngine
 from april.tasks.isolation import RewardWorkers
 
 MIB = 2**20
@@ -41,24 +42,16 @@ POINTS = 120
 """Measurements kept in the JSON file."""
 
 
-class Faulty:
+class Faulty(WrappedEngine):
     """An engine whose requests fail now and then, and which may die; it counts the tokens it hands out."""
 
     def __init__(self, engine: Engine, seed: int, dying: float = 0.0) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.faults: Counter[str] = Counter()
         self.tokens = 0
         self._rng = random.Random(seed)
         self._dying = dying
         self._failed: list[Chunk] = []
-
-    @property
-    def capacity(self) -> Capacity:
-        return self.engine.capacity
-
-    @property
-    def running(self) -> int:
-        return self.engine.running
 
     def submit(self, sample: Sample) -> None:
         cursed = random.Random(sample.group_id).random() < CURSED
@@ -66,7 +59,7 @@ class Faulty:
             self.faults["requests failed"] += 1
             self._failed.append(Chunk(sample.id, (), (), 0, error="a fault was injected"))
         else:
-            self.engine.submit(sample)
+            super().submit(sample)
 
     async def poll(self) -> list[Chunk]:
         if self._rng.random() < self._dying:
@@ -74,25 +67,16 @@ class Faulty:
             raise EngineError("a death was injected")
         if self._failed:
             return self._take([])
-        return self._take(await self.engine.poll())
+        return self._take(await super().poll())
 
     async def interrupt(self) -> list[Chunk]:
         self._failed.clear()
-        return self._take(await self.engine.interrupt())
+        return self._take(await super().interrupt())
 
     def _take(self, chunks: list[Chunk]) -> list[Chunk]:
         self.tokens += sum(len(chunk.token_ids) for chunk in chunks)
         failed, self._failed = self._failed, []
         return chunks + failed
-
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        await self.engine.update_weights(version, weights)
-
-    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        self.engine.forget(sample_ids)
-
-    async def close(self) -> None:
-        await self.engine.close()
 
 
 class Watch:

@@ -3,13 +3,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from april.engines.simulated import SimulatedEngine
-from april.simulation.calibration import Calibration, Decoding, Prefill, calibrate
+from april.simulation.calibration import Calibration, Decoding, Prefill, Serving, calibrate
 from april.simulation.cost_model import CostModel
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
@@ -26,7 +28,7 @@ TRUE = CostModel(
     request_seconds=2e-3,
     update_seconds=0.7,
     interrupt_seconds=0.05,
-    prefix_caching=False,
+    prefix_caching=True,
 )
 
 
@@ -34,7 +36,7 @@ def test_an_exact_measurement_gives_its_costs_back() -> None:
     base = {b: 0.01 + 0.001 * (b - 1) for b in (1, 2, 4, 8)}
     measured = Calibration(8, 1000)
     measured.decoding = [Decoding(b, kv, base[b] + 3e-6 * kv) for b in base for kv in (10.0 * b, 500.0 * b)]
-    measured.prefill = [Prefill(n, t, n * (1e-4 * t + 2e-7 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
+    measured.prefill = [Prefill(n * (t,), n * (1e-4 * t + 2e-7 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
     cost = measured.fit("test")
     assert cost.decode_seconds == pytest.approx(tuple(base.values()))
     assert cost.kv_token_seconds == pytest.approx(3e-6)
@@ -47,10 +49,32 @@ def test_no_cost_is_ever_negative_and_the_error_says_how_bad_a_fit_is() -> None:
     rng = np.random.default_rng(0)
     measured = Calibration(4, 1000)
     measured.decoding = [Decoding(b, 100.0 * b, rng.uniform(0.01, 0.02)) for b in (1, 2, 4) for _ in range(5)]
-    measured.prefill = [Prefill(1, t, rng.uniform(0.01, 0.02)) for t in (512, 256, 64, 16)]
+    measured.prefill = [Prefill((t,), rng.uniform(0.01, 0.02)) for t in (512, 256, 64, 16)]
     cost = measured.fit("noise")
     assert min(cost.prefill_token_seconds, cost.prefill_pair_seconds, cost.kv_token_seconds) >= 0
     assert cost.errors["decode"] > 0.05
+
+
+def test_what_serving_costs_beyond_single_steps_is_found() -> None:
+    """Steps take 1.3 times as long in service as in the sweep, and a request costs what no prefill alone shows."""
+    served = replace(TRUE, decode_seconds=(0.013, 0.0325), kv_token_seconds=2.6e-6, request_seconds=5e-3)
+    measured = Calibration(16, 100_000)
+    base = TRUE.base(16)
+    measured.decoding = [Decoding(b, kv, base[b] + 2e-6 * kv) for b in (1, 4, 16) for kv in (10.0 * b, 500.0 * b)]
+    measured.prefill = [Prefill(n * (t,), n * (1e-4 * t + 1e-8 * t * t)) for n in (1, 4) for t in (16, 64, 256, 512)]
+
+    def run_of(median: float, **settings: Any) -> Serving:
+        workload = Workload("test", (Part(median, 0.6),), 300, prompt_tokens=40, rollout_batch_size=6)
+        true = replace(served, update_seconds=0.0, interrupt_seconds=0.0)
+        return Serving(workload, 2, settings, Serving(workload, 2, settings, 0.0).predicted(true, "recompute"))
+
+    measured.serving = [run_of(median, partial_rollout=False) for median in (10, 100)]
+    measured.held_out = [run_of(50, over_sampling_batch_size=12)]
+    cost = measured.fit("test")
+    np.testing.assert_allclose(cost.base(16)[1:], served.base(16)[1:], rtol=1e-6)
+    assert cost.kv_token_seconds == pytest.approx(served.kv_token_seconds)
+    assert cost.request_seconds == pytest.approx(served.request_seconds)
+    assert cost.errors["held out"] < 1e-6
 
 
 def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
@@ -60,7 +84,7 @@ def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
         clock = asyncio.get_running_loop().time
         endless = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9, prompt_tokens=8)
         engine = SimulatedEngine(TRUE, endless, stream_seconds=0.003)
-        return await calibrate(engine, update=engine.update_weights, longest=400, steps=16, clock=clock)
+        return await calibrate(engine, engine.update_weights, longest=400, steps=16, clock=clock)
 
     found = run(main()).fit("simulated")
     np.testing.assert_allclose(found.base(16)[1:], TRUE.base(16)[1:], rtol=0.03)

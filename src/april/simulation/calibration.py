@@ -1,26 +1,30 @@
 """A cost model fitted to an engine: a short sweep, and how far the fit is off.
 
-Four sweeps on whatever keeps the `Engine` protocol, each on samples of the sweep's own:
+On whatever keeps the `Engine` protocol, on samples of the sweep's own:
 - decoding: `b` samples at once, for several b, after short prompts and after prompts of mixed lengths, as real batches
   are mixed; seconds per decode step, from the tokens that came out between two polls while all of them ran. Fitted:
   base(b), and the cost of a held token;
-- prefill: one-token responses to prompts of several lengths, several at once. Fitted: the cost of a token, of a pair of
-  tokens, of a request;
-- serving: more requests than slots, of mixed lengths, from the first to the last. What they take longer than the model
-  so far says is divided among the requests: the cost of samples coming and going;
-- interrupts and weight updates: timed, medians.
+- prefill: one-token responses to prompts of several lengths, several at once, and to as many as there are slots, of
+  mixed lengths, as after an interrupt. Fitted: the cost of a token, of a pair of tokens, of a request;
+- interrupts and weight updates: timed, medians;
+- serving: synchronous steps of a scheduler, of short responses and of long ones. Fitted: how much longer a decode step
+  takes in service than in the sweep (samples come and go, and the scheduler takes every token), and what a request
+  costs. The model's other terms stay in the proportions that were found;
+- held out: steps with partial rollouts, which no constant is fitted to. How far the model is off there is the error
+  to expect of it.
 
 The model says what an engine does, so it is fitted to what is seen outside: seconds between submitting and receiving.
+All of it is gone through `repeats` times, and medians count, so that a machine whose speed drifts is not taken for an
+engine that favours one setting.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,14 +34,15 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from april.config import Recipe
-from april.engine import Engine, EngineError
-from april.engines.simulated import SimulatedEngine
+from april.engine import Engine, EngineError, KVPolicy
 from april.simulation.cost_model import CostModel
-from april.simulation.virtual_time import run
+from april.simulation.run import simulate
+from april.simulation.serving import Update, serve
+from april.simulation.workload import Part, Workload
 from april.trajectory import Sample, SamplingParams
 
-Update = Callable[[int], Awaitable[None]]
-"""Brings the engine to a policy version, as a training step would."""
+GROUP = 4
+"""Samples of a group while serving."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +56,26 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """`requests` prompts of `tokens` tokens each, submitted together: seconds until each had its only token."""
+    """Prompts of `lengths` tokens, submitted together: seconds until each had its only token."""
 
-    requests: int
-    tokens: int
+    lengths: tuple[int, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Requests of (prompt, response) tokens, submitted together: seconds until the last one had finished."""
+    """Steps of a scheduler on a workload: seconds of all of them together, weight updates included."""
 
-    requests: tuple[tuple[int, int], ...]
+    workload: Workload
+    steps: int
+    settings: dict[str, Any]
     seconds: float
+
+    def predicted(self, cost: CostModel, on_update: KVPolicy) -> float:
+        """What the cost model says. Not to be called inside an event loop."""
+        return simulate(
+            self.workload, cost, steps=self.steps, warm_up=0, on_update=on_update, **self.settings
+        ).rollout_seconds
 
 
 Measured = TypeVar("Measured", Decoding, Prefill, Serving)
@@ -75,11 +87,24 @@ class Calibration:
 
     slots: int
     kv_tokens: int
+    on_update: KVPolicy = "recompute"
     decoding: list[Decoding] = field(default_factory=list)
     prefill: list[Prefill] = field(default_factory=list)
     serving: list[Serving] = field(default_factory=list)
+    held_out: list[Serving] = field(default_factory=list)
     interrupts: list[float] = field(default_factory=list)
     updates: list[float] = field(default_factory=list)
+
+    @classmethod
+    def median(cls, sweeps: Sequence[Calibration]) -> Calibration:
+        """The median of each measurement over equal sweeps."""
+        first = sweeps[0]
+        result = cls(first.slots, first.kv_tokens, first.on_update)
+        for name in ("decoding", "prefill", "serving", "held_out"):
+            setattr(result, name, [_median(runs) for runs in zip(*(getattr(s, name) for s in sweeps), strict=True)])
+        for name in ("interrupts", "updates"):
+            setattr(result, name, [second for sweep in sweeps for second in getattr(sweep, name)])
+        return result
 
     def fit(self, source: str) -> CostModel:
         """The cost model nearest to the measurements, by relative least squares with no cost below zero.
@@ -95,7 +120,7 @@ class Calibration:
         *base, kv_seconds = _fit(columns, measured).tolist()
         decode_error = _error(columns @ np.array([*base, kv_seconds]), measured)
 
-        rows = [(m.requests * m.tokens, m.requests * m.tokens**2, m.requests, 1.0) for m in self.prefill]
+        rows = [(sum(m.lengths), sum(n * n for n in m.lengths), len(m.lengths), 1.0) for m in self.prefill]
         prefill = np.array(rows, dtype=float)
         waited = np.array([m.seconds for m in self.prefill])
         costs = _fit(prefill, waited)
@@ -113,54 +138,59 @@ class Calibration:
             source=source,
             errors={"decode": decode_error, "prefill": _error(prefill @ costs, waited)},
         )
-        return self._with_serving(cost)
+        cost = self._in_service(cost)
+        for name, runs in (("serving", self.serving), ("held out", self.held_out)):
+            if runs:
+                predicted = np.array([run.predicted(cost, self.on_update) for run in runs])
+                cost.errors[name] = _error(predicted, np.array([run.seconds for run in runs]))
+        return cost
 
-    def _with_serving(self, cost: CostModel) -> CostModel:
-        """The cost of a request such that serving takes as long as it took."""
+    def _in_service(self, cost: CostModel) -> CostModel:
+        """Decode steps and requests that take as long as they took while serving.
+
+        What one engine does when follows from its decode steps alone, whatever they take, so the seconds of a run are
+        linear in each cost, and a run with a changed one gives the coefficient.
+        """
         if not self.serving:
             return cost
-        missed = [m.seconds - simulated_seconds(cost, m.requests) for m in self.serving]
-        each = sum(missed) / sum(len(m.requests) for m in self.serving)
-        cost = replace(cost, request_seconds=max(cost.request_seconds + each, 0.0))
-        predicted = np.array([simulated_seconds(cost, m.requests) for m in self.serving])
-        error = _error(predicted, np.array([m.seconds for m in self.serving]))
-        return replace(cost, errors={**cost.errors, "serving": error})
+        free = replace(cost, request_seconds=0.0)
+        changes = (_slower(free, 2.0), replace(free, request_seconds=REQUEST))
+        columns, rest = np.zeros((len(self.serving), 2)), np.zeros(len(self.serving))
+        for i, run in enumerate(self.serving):
+            without = run.predicted(free, self.on_update)
+            columns[i] = [run.predicted(changed, self.on_update) - without for changed in changes]
+            rest[i] = without - columns[i, 0]
+        measured = np.array([run.seconds for run in self.serving])
+        slowdown, requests = _fit(columns, np.maximum(measured - rest, 1e-9), measured).tolist()
+        return replace(_slower(cost, max(slowdown, 1e-3)), request_seconds=requests * REQUEST)
 
 
-class Endless:
-    """Responses that only their budget ends."""
-
-    def lengths(self, prompts: NDArray[np.int64], seeds: Any, versions: Any) -> NDArray[np.int64]:
-        return np.full(len(prompts), np.iinfo(np.int64).max)
+REQUEST = 1e-3
+"""Seconds by which a request is made dearer to see what a run makes of it."""
 
 
-def simulated_seconds(cost: CostModel, requests: Sequence[tuple[int, int]]) -> float:
-    """What the cost model says that serving takes."""
-
-    async def serve() -> float:
-        engine = SimulatedEngine(cost, Endless())
-        for number, (prompt, response) in enumerate(requests):
-            sampling = SamplingParams(max_tokens=response)
-            engine.submit(Sample(number, 0, (number, *[0] * (prompt - 1)), sampling, 0))
-        while await engine.poll():
-            pass
-        return asyncio.get_running_loop().time()
-
-    return run(serve())
+def _slower(cost: CostModel, factor: float) -> CostModel:
+    """Decode steps that take `factor` times as long."""
+    seconds = tuple(factor * seconds for seconds in cost.decode_seconds)
+    return replace(cost, decode_seconds=seconds, kv_token_seconds=factor * cost.kv_token_seconds)
 
 
-def _fit(columns: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares of the relative error with coefficients of at least 0: those below it are left out, worst first."""
-    weighted = columns / measured[:, None]
-    scale = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
+def _fit(
+    columns: NDArray[np.float64], wanted: NDArray[np.float64], scale: NDArray[np.float64] | None = None
+) -> NDArray[np.float64]:
+    """Least squares of the error relative to `scale`, by default to what is `wanted`, with coefficients of at least 0:
+    those below it are left out, worst first."""
+    scale = wanted if scale is None else scale
+    weighted, wanted = columns / scale[:, None], wanted / scale
+    largest = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
     kept = list(range(columns.shape[1]))
     while True:
-        found = np.linalg.lstsq((weighted / scale)[:, kept], np.ones(len(measured)), rcond=None)[0]
+        found = np.linalg.lstsq((weighted / largest)[:, kept], wanted, rcond=None)[0]
         if not len(found) or found.min() >= 0:
             break
         kept.pop(int(found.argmin()))
     result = np.zeros(columns.shape[1])
-    result[kept] = found / scale[kept]
+    result[kept] = found / largest[kept]
     return result
 
 
@@ -171,8 +201,9 @@ def _error(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> flo
 
 async def calibrate(
     engine: Engine,
+    update: Update,
     *,
-    update: Update | None = None,
+    on_update: KVPolicy = "recompute",
     slots: int | None = None,
     longest: int = 512,
     steps: int = 32,
@@ -184,7 +215,8 @@ async def calibrate(
     """Measure an engine that nothing else uses. What a sweep leaves behind is interrupted and forgotten.
 
     Args:
-        update: brings the engine to a version; without it weight updates are not measured.
+        update: brings the engine to a version.
+        on_update: what the engine does with KV caches at an update.
         slots: decode up to so many samples together; the engine's own slots if None.
         longest: the longest prompt of the sweep, in tokens.
         steps: decode steps of a measurement.
@@ -198,29 +230,17 @@ async def calibrate(
     """
     capacity = engine.capacity
     slots = min(slots or capacity.slots, capacity.slots)
-    longest = min(longest, capacity.context_length // 2)
-    sweep = Sweep(engine, np.random.default_rng(0), vocabulary, clock)
-    result = Calibration(capacity.slots, capacity.kv_tokens or capacity.slots * capacity.context_length)
+    longest = min(longest, capacity.context_length // 3)
+    sweep = Sweep(engine, update, on_update, np.random.default_rng(0), vocabulary, clock)
     await sweep.decode(1, 4, 4)  # the first pass loads kernels and caches
-    batches = sorted({*(2**k for k in range(slots.bit_length()) if 2**k <= slots), slots})
-    for batch, prompt in itertools.product(batches, (8, longest)):
-        progress(f"decoding {batch} samples after prompts of up to {prompt} tokens")
-        runs = [await sweep.decode(batch, prompt, steps) for _ in range(repeats)]
-        result.decoding.append(_median(runs))
-    for requests, tokens in itertools.product(sorted({1, min(4, slots)}), _lengths(longest)):
-        progress(f"prefill of {requests} prompts of {tokens} tokens")
-        waits = [await sweep.prefill(requests, tokens) for _ in range(repeats)]
-        result.prefill.append(_median(waits))
-    served = [await sweep.serve(4 * slots, longest) for _ in range(repeats)]
-    result.serving.append(_median(served))
-    for version in range(1, repeats + 1):
-        progress("interrupts and weight updates")
-        result.interrupts.append(await sweep.interrupt(slots, steps))
-        if update is not None:
-            began = clock()
-            await update(version)
-            result.updates.append(clock() - began)
-    return result
+    sweeps = []
+    for number in range(1, repeats + 1):
+
+        def told(what: str, number: int = number) -> None:
+            progress(f"sweep {number} of {repeats}: {what}")
+
+        sweeps.append(await sweep.all(slots, longest, steps, told))
+    return Calibration.median(sweeps)
 
 
 async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:
@@ -240,7 +260,8 @@ async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibr
             with Console(stderr=True).status("") as status:
                 return await calibrate(
                     engine,
-                    update=update,
+                    update,
+                    on_update=recipe.engine.on_update,
                     longest=longest,
                     repeats=repeats,
                     vocabulary=model.config.vocab_size,
@@ -248,8 +269,15 @@ async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibr
                 )
 
 
-def _median(runs: list[Measured]) -> Measured:
-    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+def _median(runs: Sequence[Measured]) -> Measured:
+    ordered = sorted(runs, key=lambda run: run.seconds)
+    return replace(ordered[len(ordered) // 2], seconds=statistics.median(run.seconds for run in runs))
+
+
+def _spread(longest: int, count: int) -> list[int]:
+    """`count` lengths from `longest` to 8 tokens."""
+    lengths: list[int] = np.linspace(longest, 8, count).round().astype(int).tolist()
+    return lengths
 
 
 def _lengths(longest: int) -> list[int]:
@@ -259,12 +287,55 @@ def _lengths(longest: int) -> list[int]:
 class Sweep:
     """Samples made for measuring: random prompts that no cache has seen, and responses that only their budget ends."""
 
-    def __init__(self, engine: Engine, rng: np.random.Generator, vocabulary: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        update: Update,
+        on_update: KVPolicy,
+        rng: np.random.Generator,
+        vocabulary: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._clock = clock
         self._engine = engine
+        self._update = update
+        self._on_update = on_update
         self._rng = rng
         self._vocabulary = vocabulary
         self._groups = itertools.count(1 << 47)
+
+    async def all(self, slots: int, longest: int, steps: int, progress: Callable[[str], None]) -> Calibration:
+        """Each measurement once."""
+        capacity = self._engine.capacity
+        result = Calibration(
+            capacity.slots, capacity.kv_tokens or capacity.slots * capacity.context_length, self._on_update
+        )
+        batches = sorted({*(2**k for k in range(slots.bit_length()) if 2**k <= slots), slots})
+        for batch, prompt in itertools.product(batches, (8, longest)):
+            progress(f"decoding {batch} samples after prompts of up to {prompt} tokens")
+            result.decoding.append(await self.decode(batch, prompt, steps))
+        prompts = [count * (tokens,) for count in sorted({1, min(4, slots)}) for tokens in _lengths(longest)]
+        for lengths in [*prompts, tuple(_spread(longest, slots))]:
+            progress(f"prefill of {len(lengths)} prompts of up to {max(lengths)} tokens")
+            result.prefill.append(await self.prefill(lengths))
+        progress("interrupts and weight updates")
+        result.interrupts.append(await self.interrupt(slots, steps))
+        began = self._clock()
+        await self._update(1)
+        result.updates.append(self._clock() - began)
+        # Half as many groups again as fit: the slots are full at first, and less and less full at the end.
+        groups = -(-3 * slots // (2 * GROUP))
+        synchronous = {"partial_rollout": False}
+        progress("serving short responses")
+        result.serving.append(await self.serve("short", longest / 16, longest, 3, groups, **synchronous))
+        progress("serving long responses")
+        result.serving.append(await self.serve("long", longest / 2, longest, 1, groups, **synchronous))
+        progress("serving partial rollouts")
+        half = -(-groups // 2)
+        result.held_out.append(
+            await self.serve("held out", longest / 4, longest, 3, half, over_sampling_batch_size=2 * half)
+        )
+        return result
 
     def _samples(self, count: int, prompt: int, budget: int) -> list[Sample]:
         sampling = SamplingParams(max_tokens=budget, temperature=1.0)
@@ -290,7 +361,7 @@ class Sweep:
 
         Their prompts have 8 to `prompt` tokens, evenly spread.
         """
-        lengths = np.linspace(prompt, 8, batch).round().astype(int).tolist()
+        lengths = _spread(prompt, batch)
         samples = [sample for length in lengths for sample in self._samples(1, length, self._budget(prompt))]
         tokens = {sample.id: 0 for sample in samples}
         for sample in samples:
@@ -309,8 +380,8 @@ class Sweep:
     def _budget(self, prompt: int) -> int:
         return min(self._engine.capacity.context_length - prompt, 4096)
 
-    async def prefill(self, requests: int, tokens: int) -> Prefill:
-        samples = self._samples(requests, tokens, 1)
+    async def prefill(self, lengths: tuple[int, ...]) -> Prefill:
+        samples = [sample for length in lengths for sample in self._samples(1, length, 1)]
         received = {sample.id: 0 for sample in samples}
         began = self._clock()
         for sample in samples:
@@ -319,23 +390,29 @@ class Sweep:
             await self._receive(received)
         seconds = self._clock() - began
         await self._stop(samples)
-        return Prefill(requests, tokens, seconds)
+        return Prefill(lengths, seconds)
 
-    async def serve(self, count: int, longest: int) -> Serving:
-        """`count` requests, prompts and responses of 8 to `longest` tokens in mixed order."""
-        lengths = np.linspace(8, longest, count).round().astype(int)
-        requests = list(zip(*(self._rng.permutation(lengths).tolist() for _ in range(2)), strict=True))
-        samples = [sample for prompt, response in requests for sample in self._samples(1, prompt, response)]
-        received = {sample.id: 0 for sample in samples}
-        began = self._clock()
-        for sample in samples:
-            self._engine.submit(sample)
-        wanted = sum(response for _, response in requests)
-        while sum(received.values()) < wanted:
-            await self._receive(received)
-        seconds = self._clock() - began
-        await self._stop(samples)
-        return Serving(tuple(requests), seconds)
+    async def serve(self, name: str, median: float, longest: int, steps: int, groups: int, **settings: Any) -> Serving:
+        """`steps` steps of `groups` groups: responses around `median` tokens long, at most `longest`."""
+        workload = Workload(
+            name,
+            (Part(median, 0.6),),
+            max_tokens=longest,
+            prompt_tokens=max(longest // 4, 1),
+            rollout_batch_size=groups,
+            n_samples_per_prompt=GROUP,
+        )
+        outcome = await serve(
+            self._engine,
+            workload,
+            self._update,
+            steps=steps,
+            vocabulary=self._vocabulary,
+            rng=self._rng,
+            clock=self._clock,
+            **settings,
+        )
+        return Serving(workload, steps, settings, outcome.rollout_seconds)
 
     async def interrupt(self, batch: int, steps: int) -> float:
         """Seconds from an interrupt of `batch` samples to the last partial."""

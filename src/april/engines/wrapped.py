@@ -1,0 +1,42 @@
+"""An engine in front of another: it changes what it overrides, and hands everything else on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from april.engine import Capacity, Chunk, Engine
+from april.trajectory import Sample
+
+
+class WrappedEngine:
+    """`engine`, as it is; the base of those that change something about it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @property
+    def capacity(self) -> Capacity:
+        return self.engine.capacity
+
+    @property
+    def running(self) -> int:
+        return self.engine.running
+
+    def submit(self, sample: Sample) -> None:
+        self.engine.submit(sample)
+
+    async def poll(self) -> list[Chunk]:
+        return await self.engine.poll()
+
+    async def interrupt(self) -> list[Chunk]:
+        return await self.engine.interrupt()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        await self.engine.update_weights(version, weights)
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        self.engine.forget(sample_ids)
+
+    async def close(self) -> None:
+        await self.engine.close()
