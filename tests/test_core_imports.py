@@ -7,7 +7,7 @@ import sys
 
 CORE = (
     *("trajectory", "outbox", "engine", "staleness", "buffer", "reward", "step", "retries", "order", "journal"),
-    *("scheduler", "admission", "auto_admission", "forecast", "length_model", "rates", "disk"),
+    *("rollout_state", "scheduler", "admission", "auto_admission", "forecast", "length_model", "rates", "disk"),
 )
 
 

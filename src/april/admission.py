@@ -50,6 +50,30 @@ class FixedAdmission:
 
     over_sampling_batch_size: int
 
+    @classmethod
+    def within(cls, batch_size: int, over_sampling: int | None, max_staleness: int | None) -> FixedAdmission:
+        """N' groups under way, N if None.
+
+        Raises:
+            ValueError: fewer than a step needs, or more than the staleness bound allows.
+        """
+        over_sampling = batch_size if over_sampling is None else over_sampling
+        if batch_size < 1:
+            raise ValueError(f"rollout_batch_size = {batch_size}: a step needs at least one group")
+        if over_sampling < batch_size:
+            raise ValueError(
+                f"over_sampling_batch_size = {over_sampling} is less than rollout_batch_size = {batch_size}: "
+                "raise it, or set partial_rollout to false for synchronous rollouts"
+            )
+        largest = largest_target(batch_size, max_staleness)
+        if largest is not None and over_sampling > largest:
+            raise ValueError(
+                f"over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {max_staleness}: with "
+                f"rollout_batch_size = {batch_size} at most {largest} groups may be under way; lower the first or "
+                "raise the second"
+            )
+        return cls(over_sampling)
+
     def plan(self, batch_size: int) -> Plan:
         return Plan(max(self.over_sampling_batch_size, batch_size))
 

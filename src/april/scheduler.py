@@ -13,21 +13,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from april.admission import Admission, FixedAdmission, Plan, largest_target
 from april.auto_admission import AutoAdmission
-from april.buffer import Buffer, Rejection
+from april.buffer import Rejection
 from april.engine import Chunk, Engine, EngineError
-from april.journal import Admitted, DamageError, Event, Journal, Rejected, Rewarded, Trained, redo
+from april.journal import Admitted, Journal, Rejected, Rewarded, Trained
 from april.length_model import LengthModel
 from april.order import ORDERS, Order
 from april.retries import Retries
 from april.reward import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
-from april.staleness import StalenessError, feasible, select
+from april.rollout_state import RolloutState
+from april.staleness import select
 from april.step import Failure, Quarantine, Span, Step
 from april.trajectory import Group, Prompt, Sample, SamplingParams
 
@@ -40,7 +41,7 @@ EVALUATION = 1 << 48
 """Evaluation groups are numbered from here on, so that their samples' names and seeds never meet a training group's."""
 
 
-class RolloutScheduler:
+class RolloutScheduler(RolloutState):
     """Collects training batches of complete groups from an engine, by active partial rollouts.
 
     Use it as an async context manager, call `collect` for each training step and `update_weights` after it.
@@ -102,13 +103,13 @@ class RolloutScheduler:
     ) -> None:
         admission = over_sampling_batch_size
         sampling = sampling or SamplingParams()
-        self.lengths = LengthModel.for_batch(sampling.max_tokens, rollout_batch_size * n_samples_per_prompt)
+        lengths = LengthModel.for_batch(sampling.max_tokens, rollout_batch_size * n_samples_per_prompt)
         if not partial_rollout:
             admission, max_staleness = rollout_batch_size, 0
         if admission == "auto":
-            admission = AutoAdmission(engine, self.lengths, n_samples_per_prompt, max_staleness)
+            admission = AutoAdmission(engine, lengths, n_samples_per_prompt, max_staleness)
         elif admission is None or isinstance(admission, int):
-            admission = self._fixed(rollout_batch_size, admission, max_staleness)
+            admission = FixedAdmission.within(rollout_batch_size, admission, max_staleness)
         if isinstance(order, str) and order not in ORDERS:
             raise ValueError(f"order = {order!r}: choose from {', '.join(ORDERS)}")
         if first_come and max_staleness is not None:
@@ -117,27 +118,16 @@ class RolloutScheduler:
             raise ValueError(f"n_samples_per_prompt = {n_samples_per_prompt}: a group needs at least one sample")
         if on_reward_error not in ("raise", "zero", "reject"):
             raise ValueError(f'on_reward_error = {on_reward_error!r}: must be "raise", "zero" or "reject"')
+        batch_size, bound = rollout_batch_size, max_staleness
+        super().__init__(prompts, lengths, admission, batch_size, bound, dynamic_filter, on_reward_error, seed, journal)
         self.engine = engine
-        self.prompts = prompts
-        self.batch_size = rollout_batch_size
-        self.admission = admission
         self.group_size = n_samples_per_prompt
         self.sampling = sampling
-        self.max_staleness = max_staleness
         self.order = ORDERS[order] if isinstance(order, str) else order
         self.first_come = first_come
-        self.dynamic_filter = dynamic_filter
-        self.on_reward_error = on_reward_error
         self.max_rejected_groups = max_rejected_groups
-        self.seed = seed
         self.on_progress = on_progress
-        self.journal = journal
-        self.version = 0
-        self.buffer = Buffer()
-        self.ready: dict[int, Group] = {}
-        """Complete groups that may be trained on: nothing can turn them away any more."""
         self._rewards = RewardTasks(reward, reward_scope, reward_timeout)
-        self._prompts: Iterator[Prompt] = iter(prompts)
         self._flight: dict[str, tuple[Sample, Group, Span]] = {}
         self._retries = Retries(max_retries, retry_delay)
         self._doomed: dict[int, Quarantine] = {}
@@ -145,29 +135,8 @@ class RolloutScheduler:
         """Sampled in the moment in which a step was cancelled."""
         self._resume = False
         """Something unfinished is not in flight."""
-        self._cut_short: list[Span] = []
-        """What a step had seen that did not come to its end; the next one has seen it too."""
         self._step = Step(version=0, plan=Plan(rollout_batch_size))
         self._began = 0.0
-
-    @staticmethod
-    def _fixed(batch_size: int, over_sampling: int | None, max_staleness: int | None) -> FixedAdmission:
-        over_sampling = batch_size if over_sampling is None else over_sampling
-        if batch_size < 1:
-            raise ValueError(f"rollout_batch_size = {batch_size}: a step needs at least one group")
-        if over_sampling < batch_size:
-            raise ValueError(
-                f"over_sampling_batch_size = {over_sampling} is less than rollout_batch_size = {batch_size}: "
-                "raise it, or set partial_rollout to false for synchronous rollouts"
-            )
-        largest = largest_target(batch_size, max_staleness)
-        if largest is not None and over_sampling > largest:
-            raise ValueError(
-                f"over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {max_staleness}: with "
-                f"rollout_batch_size = {batch_size} at most {largest} groups may be under way; lower the first or "
-                "raise the second"
-            )
-        return FixedAdmission(over_sampling)
 
     async def __aenter__(self) -> RolloutScheduler:
         return self
@@ -185,7 +154,7 @@ class RolloutScheduler:
             JournalError: the journal cannot be written, or (DamageError) holds what cannot have happened.
             ValueError: a prompt does not fit the engine, or the prompts ran out.
         """
-        if (step := self._redo()) is not None:
+        if (step := self._replay()) is not None:
             return step
         self._begin()
         try:
@@ -263,41 +232,8 @@ class RolloutScheduler:
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
         assert not self._flight, "samples are in flight: their tokens are not all here yet"
-        if self.journal is not None:
-            self.journal.flush()
-        return {
-            "version": self.version,
-            "seed": self.seed,
-            "buffer": self.buffer.state_dict(),
-            "prompts": _state_of(self.prompts),
-            "ready": list(self.ready),
-            "cut_short": [asdict(span) for span in self._cut_short],
-            "lengths": self.lengths.state_dict(),
-            "admission": self.admission.state_dict(),
-            "journal": None if self.journal is None else self.journal.mark,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: same groups, same tokens, same data position."""
-        self.version, self.seed = state["version"], state["seed"]
-        self.buffer = Buffer.from_state_dict(state["buffer"])
-        self.ready = {id: self.buffer.groups[id] for id in state.get("ready", ())}
-        self._resume = True
-        self._check_bound(self.version, "the saved groups cannot all be trained on")
-        if state.get("lengths"):
-            self.lengths.load_state_dict(state["lengths"])
-            self.admission.load_state_dict(state["admission"])
-        self._cut_short = [Span(**span) for span in state.get("cut_short", ())]
-        self._load_prompts(state["prompts"])
-        if self.journal is not None:
-            self.journal.seek(state.get("journal"))
-
-    def _load_prompts(self, state: Any) -> None:
-        if state is not None:
-            self.prompts.load_state_dict(state)  # type: ignore[attr-defined]
-            self._prompts = iter(self.prompts)
+        return super().state_dict()
 
     @property
     def step_tokens(self) -> int:
@@ -309,84 +245,8 @@ class RolloutScheduler:
         """Samples submitted to the engine and not finished."""
         return len(self._flight)
 
-    def _check_bound(self, version: int, otherwise: str) -> None:
-        begun = [first for group in self.buffer if (first := group.first_version) is not None]
-        bound = self.max_staleness
-        if bound is not None and not feasible(begun, version, self.batch_size, bound):
-            raise StalenessError(
-                f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {self.batch_size}"
-            )
-
-    @property
-    def _can_reject(self) -> bool:
-        return self.dynamic_filter is not None or self.on_reward_error == "reject"
-
     def _now(self) -> float:
         return asyncio.get_running_loop().time() - self._began
-
-    def _happened(self, event: Event) -> None:
-        if self.journal is not None:
-            self.journal.record(event)
-
-    def _redo(self) -> Step | None:
-        """What the journal holds happens again, up to the next step that was handed over; None if there is none."""
-        if self.journal is None:
-            return None
-        prompts = None
-        seen: dict[str, Span] = {}
-        for event in self.journal.replay():
-            try:
-                redo(event, self.buffer)
-                if isinstance(event, Trained):
-                    self.buffer.check()
-            except (LookupError, ValueError, TypeError, AssertionError) as error:
-                raise DamageError(
-                    f"{self.journal.path}: event {self.journal.position} does not follow from those before it: {error}"
-                ) from None
-            match event:
-                case Admitted():
-                    prompts = event.prompts
-                case Chunk():
-                    self._sampled_again(event, seen)
-                case Rewarded():
-                    self._ready_again(event.group_id)
-                case Rejected():
-                    self.ready.pop(event.group_id, None)
-                case Trained():
-                    self._load_prompts(prompts)
-                    return self._handed_over_again(event.step)
-        self._load_prompts(prompts)
-        self._cut_short += seen.values()
-        if self.dynamic_filter is not None:  # a verdict of the filter that was not written is found again
-            self.ready = {id: group for id, group in self.ready.items() if self.dynamic_filter(group)}
-        return None
-
-    def _sampled_again(self, chunk: Chunk, seen: dict[str, Span]) -> None:
-        group_id, index = map(int, chunk.sample_id.split("."))
-        length = self.buffer.groups[group_id].samples[index].length
-        span = seen.setdefault(chunk.sample_id, Span(chunk.sample_id, group_id, 0.0, length - len(chunk.token_ids)))
-        span.after = length
-        if chunk.finish is not None:
-            span.outcome = "finished"
-            self._ready_again(group_id)
-
-    def _ready_again(self, id: int) -> None:
-        group = self.buffer.groups[id]
-        if group.complete and (group.rewarded or not self._can_reject):
-            self.ready.setdefault(id, group)
-
-    def _handed_over_again(self, step: Step) -> Step:
-        if step.version != self.version:
-            raise StalenessError(
-                f"the next step of the journal was trained on at policy version {step.version}, but this is "
-                f"{self.version}: update the weights as often as before"
-            )
-        for group in step.groups:
-            self.ready.pop(group.id, None)
-        self._cut_short = []
-        self.admission.plan(self.batch_size)  # it follows from what was observed, and is part of the state
-        self._learn(step)
-        return step
 
     def _begin(self) -> None:
         self._began = asyncio.get_running_loop().time()
@@ -415,7 +275,7 @@ class RolloutScheduler:
             group = Group.start(self.buffer.admitted, prompt, self.group_size, self.sampling, self.seed)
             self.buffer.admit(group)
             if self.journal is not None:
-                self._happened(Admitted(group.to_dict(), _state_of(self.prompts)))
+                self._happened(Admitted(group.to_dict(), self._position()))
             groups.append(group)
         for group, sample in self.order(groups, self.lengths) if groups else ():
             if sample not in self._retries:
@@ -436,7 +296,7 @@ class RolloutScheduler:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
         if self._flight:
             before = self._now()
-            chunks = await self._poll(self._retries, self._can_reject and bool(self._rewards))
+            chunks = await self._poll(self._retries, self.can_reject and bool(self._rewards))
             self._step.occupancy += (self._now() - before) * self.engine.running / self.engine.capacity.slots
             self._absorb(chunks)
         elif self._rewards or self._retries:
@@ -551,7 +411,7 @@ class RolloutScheduler:
         """Decide about a group as soon as it can be decided: it is ready to be trained on, or it is turned away."""
         if group.id in self.ready or group.id in self._doomed or not group.complete:
             return
-        if self._can_reject and not group.rewarded:
+        if self.can_reject and not group.rewarded:
             return
         if self.dynamic_filter is not None and not self.dynamic_filter(group):
             self._reject(group, Rejection.FILTER)
@@ -605,19 +465,8 @@ class RolloutScheduler:
         assert self.max_staleness is None or step.staleness.max() <= self.max_staleness, "the staleness bound is broken"
         return step
 
-    def _learn(self, step: Step) -> None:
-        spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
-        self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
-        self.lengths.observe_groups([[sample.length for sample in group.samples] for group in step.groups])
-        self.admission.observe(step)
-
 
 async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-
-
-def _state_of(part: object) -> Any:
-    """The state of what has one."""
-    return part.state_dict() if hasattr(part, "state_dict") else None
