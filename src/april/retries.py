@@ -36,7 +36,8 @@ class Retries:
             raise ValueError(f"retry_delay = {delay}: must not be negative seconds")
         self.limit = limit
         self.delay = delay
-        self._failures: dict[str, int] = {}
+        self.failures: dict[str, int] = {}
+        """In a row, by sample."""
         self._waiting: dict[str, tuple[float, Sample]] = {}
 
     def __len__(self) -> int:
@@ -47,9 +48,9 @@ class Retries:
 
     def failed(self, sample: Sample) -> bool:
         """A request of `sample` failed. False if it has failed too often and is not tried again."""
-        failures = self._failures[sample.id] = self._failures.get(sample.id, 0) + 1
+        failures = self.failures[sample.id] = self.failures.get(sample.id, 0) + 1
         if failures > self.limit:
-            del self._failures[sample.id]
+            del self.failures[sample.id]
             return False
         wait = min(self.delay * 2 ** (failures - 1), LONGEST)
         self._waiting[sample.id] = (asyncio.get_running_loop().time() + wait, sample)
@@ -57,11 +58,11 @@ class Retries:
 
     def went_on(self, sample: Sample) -> None:
         """A token came: what failed before no longer counts."""
-        self._failures.pop(sample.id, None)
+        self.failures.pop(sample.id, None)
 
     def forget(self, samples: Iterable[Sample]) -> None:
         for sample in samples:
-            self._failures.pop(sample.id, None)
+            self.failures.pop(sample.id, None)
             self._waiting.pop(sample.id, None)
 
     def due(self) -> list[Sample]:

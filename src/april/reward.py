@@ -60,6 +60,7 @@ class RewardTasks:
         if timeout is not None and timeout <= 0:
             raise ValueError(f"reward_timeout = {timeout}: must be positive seconds, or None for no limit")
         self.function: Callable[..., Any] = function
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self.scope = scope
         self.timeout = timeout
         self._tasks: dict[asyncio.Task[None], Group] = {}
@@ -72,24 +73,22 @@ class RewardTasks:
         return len(self._tasks)
 
     def finished(self, group: Group, sample: Sample) -> None:
-        """A sample has finished: score it, or its whole group once the last one has."""
-        if self.scope == "sample":
-            self._start(group, [sample])
-        elif group.complete:
-            self._start(group, group.samples)
+        """A sample has finished, as the last of its group if the scope is "group": score it, or the group."""
+        self._start(group, [sample] if self.scope == "sample" else group.samples)
 
-    def missing(self, group: Group) -> None:
+    def missing(self, groups: Iterable[Group]) -> None:
         """Score what has finished and has no reward, after a restart."""
-        scoring = {s.id for v in self._verdicts for s in v.samples}
-        if group in self._tasks.values() or scoring.intersection(s.id for s in group.samples):
-            return
-        if self.scope == "group":
-            if group.complete and not group.rewarded:
-                self._start(group, group.samples)
-        else:
-            for sample in group.samples:
-                if sample.finish is not None and sample.reward is None:
-                    self._start(group, [sample])
+        scoring = {group.id for group in self._tasks.values()} | {verdict.group.id for verdict in self._verdicts}
+        for group in groups:
+            if group.id in scoring:
+                continue
+            if self.scope == "group":
+                if group.complete and not group.rewarded:
+                    self._start(group, group.samples)
+            else:
+                for sample in group.samples:
+                    if sample.finish is not None and sample.reward is None:
+                        self._start(group, [sample])
 
     def _start(self, group: Group, samples: Sequence[Sample]) -> None:
         task = asyncio.create_task(self._score(group, samples), name=f"reward {samples[0].id}")
@@ -111,7 +110,9 @@ class RewardTasks:
 
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
         argument: Any = samples if self.scope == "group" else samples[0]
-        if inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(type(self.function).__call__):
+        if self._async and self.timeout is None:
+            value = await self.function(prompt, argument)
+        elif self._async:
             async with asyncio.timeout(self.timeout):
                 value = await self.function(prompt, argument)
         else:

@@ -112,8 +112,9 @@ class RolloutState:
             self.journal.record(event)
 
     def _learn(self, step: Step) -> None:
-        spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
-        self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
+        spans = step.spans
+        before, after = [span.before for span in spans], [span.after for span in spans]
+        self.lengths.observe(before, after, [span.outcome == "finished" for span in spans])
         self.lengths.observe_groups([[sample.length for sample in group.samples] for group in step.groups])
         self.admission.observe(step)
 

@@ -257,9 +257,10 @@ class RolloutScheduler(RolloutState):
         self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
         self._step.spans += self._cut_short
         self._cut_short = []
+        self._rewards.missing(self.buffer)
         for group in list(self.buffer):
-            self._rewards.missing(group)
-            self._weigh(group)
+            if group.complete:
+                self._weigh(group)
 
     def _select(self) -> list[Group] | None:
         bound, ready = self.max_staleness, self.ready.values()
@@ -277,20 +278,22 @@ class RolloutScheduler(RolloutState):
             if self.journal is not None:
                 self._happened(Admitted(group.to_dict(), self._position()))
             groups.append(group)
-        for group, sample in self.order(groups, self.lengths) if groups else ():
-            if sample not in self._retries:
-                self._submit(group, sample)
+        if groups:
+            work = self.order(groups, self.lengths)
+            self._submit([(g, s) for g, s in work if s not in self._retries] if self._retries else work)
         self._resume = False
-        for sample in self._retries.due():
-            self._submit(self.buffer.groups[sample.group_id], sample)
+        if self._retries:
+            self._submit([(self.buffer.groups[sample.group_id], sample) for sample in self._retries.due()])
 
-    def _submit(self, group: Group, sample: Sample) -> None:
-        if group.id in self._doomed or sample.id in self._flight:
-            return
-        self.engine.submit(sample)
-        span = Span(sample.id, group.id, self._now(), sample.length)
-        self._flight[sample.id] = (sample, group, span)
-        self._step.spans.append(span)
+    def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
+        now, flight, spans, submit = self._now(), self._flight, self._step.spans, self.engine.submit
+        for group, sample in work:
+            if group.id in self._doomed or sample.id in flight:
+                continue
+            submit(sample)
+            span = Span(sample.id, group.id, now, sample.length)
+            flight[sample.id] = (sample, group, span)
+            spans.append(span)
 
     async def _advance(self) -> None:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
@@ -330,34 +333,39 @@ class RolloutScheduler(RolloutState):
         self._step.reward_wait_seconds += self._now() - before
 
     def _absorb(self, chunks: Sequence[Chunk]) -> None:
-        now = self._now()
+        now, flight, buffer, step = self._now(), self._flight, self.buffer, self._step
+        rewards, retries = self._rewards, self._retries
         hopeless = None
         for chunk in chunks:
-            sample, group, span = self._flight[chunk.sample_id]
-            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-            if chunk.token_ids or chunk.finish is not None:
-                self._happened(chunk)
-            if n := len(chunk.token_ids):
-                self.buffer.sampled_tokens += n
-                self._step.sampled_tokens += n
+            id, token_ids, logprobs, version, finish, error = chunk
+            sample, group, span = flight[id]
+            before = sample.length
+            sample.extend(token_ids, logprobs, version, finish)
+            count = sample.length - before
+            if self.journal is not None and (count or finish is not None):
+                self.journal.record(chunk)
+            if count:
+                buffer.sampled_tokens += count
+                step.sampled_tokens += count
                 if span.queued is None:
-                    span.queued, span.first_tokens = now - span.start, n
-                    self._retries.went_on(sample)
-            if chunk.finish is not None:
-                self._land(sample, span, "finished")
-                self._rewards.finished(group, sample)
+                    span.queued, span.first_tokens = now - span.start, count
+                    if retries.failures:
+                        retries.went_on(sample)
+            if finish is None and error is None:
+                continue
+            del flight[id]
+            span.end, span.after, span.outcome = now, sample.length, "failed" if finish is None else "finished"
+            if finish is None:
+                hopeless = self._retry(sample, group, error or "") or hopeless
+            elif group.complete:
+                rewards.finished(group, sample)
                 self._weigh(group)
-            elif chunk.error is not None:
-                self._land(sample, span, "failed")
-                hopeless = self._retry(sample, group, chunk.error) or hopeless
+            elif rewards.scope == "sample":
+                rewards.finished(group, sample)
         if hopeless is not None:  # only now that every token of these chunks is in its sample
             raise hopeless
         if self.on_progress is not None:
             self.on_progress(self)
-
-    def _land(self, sample: Sample, span: Span, outcome: Literal["finished", "interrupted", "failed"]) -> None:
-        del self._flight[sample.id]
-        span.end, span.after, span.outcome = self._now(), sample.length, outcome
 
     def _retry(self, sample: Sample, group: Group, error: str) -> EngineError | None:
         """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
@@ -395,7 +403,8 @@ class RolloutScheduler(RolloutState):
             for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
                 sample.reward = reward
             self._happened(Rewarded(verdict.group.id, {s.index: s.reward or 0.0 for s in verdict.samples}))
-            self._weigh(verdict.group)
+            if verdict.group.complete:
+                self._weigh(verdict.group)
         for id in list(self._doomed):
             if not any(sample.id in self._flight for sample in self.buffer.groups[id].samples):
                 quarantine = self._doomed.pop(id)
@@ -408,8 +417,8 @@ class RolloutScheduler(RolloutState):
             )
 
     def _weigh(self, group: Group) -> None:
-        """Decide about a group as soon as it can be decided: it is ready to be trained on, or it is turned away."""
-        if group.id in self.ready or group.id in self._doomed or not group.complete:
+        """Decide about a complete group as soon as it can be decided: it is ready to be trained on, or turned away."""
+        if group.id in self.ready or group.id in self._doomed:
             return
         if self.can_reject and not group.rewarded:
             return
@@ -442,8 +451,10 @@ class RolloutScheduler(RolloutState):
             missed, self._missed = self._missed, []
             self._absorb([*missed, *interrupted])
         finally:
-            for sample, _, span in list(self._flight.values()):
-                self._land(sample, span, "interrupted")
+            now = self._now()
+            for sample, _, span in self._flight.values():
+                span.end, span.after = now, sample.length
+            self._flight.clear()
             self._resume = True
 
     def _finish(self, chosen: list[Group]) -> Step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
@@ -107,10 +108,15 @@ class Step:
     @property
     def tokens_by_age(self) -> NDArray[np.int64]:
         """Consumed policy tokens by age: entry k counts those sampled k versions before this step's."""
-        segments = [s for group in self.groups for sample in group.samples for s in sample.segments]
-        policy = [(self.version - s.version, len(s)) for s in segments if s.version != ENVIRONMENT]
-        ages, tokens = zip(*policy, strict=True) if policy else ((), ())
-        return np.bincount(np.array(ages, np.int64), np.array(tokens, np.int64), minlength=1).astype(np.int64)
+        tokens: Counter[int] = Counter()
+        for sample in (sample for group in self.groups for sample in group.samples):
+            for segment in sample.segments:
+                tokens[segment.version] += len(segment.token_ids)
+        tokens.pop(ENVIRONMENT, None)
+        by_age = np.zeros(self.version - min(tokens, default=self.version) + 1, np.int64)
+        for version, count in tokens.items():
+            by_age[self.version - version] = count
+        return by_age
 
     @property
     def off_policy_token_share(self) -> float:

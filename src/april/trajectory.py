@@ -87,7 +87,10 @@ class Prompt:
 
 
 class Blank(Sequence[int]):
-    """Tokens of which only the number is known, as a simulated engine hands them out: zeros in constant memory."""
+    """Tokens of which only the number is known, as a simulated engine hands them out: zeros in constant memory.
+
+    A segment of them has one `Blank` for its tokens and their log-probabilities alike.
+    """
 
     __slots__ = ("size",)
 
@@ -102,7 +105,7 @@ class Blank(Sequence[int]):
         return 0 if isinstance(chosen, int) else Blank(len(chosen))
 
     def extend(self, tokens: Sequence[float]) -> None:
-        assert isinstance(tokens, Blank), "real tokens cannot follow tokens that nobody sampled"
+        assert type(tokens) is Blank, "real tokens cannot follow tokens that nobody sampled"
         self.size += tokens.size
 
 
@@ -148,7 +151,10 @@ class Sample:
     @property
     def first_version(self) -> int | None:
         """The policy version of the first sampled token; None while no token was sampled."""
-        return next((s.version for s in self.segments if s.version != ENVIRONMENT and len(s)), None)
+        for segment in self.segments:
+            if segment.version != ENVIRONMENT and segment.token_ids:
+                return segment.version
+        return None
 
     def extend(
         self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: FinishReason | None = None
@@ -156,22 +162,26 @@ class Sample:
         """Append tokens that policy `version` sampled, and finish the sample if the engine says so."""
         if self.finish is not None:
             raise ValueError(f"sample {self.id} has finished ({self.finish}) and cannot take more tokens")
-        if len(token_ids) != len(logprobs):
-            raise ValueError(f"sample {self.id}: {len(token_ids)} tokens came with {len(logprobs)} log-probabilities")
-        if len(token_ids) > self.budget_left:
+        count = len(token_ids)
+        if token_ids is not logprobs and count != len(logprobs):
+            raise ValueError(f"sample {self.id}: {count} tokens came with {len(logprobs)} log-probabilities")
+        if count > self.sampling.max_tokens - self.length:
             raise ValueError(
-                f"sample {self.id}: {len(token_ids)} tokens came where the response budget leaves {self.budget_left}"
+                f"sample {self.id}: {count} tokens came where the response budget leaves {self.budget_left}"
             )
-        if token_ids:
+        if count:
             segments = self.segments
-            if not segments or segments[-1].version != version:
-                if version < 0 or any(s.version > version for s in segments):
+            if segments and segments[-1].version == version:
+                last = segments[-1]
+            else:
+                if version < 0 or (segments and max(s.version for s in segments) > version):
                     raise ValueError(f"sample {self.id}: policy versions never go back, but {version} came")
-                blank = isinstance(token_ids, Blank)
-                segments.append(Segment(version, Blank(), Blank()) if blank else Segment(version))
-            segments[-1].token_ids.extend(token_ids)
-            segments[-1].logprobs.extend(logprobs)
-            self.length += len(token_ids)
+                last = Segment(version, blank := Blank(), blank) if type(token_ids) is Blank else Segment(version)
+                segments.append(last)
+            last.token_ids.extend(token_ids)
+            if last.logprobs is not last.token_ids:
+                last.logprobs.extend(logprobs)
+            self.length += count
         self.finish = finish
 
     @property
@@ -219,23 +229,23 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return all(sample.finish is not None for sample in self.samples)
+        return None not in [sample.finish for sample in self.samples]
 
     @property
     def rewarded(self) -> bool:
-        return all(sample.reward is not None for sample in self.samples)
+        return None not in [sample.reward for sample in self.samples]
 
     @property
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
         if self._begun is None:  # versions never go back, so what came first stays first
-            self._begun = min((v for s in self.samples if (v := s.first_version) is not None), default=None)
+            self._begun = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
         return self._begun
 
     @property
     def tokens(self) -> int:
         """Response tokens over all samples."""
-        return sum(sample.length for sample in self.samples)
+        return sum([sample.length for sample in self.samples])
 
     def staleness(self, version: int) -> int:
         """Weight updates between the group's first token and a training step that starts from `version`."""
@@ -245,8 +255,8 @@ class Group:
     @classmethod
     def start(cls, id: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Group:
         """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index."""
-        seeds = np.random.SeedSequence((seed, id)).generate_state(n, np.uint64)
-        return cls(id, prompt, [Sample(id, i, prompt.token_ids, sampling, int(seeds[i])) for i in range(n)])
+        seeds = np.random.SeedSequence((seed, id)).generate_state(n, np.uint64).tolist()
+        return cls(id, prompt, [Sample(id, i, prompt.token_ids, sampling, own) for i, own in enumerate(seeds)])
 
     def to_dict(self) -> dict[str, Any]:
         """The group as JSON types; `from_dict` restores it exactly."""

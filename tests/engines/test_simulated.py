@@ -14,6 +14,7 @@ from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
+from april.trajectory import Blank
 
 WORKLOAD = Workload("test", (Part(30, 0.8),), max_tokens=200, correlation=0.3, prompt_tokens=5)
 
@@ -47,11 +48,21 @@ def true_length(sample: Sample) -> int:
     return int(WORKLOAD.lengths(np.array([sample.prompt_ids[0]]), np.array([sample.seed], np.uint64))[0])
 
 
-def token_by_token(model: CostModel, waiting: list[Sample]) -> dict[str, float]:
-    """When each sample finishes on one replica: the slow and plain account of what an engine does."""
+def begun(waiting: list[Sample], seed: int) -> list[Sample]:
+    """The same samples, about half of them resumed: they have a part of their response from an earlier step."""
+    rng = np.random.default_rng(seed)
+    for sample in waiting:
+        if rng.random() < 0.5 and (had := int(rng.integers(true_length(sample)))):
+            sample.extend(Blank(had), Blank(had), 0)
+    return waiting
+
+
+def token_by_token(model: CostModel, waiting: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """When each sample gets its first token on one replica, and its last: the slow and plain account of an engine."""
     base, clock, last_group = model.base(), 0.0, -1
-    queue = deque((sample, 0) for sample in waiting)
+    queue = deque((sample, sample.length) for sample in waiting)
     running: list[tuple[Sample, int]] = []
+    first: dict[str, float] = {}
     finished: dict[str, float] = {}
     limit = int(model.kv_tokens * (1 - WATERMARK))
 
@@ -75,6 +86,8 @@ def token_by_token(model: CostModel, waiting: list[Sample]) -> dict[str, float]:
             admitted += 1
         if admitted:
             running[-admitted:] = [(sample, done + 1) for sample, done in running[-admitted:]]
+            for sample, _ in running[-admitted:]:
+                first.setdefault(sample.id, clock)
         else:
             while held() + len(running) > model.kv_tokens:
                 queue.appendleft(running.pop())
@@ -84,22 +97,30 @@ def token_by_token(model: CostModel, waiting: list[Sample]) -> dict[str, float]:
             if done == true_length(sample):
                 finished[sample.id] = clock
         running = [(sample, done) for sample, done in running if sample.id not in finished]
-    return finished
+    return first, finished
 
 
 async def serve(engine: SimulatedEngine, waiting: list[Sample]) -> dict[str, float]:
+    """When each sample finishes."""
+    return (await watch(engine, waiting))[1]
+
+
+async def watch(engine: SimulatedEngine, waiting: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """When each sample gets its first token, and when its last."""
     loop = asyncio.get_running_loop()
     by_id = {sample.id: sample for sample in waiting}
+    first: dict[str, float] = {}
     finished = {}
     for sample in waiting:
         engine.submit(sample)
     while len(finished) < len(waiting):
         for chunk in await engine.poll():
             by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+            first.setdefault(chunk.sample_id, loop.time())
             if chunk.finish is not None:
                 finished[chunk.sample_id] = loop.time()
     assert await engine.poll() == []
-    return finished
+    return first, finished
 
 
 @given(
@@ -114,12 +135,13 @@ async def serve(engine: SimulatedEngine, waiting: list[Sample]) -> dict[str, flo
 def test_event_by_event_is_token_by_token(
     count: int, seed: int, slots: int, kv_tokens: int, kv_seconds: float, caching: bool
 ) -> None:
-    """Prefill, decode, a full KV cache and preemption: every sample finishes when the plain account says."""
+    """Prefill, decode, a full KV cache and preemption: new or resumed, every sample has its first and last token when
+    the plain account says."""
     model = cost(slots=slots, kv_tokens=kv_tokens, kv_token_seconds=kv_seconds, prefix_caching=caching)
-    expected = token_by_token(model, samples(count, seed))
-    served = samples(count, seed)
-    finished = run(serve(SimulatedEngine(model, WORKLOAD), served))
-    assert finished == {id: pytest.approx(when) for id, when in expected.items()}
+    served = begun(samples(count, seed), seed)
+    expected = token_by_token(model, begun(samples(count, seed), seed))
+    for found, when in zip(run(watch(SimulatedEngine(model, WORKLOAD), served)), expected, strict=True):
+        assert found == {id: pytest.approx(time) for id, time in when.items()}
     assert [sample.length for sample in served] == [true_length(sample) for sample in served]
 
 
