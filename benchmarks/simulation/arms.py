@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -39,15 +40,19 @@ def ceiling(workload: Workload) -> float:
     return COST.ceiling(resident)
 
 
-def measure(workload: str, **settings: Any) -> Outcome:
-    times = 32 // WORKLOADS[workload].rollout_batch_size
+def measure(name: str, seed: int, **settings: Any) -> Outcome:
+    """One run; prompts, their lengths and the samples follow from `seed`."""
+    workload = dataclasses.replace(WORKLOADS[name], seed=seed)
+    times = 32 // workload.rollout_batch_size
     steps, warm_up = STEPS * times, WARM_UP * times
-    return simulate(WORKLOADS[workload], COST, steps=steps, warm_up=warm_up, resolution=1.0, **settings)
+    return simulate(workload, COST, steps=steps, warm_up=warm_up, resolution=1.0, seed=seed, **settings)
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
     return {
         "consumed_tokens_per_second": outcome.consumed_tokens_per_second,
+        "generated_tokens_per_second": outcome.generated_tokens_per_second,
+        "mean_response_tokens": float(outcome.lengths.mean()),
         "mean_staleness": outcome.mean_staleness,
         "max_staleness": outcome.max_staleness,
         "off_policy_token_share": outcome.off_policy_token_share,
