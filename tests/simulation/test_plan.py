@@ -49,6 +49,21 @@ def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path:
     assert "qwen3-8b on mi300x" in page
 
 
+def test_a_simulation_goes_by_the_policy_and_the_order_of_the_recipe(tmp_path: Path) -> None:
+    def partial(*flags: str) -> list[dict[str, float]]:
+        done = april(tmp_path, "--gpus", "2", "--steps", "16", "--warm-up", "4", "--", "--max-staleness", "1", *flags)
+        assert done.returncode == 0, done.stderr
+        document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+        return document["settings"][1:]
+
+    bounded, other_order, paper = partial(), partial("--order", "shortest"), partial("--policy", "april-paper")
+    assert [point["over_sampling_batch_size"] for point in bounded] == [4, 5, 6, 8]
+    assert max(point["max_staleness"] for point in bounded) <= 1
+    assert [point["over_sampling_batch_size"] for point in paper] == [4, 5, 6, 8, 10, 12, 16, 24], "it has no bound"
+    assert max(point["max_staleness"] for point in paper) > 1
+    assert other_order[-1]["consumed_tokens_per_second"] != bounded[-1]["consumed_tokens_per_second"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

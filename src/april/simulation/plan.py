@@ -100,15 +100,15 @@ def workload_of(recipe: Recipe, lengths: Workload) -> Workload:
 
 
 def targets(recipe: Recipe) -> list[int]:
-    """Values of N' to try: some multiples of N that the bound allows, and the recipe's own."""
-    batch_size, bound = recipe.rollout.rollout_batch_size, recipe.rollout.max_staleness
-    tried = {round(ratio * batch_size) for ratio in RATIOS if ratio <= bound + 1}
-    own = recipe.rollout.over_sampling_batch_size
+    """Values of N' to try: some multiples of N that the bound allows, if there is one, and the recipe's own."""
+    batch_size, bound = recipe.rollout.rollout_batch_size, recipe.max_staleness
+    tried = {round(ratio * batch_size) for ratio in RATIOS if bound is None or ratio <= bound + 1}
+    own = recipe.over_sampling_batch_size
     return sorted(tried | ({own} if isinstance(own, int) else set()))
 
 
 def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
-    """Synchronous rollouts at N, then partial ones at each of `targets`."""
+    """Synchronous rollouts at N, then partial ones under the recipe's policy at each of `targets`."""
     workload = workload_of(recipe, lengths)
     # A tenth of a second is far below what a step takes, and lets a large cluster's events come together.
     resolution = 0.0 if cluster.gpus == 1 else 0.1
@@ -130,9 +130,13 @@ def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, war
 
     batch_size = recipe.rollout.rollout_batch_size
     yield point("synchronous", batch_size, partial_rollout=False)
+    policy = {
+        "max_staleness": recipe.max_staleness,
+        "order": recipe.rollout.order,
+        "first_come": recipe.rollout.policy == "april-paper",
+    }
     for target in targets(recipe):
-        bound = recipe.rollout.max_staleness
-        yield point(f"N' = {target:,}", target, over_sampling_batch_size=target, max_staleness=bound)
+        yield point(f"N' = {target:,}", target, over_sampling_batch_size=target, **policy)
 
 
 def recommended(points: Sequence[Point]) -> Point:
