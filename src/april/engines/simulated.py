@@ -368,25 +368,24 @@ class SimulatedEngine:
 
     def _advance(self, until: float) -> None:
         """Go over every event up to `until`."""
-        while len(due := np.nonzero(self._next <= until)[0]):
+        while len(due := (self._next <= until).nonzero()[0]):
             self._meet(due)
 
     def _meet(self, replicas: NDArray[np.int64]) -> None:
         """Each of `replicas` goes over its next event."""
-        prefilling = replicas[self._stride[replicas] == 0]
-        stepping = replicas[self._stride[replicas] > 0]
-        if len(stepping):
-            self._step(stepping, self._stride[stepping])
-            self._clock[stepping] = self._next[stepping]
-        if len(prefilling):
-            self._clock[prefilling] = self._next[prefilling]
-            self._first_tokens(prefilling)
+        n = self._stride[replicas]
+        self._clock[replicas] = self._next[replicas]
+        self._steps[replicas] += n
+        self._kv[replicas] += n * self._running[replicas]
+        self._stride[replicas] = 0
+        if not n.all():
+            self._first_tokens(replicas[n == 0])
         self._finish(replicas)
         self._plan(replicas)
 
     def _first_tokens(self, replicas: NDArray[np.int64]) -> None:
         """A prefill has ended: it yields the first token of the samples that took part."""
-        at, slots = np.nonzero((self._row[replicas] >= 0) & (self._began[replicas] == NEVER))
+        at, slots = ((self._row[replicas] >= 0) & (self._began[replicas] == NEVER)).nonzero()
         at = replicas[at]
         rows = self._row[at, slots]
         began = self._steps[at] - 1
@@ -399,7 +398,7 @@ class SimulatedEngine:
         self._put(first, np.ones(len(first), np.int64))
 
     def _finish(self, replicas: NDArray[np.int64]) -> None:
-        at, slots = np.nonzero(self._ends[replicas] <= self._steps[replicas, None])
+        at, slots = (self._ends[replicas] <= self._steps[replicas, None]).nonzero()
         if not len(at):
             return
         at = replicas[at]
@@ -417,20 +416,22 @@ class SimulatedEngine:
 
     def _plan(self, replicas: NDArray[np.int64]) -> None:
         """Fill free slots, make room in the KV cache, and say what happens next on each of `replicas`."""
-        seconds = self._admit(replicas)
-        starting = seconds > 0
-        first = replicas[starting]
-        self._next[first] = self._clock[first] + seconds[starting]
-        self._stride[first] = 0
-        rest = replicas[~starting]
-        self._preempt(rest)
-        b = self._running[rest]
-        empty = rest[b == 0]
-        self._next[empty] = np.inf
-        self._stride[empty] = 0
-        busy = rest[b > 0]
-        if len(busy):
+        if self._waiting[replicas].any():
+            seconds = self._admit(replicas)
+            starting = seconds > 0
+            first = replicas[starting]
+            self._next[first] = self._clock[first] + seconds[starting]
+            self._stride[first] = 0
+            replicas = replicas[~starting]
+        self._preempt(replicas)
+        b = self._running[replicas]
+        busy = replicas
+        if not b.all():
+            empty, busy = replicas[b == 0], replicas[b > 0]
+            self._next[empty] = np.inf
+            self._stride[empty] = 0
             b = self._running[busy]
+        if len(busy):
             until_finish = self._ends[busy].min(axis=1) - self._steps[busy]
             until_full = (self.cost.kv_tokens - self._cached[busy] - self._kv[busy]) // b
             n = np.minimum(until_finish, until_full)
@@ -441,7 +442,7 @@ class SimulatedEngine:
         """Samples that wait take free slots while their KV cache fits; the seconds their prefill takes."""
         seconds = np.zeros(len(replicas))
         wanted = np.minimum(self._waiting[replicas], self.cost.slots - self._running[replicas])
-        index = np.nonzero(wanted > 0)[0]
+        index = (wanted > 0).nonzero()[0]
         if not len(index):
             return seconds
         at, limit = replicas[index], int(self.cost.kv_tokens * (1 - WATERMARK))
