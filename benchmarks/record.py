@@ -38,6 +38,6 @@ def machine() -> dict[str, Any]:
 def save(script: str, results: dict[str, Any]) -> Path:
     """Write the figures of the benchmark `script` (its `__file__`) to the JSON file of the same name."""
     path = Path(script).with_suffix(".json")
-    command = ["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]
+    command = ["python", str(Path(script).resolve().relative_to(Path(__file__).resolve().parents[1])), *sys.argv[1:]]
     path.write_text(json.dumps({"command": " ".join(command), "machine": machine(), **results}, indent=2) + "\n")
     return path

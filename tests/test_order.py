@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Group, Prompt, SamplingParams
@@ -34,6 +34,7 @@ GROUPS = st.lists(st.lists(st.tuples(st.integers(1, BUDGET - 1), st.booleans()),
 
 @pytest.mark.parametrize("name", ORDERS)
 @given(GROUPS)
+@settings(deadline=None)
 def test_an_order_has_every_unfinished_sample_once(name: str, shapes: list[list[tuple[int, bool]]]) -> None:
     groups = [group(i, shape) for i, shape in enumerate(shapes)]
     work = ORDERS[name](groups, lengths())

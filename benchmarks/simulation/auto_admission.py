@@ -45,7 +45,7 @@ def compare(auto: dict[str, Any], sweep: dict[str, Any]) -> dict[str, Any]:
 
 def summary(runs: dict[str, Any]) -> dict[str, Any]:
     """Medians over the seeds, with the least and the most of what the bar asks for."""
-    found = [run["comparison"] for run in runs.values()]
+    found = [run["comparison"] for run in runs.values() if "comparison" in run]
     middle = {key: median(one[key] for one in found) for key in found[0] if key != "passed"}
     shares = [one["throughput_against_best"] for one in found]
     spread = {"throughput_against_best_range": [min(shares), max(shares)]}
@@ -60,22 +60,25 @@ def main() -> None:
     parser.add_argument("--keep-sweep", action="store_true", help="measure the automatic choice anew, and nothing else")
     args = parser.parse_args()
     path = Path(__file__).with_suffix(".json")
-    results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     for seed in args.seeds:
         for name in args.workloads:
-            result = results.setdefault(name, {"runs": {}})
-            run = result["runs"].setdefault(str(seed), {})
+            measured: dict[str, Any] = {}
             if not args.keep_sweep:
-                run["fixed"] = {}
+                measured["fixed"] = {}
                 for ratio in RATIOS:
                     target = round(ratio * WORKLOADS[name].rollout_batch_size)
                     outcome = measure(name, seed, over_sampling_batch_size=target, max_staleness=BOUND)
-                    run["fixed"][f"{ratio:g}"] = figures(outcome)
+                    measured["fixed"][f"{ratio:g}"] = figures(outcome)
             if not args.fixed:
                 outcome = measure(name, seed, over_sampling_batch_size="auto", max_staleness=BOUND)
-                run["auto"] = {**figures(outcome), "targets": [step.target for step in outcome.steps]}
+                measured["auto"] = {**figures(outcome), "targets": [step.target for step in outcome.steps]}
+            # Read again each time: the script may run for other workloads or seeds meanwhile.
+            results = json.loads(path.read_text())["results"] if path.exists() else {}
+            runs = results.setdefault(name, {"runs": {}})["runs"]
+            run = runs[str(seed)] = {**runs.get(str(seed), {}), **measured}
+            if run.keys() >= {"auto", "fixed"}:
                 found = run["comparison"] = compare(run["auto"], run["fixed"])
-                result["summary"] = summary(result["runs"])
+                results[name]["summary"] = summary(runs)
                 print(
                     f"{name:17s} seed {seed}: best N'/N = {found['best_fixed_ratio']:g}, "
                     f"{found['best_consumed_tokens_per_second']:6.0f} tokens/s, staleness "
