@@ -112,11 +112,11 @@ def all_cells() -> list[Cell]:
         ends[0],
         main[1],
         ends[1],
-        main[2],
-        *staleness[:2],
+        *main[2:5],
         ends[2],
-        *main[3:5],
-        *staleness[2:],
+        *staleness[:3],
+        *ends[3:],
+        *staleness[3:],
         *main[5:],
     ]
     return list(dict.fromkeys(cell for block in blocks for cell in block))
