@@ -15,8 +15,8 @@ from april.simulation.run import Outcome, simulate
 from april.simulation.workload import WORKLOADS, Workload
 
 # Bytes and FLOPs of Qwen3-8B in bfloat16 over 70 % of an MI300X's bandwidth and 45 % of its FLOP/s: what
-# `roofline(GPUS["mi300x"], MODELS["qwen3-8b"])` of april.simulation.hardware computes, rounded and written down, so that
-# these figures stay when a preset changes.
+# `roofline(GPUS["mi300x"], MODELS["qwen3-8b"])` of april.simulation.hardware computes, rounded and written down, so
+# that these figures stay when a preset changes.
 COST = CostModel(
     slots=256,
     kv_tokens=995_681,
