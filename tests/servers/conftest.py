@@ -28,7 +28,7 @@ from tests.servers.tiny import Oracle, tiny_model
 
 ROOT = Path(__file__).parents[2]
 SLOTS = 8
-CONTEXT = 1024
+CONTEXT = 512
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 CPU_CORES = sorted(os.sched_getaffinity(0))
 

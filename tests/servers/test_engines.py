@@ -134,7 +134,7 @@ async def test_the_models_own_end_token_does_not_end_a_response(
 async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
     engine: ServerEngine, oracles: list[Oracle]
 ) -> None:
-    samples = make_samples(5 * SLOTS, SamplingParams(250))
+    samples = make_samples(5 * SLOTS, SamplingParams(120))
     submit(engine, samples)
     assert engine.running == SLOTS
     await reach(engine, samples, 20)
@@ -142,16 +142,16 @@ async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
     assert engine.running == 0
     assert await engine.poll() == []
     # That no sampled token is missing is the server's word: see `agrees_with_the_server`.
-    assert sum(0 < sample.length < 250 for sample in samples) >= SLOTS
+    assert sum(0 < sample.length < 120 for sample in samples) >= SLOTS
     assert any(sample.length == 0 for sample in samples)
     assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
     submit(engine, samples)
     await finish(engine, samples)
-    assert all(sample.length == 250 for sample in samples)
+    assert all(sample.length == 120 for sample in samples)
 
 
 async def test_interrupt_right_after_submit(engine: ServerEngine) -> None:
-    samples = make_samples(2 * SLOTS, SamplingParams(900))
+    samples = make_samples(2 * SLOTS, SamplingParams(400))
     for turn in range(4):
         submit(engine, samples)
         for _ in range(turn):
@@ -192,7 +192,7 @@ async def test_recompute_finds_no_stale_prefix(engine: ServerEngine, oracles: li
 
 async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: list[Oracle], models: list[Path]) -> None:
     engine = await connect(on_update="keep")
-    samples = make_samples(SLOTS + 4, SamplingParams(400))
+    samples = make_samples(SLOTS + 4, SamplingParams(240))
     submit(engine, samples)
     await reach(engine, samples, 50)
     absorb(await engine.interrupt(), samples)
@@ -204,14 +204,14 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
     submit(engine, [*samples, *fresh])
     await finish(engine, [*samples, *fresh])
     for sample, known in zip(samples, before, strict=True):
-        assert sample.length == 400
+        assert sample.length == 240
         # What the server had sampled before it stopped may arrive after the interrupt: it is of the old version.
         length = int((sample.versions == 0).sum())
         assert known <= length
-        assert (sample.versions == np.repeat([0, 1], [length, 400 - length])).all()
+        assert (sample.versions == np.repeat([0, 1], [length, 240 - length])).all()
         old, new = oracles[0].logprobs(sample), oracles[1].logprobs(sample)
         assert np.abs(old[:length] - sample.logprobs[:length]).max(initial=0) < EXACT
-        if 40 < length < 360:
+        if 40 < length < 200:
             # Neither policy alone: new weights over the old policy's keys and values.
             assert np.abs(new[length:] - sample.logprobs[length:]).max() > 0.01
             assert np.abs(old[length:] - sample.logprobs[length:]).max() > 0.01
@@ -221,7 +221,7 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
 
 async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connect, models: list[Path]) -> None:
     engine = await connect(on_update="keep")
-    samples = make_samples(4, SamplingParams(500))
+    samples = make_samples(4, SamplingParams(200))
     submit(engine, samples)
     await reach(engine, samples, 20)
     absorb(await engine.interrupt(), samples)
@@ -232,7 +232,7 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
     engine.forget(sample.id for sample in samples[2:3])
     submit(engine, samples[2:])
     await finish(engine, samples[2:])
-    assert all(sample.length == 500 for sample in samples)
+    assert all(sample.length == 200 for sample in samples)
     for sample, length in zip(samples[2:], left, strict=True):
         # What was sampled before the update may arrive after the interrupt; nothing old follows anything new.
         assert sorted(sample.versions) == list(sample.versions)
@@ -311,7 +311,7 @@ async def test_weights_that_are_not_there(engine: ServerEngine, oracles: list[Or
 
 async def test_a_slow_reader_stops_the_streams_and_loses_nothing(connect: Connect, oracles: list[Oracle]) -> None:
     engine = await connect(backlog=4)
-    samples = make_samples(SLOTS, SamplingParams(600))
+    samples = make_samples(SLOTS, SamplingParams(250))
     submit(engine, samples)
     await reach(engine, samples, 5)
     await asyncio.sleep(0.5)
