@@ -119,16 +119,16 @@ async def test_stopped_killed_and_started_again(
 
         step = await disturbed(rollouts, other, lambda: signal_group(second, signal.SIGSTOP))
         check(step, rollouts, oracles)
-        assert not other.ready
         await rollouts.update_weights(models[1])
+        assert not other.ready
         signal_group(second, signal.SIGCONT)
         await until_ready(other)
         assert victim.version == 1
 
         step = await disturbed(rollouts, other, lambda: signal_group(second, signal.SIGKILL))
         check(step, rollouts, oracles)
-        assert not other.ready
         await rollouts.update_weights(models[2])
+        assert not other.ready
         await stack.enter_async_context(kind.start(models[0], tmp_path, core=1, port=port, name="again"))
         await until_ready(other)
         assert victim.version == 2
