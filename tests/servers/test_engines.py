@@ -262,7 +262,7 @@ async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: ServerEngi
         engine.submit(sample((5, -1), SamplingParams(4)))
     with pytest.raises(ValueError, match=r"sample 7\.0: token 999 is outside the vocabulary"):
         engine.submit(sample((5, 6), SamplingParams(4, stop_token_ids=(999,))))
-    with pytest.raises(ValueError, match=rf"sample 7\.0: a prompt of 2 tokens and a response budget of {CONTEXT} do not fit"):
+    with pytest.raises(ValueError, match=rf"sample 7\.0: a prompt of 2 tokens and a .* budget of {CONTEXT} do not fit"):
         engine.submit(sample((5, 6), SamplingParams(CONTEXT)))
     with pytest.raises(ValueError, match=r"sample 7\.0: the prompt is empty"):
         engine.submit(sample((), SamplingParams(4)))
