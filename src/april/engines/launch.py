@@ -23,7 +23,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +36,8 @@ from april.engines.address import is_loopback, reachable
 LOG_TAIL = 30
 GRACE = 10.0
 """Seconds a server has to end itself before it is killed."""
-GUARD = 'read -r _; kill -s TERM -- "-$1"; sleep "$2"; kill -s KILL -- "-$1"'
-"""A shell that ends a process group once nobody holds the other end of its standard input any more."""
+GUARD = 'read -r group && { read -r _; kill -s TERM -- "-$group"; sleep "$1"; kill -s KILL -- "-$group"; }'
+"""A shell that reads a process group, and ends it once nobody holds the other end of its standard input any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,38 +165,50 @@ async def launch(
         raise ValueError(f"host = {host!r}: other machines reach a server there: give it an api_key to ask for")
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / f"{name}.log"
-    with open(path, "wb") as output:
+    async with _guard() as guard:
+        with open(path, "wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    # Servers are known to log their settings, key and all: what they say then goes through here.
+                    stdout=asyncio.subprocess.PIPE if api_key else output,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**os.environ, **environment},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineError(f"{name} could not be started: {error}") from error
+        guard(process.pid)
+        server = Server(name, f"http://{reachable(host)}:{port}", path, process)
+        logging = {asyncio.create_task(_log(process, path, api_key), name=f"log of {name}")} if api_key else set()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                # Servers are known to log their settings, key and all: what they say then goes through here.
-                stdout=asyncio.subprocess.PIPE if api_key else output,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise EngineError(f"{name} could not be started: {error}") from error
-    server = Server(name, f"http://{reachable(host)}:{port}", path, process)
-    guard = await asyncio.create_subprocess_exec(
-        *("sh", "-c", GUARD, "sh", str(process.pid), f"{GRACE:g}"),
+            await _ready(server, health_path, ready_timeout, logging)
+            yield server
+        finally:
+            await _stop(process)
+            for task in logging:  # what has left the process group may hold its end open
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(task, GRACE)
+
+
+@asynccontextmanager
+async def _guard() -> AsyncIterator[Callable[[int], None]]:
+    """A process that ends the process group it is told of, should this process end within the block."""
+    process = await asyncio.create_subprocess_exec(
+        *("sh", "-c", GUARD, "sh", f"{GRACE:g}"),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
         start_new_session=True,
     )
-    logging = {asyncio.create_task(_log(process, path, api_key), name=f"log of {name}")} if api_key else set()
+    assert process.stdin is not None
+    stdin = process.stdin
     try:
-        await _ready(server, health_path, ready_timeout, logging)
-        yield server
+        yield lambda group: stdin.write(f"{group}\n".encode())
     finally:
-        await _stop(process)
-        guard.kill()
-        await guard.wait()
-        for task in logging:  # what has left the process group may hold its end open
-            with suppress(TimeoutError):
-                await asyncio.wait_for(task, GRACE)
+        process.kill()
+        await process.wait()
 
 
 async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> None:
