@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(script: str, results: dict[str, Any]) -> Path:
-    """Write the figures of the benchmark `script` (its `__file__`) to the JSON file of the same name."""
-    path = Path(script).with_suffix(".json")
+def save(script: str, results: Mapping[str, Any], variant: str = "") -> Path:
+    """Write the figures of the benchmark `script` (its `__file__`) to the JSON file of the same name, and `variant`."""
+    path = Path(script).with_name(f"{Path(script).stem}{variant and '_'}{variant}.json")
     command = ["python", str(Path(script).resolve().relative_to(Path(__file__).resolve().parents[1])), *sys.argv[1:]]
     path.write_text(json.dumps({"command": " ".join(command), "machine": machine(), **results}, indent=2) + "\n")
     return path

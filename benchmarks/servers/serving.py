@@ -73,6 +73,4 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
 
 def save(script: str, engine: str, results: Mapping[str, Any]) -> Path:
     """Write `<script>_<engine>.json` beside the script."""
-    script = str(Path(script).with_name(f"{Path(script).stem}_{engine}.py"))
-    command = " ".join(["python", f"benchmarks/servers/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return save_record(script, {engine: VERSIONS[engine], **results, "command": command})
+    return save_record(script, {engine: VERSIONS[engine], **results}, engine)

@@ -231,7 +231,7 @@ def compare(
         "largest_error": max(abs(results[name]["error"]["median"]) for name in names),
         "settings": {name: results[name] for name in names},
     }
-    save(str(results_of(args.engine)), summary)
+    save(__file__, summary, args.engine)
     return error
 
 
