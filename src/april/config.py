@@ -325,14 +325,19 @@ class Recipe:
     def over_sampling_batch_size(self) -> int | Literal["auto"]:
         """N' as the policy takes it: the reference's has no way to choose it, and takes 2 N unless it is set."""
         rollout = self.rollout
-        if rollout.policy == "april-paper" and rollout.over_sampling_batch_size == "auto":
+        if self.first_come and rollout.over_sampling_batch_size == "auto":
             return 2 * rollout.rollout_batch_size
         return rollout.over_sampling_batch_size
 
     @property
     def max_staleness(self) -> int | None:
         """The bound, which the reference's policy does not have."""
-        return None if self.rollout.policy == "april-paper" else self.rollout.max_staleness
+        return None if self.first_come else self.rollout.max_staleness
+
+    @property
+    def first_come(self) -> bool:
+        """Whether the reference's policy chooses what a step trains on: the groups that are complete first."""
+        return self.rollout.policy == "april-paper"
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         rollout = self.rollout

@@ -35,7 +35,6 @@ from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 require("verl", "0.9", extra="verl")
 require("TransferQueue", "0.1", extra="verl")
 
-import torch  # noqa: E402
 import transfer_queue as tq  # noqa: E402
 from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
 from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: E402
@@ -497,4 +496,4 @@ def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """A value of NumPy or torch as JSON has it."""
-    return value.tolist() if isinstance(value, torch.Tensor) or hasattr(value, "tolist") else value
+    return value.tolist() if hasattr(value, "tolist") else value

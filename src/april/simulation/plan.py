@@ -133,7 +133,7 @@ def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, war
     policy = {
         "max_staleness": recipe.max_staleness,
         "order": recipe.rollout.order,
-        "first_come": recipe.rollout.policy == "april-paper",
+        "first_come": recipe.first_come,
     }
     for target in targets(recipe):
         yield point(f"N' = {target:,}", target, over_sampling_batch_size=target, **policy)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -161,20 +161,25 @@ def simulate(
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     engine = SimulatedEngine(cost, workload, replicas, on_update, resolution)
-    settings = {
+    settings = scheduler_settings(workload, seed, scheduler)
+    with _without_garbage_collection():
+        records = run(
+            _collect(engine, RolloutScheduler(engine, workload.prompts(), **settings), steps, train_token_seconds)
+        )
+    return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
+
+
+def scheduler_settings(workload: Workload, seed: int, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a `RolloutScheduler` for `workload`; those in `own` come first."""
+    return {
         "rollout_batch_size": workload.rollout_batch_size,
         "n_samples_per_prompt": workload.n_samples_per_prompt,
         "sampling": SamplingParams(max_tokens=workload.max_tokens),
         "reward": no_reward,
         "reward_scope": "group",
         "seed": seed,
-        **scheduler,
+        **own,
     }
-    with _without_garbage_collection():
-        records = run(
-            _collect(engine, RolloutScheduler(engine, workload.prompts(), **settings), steps, train_token_seconds)
-        )
-    return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
 
 
 async def no_reward(prompt: Prompt, samples: Any) -> list[float]:

@@ -17,9 +17,9 @@ import numpy as np
 from april.engine import Engine
 from april.engines.wrapped import WrappedEngine
 from april.scheduler import RolloutScheduler
-from april.simulation.run import Outcome, StepRecord, no_reward
+from april.simulation.run import Outcome, StepRecord, scheduler_settings
 from april.simulation.workload import Workload
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.trajectory import Group, Prompt, Sample
 
 Update = Callable[[int], Awaitable[None]]
 """Brings the engine to a policy version, as a training step would."""
@@ -67,14 +67,7 @@ async def serve(
         clock: seconds.
     """
     rng = rng or np.random.default_rng(0)
-    settings = {
-        "rollout_batch_size": workload.rollout_batch_size,
-        "n_samples_per_prompt": workload.n_samples_per_prompt,
-        "sampling": SamplingParams(max_tokens=workload.max_tokens),
-        "reward_scope": "group",
-        "seed": seed,
-        **scheduler,
-    }
+    settings = scheduler_settings(workload, seed, scheduler)
     count = steps * settings["rollout_batch_size"] + scheduler.get("over_sampling_batch_size", 0)
     prompts = [
         Prompt(tuple(rng.integers(2, vocabulary, len(prompt.token_ids)).tolist()), prompt.id)
@@ -84,7 +77,7 @@ async def serve(
     groups = (Group.start(i, prompt, size, sampling, seed) for i, prompt in enumerate(prompts))
     given = GivenLengths(engine, workload, groups, update)
     records = []
-    async with RolloutScheduler(given, prompts, no_reward, **settings) as rollouts:
+    async with RolloutScheduler(given, prompts, **settings) as rollouts:
         await update(0)
         for _ in range(steps):
             began = clock()

@@ -178,7 +178,7 @@ class Trainer:
             partial_rollout=rollout.partial_rollout,
             max_staleness=self.recipe.max_staleness,
             order=rollout.order,
-            first_come=rollout.policy == "april-paper",
+            first_come=self.recipe.first_come,
             reward_scope=self.rewards.scope,
             dynamic_filter=carries_signal if dynamic else None,
             on_reward_error=rollout.on_reward_error,
