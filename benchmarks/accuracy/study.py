@@ -1,7 +1,8 @@
 """The accuracy study: a grid of small `april train` runs, one JSON line in `study.jsonl` for each as it ends.
 
 - `main`: three tasks × GRPO, DAPO, GSPO × synchronous and partial rollouts, at the same engine slots;
-- `staleness`: gcd with GRPO: N'/N × the bound × the correction. The learning rate is high enough for staleness to bite.
+- `staleness`: gcd with GRPO: N'/N × the bound × the correction. The learning rate is high enough for staleness to bite;
+- `long`: factors, the task on which partial rollouts ended lower, with three times the steps: does the gap stay?
 
 A slot for every sample under way, so that what is started is sampled at once.
 
@@ -44,6 +45,12 @@ ALGORITHMS = ("grpo", "dapo", "gspo")
 CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop")
 OVER_SAMPLING = (1.5, 2.0, 3.0, 4.0)
 BOUNDS = (1, 2, 5, None)
+ARMS = ((1.0, 0), (2.0, 5))
+"""N'/N and `max_staleness` of synchronous and of partial rollouts."""
+
+LONGER = 3
+"""How many times the steps of the other grids `long` has."""
+
 NO_BOUND = 10**6
 """A `max_staleness` that nothing reaches."""
 
@@ -79,6 +86,7 @@ class Cell:
         rollout.max_staleness = NO_BOUND if self.max_staleness is None else self.max_staleness
         recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, self.correction
         recipe.training.seed = self.seed
+        recipe.training.steps *= LONGER if self.grid == "long" else 1
         recipe.reporting.output = str(output)
         under_way = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
         recipe.engine.max_running = max(recipe.engine.max_running, under_way)
@@ -87,8 +95,11 @@ class Cell:
 
 
 def main_cells(seed: int) -> list[Cell]:
-    arms = ((1.0, 0), (2.0, 5))
-    return [Cell("main", t, a, "behaviour", *arm, seed) for t in TASKS for a in ALGORITHMS for arm in arms]
+    return [Cell("main", t, a, "behaviour", *arm, seed) for t in TASKS for a in ALGORITHMS for arm in ARMS]
+
+
+def long_cells(seed: int) -> list[Cell]:
+    return [Cell("long", "factors", a, "behaviour", *arm, seed) for a in ("grpo", "dapo") for arm in ARMS]
 
 
 def staleness_cells(seed: int) -> list[Cell]:
@@ -115,6 +126,7 @@ def all_cells() -> list[Cell]:
         *main[2:5],
         ends[2],
         *staleness[:3],
+        *(long_cells(seed) for seed in range(5)),
         *ends[3:],
         *staleness[3:],
         *main[5:],
