@@ -119,7 +119,7 @@ class AutoAdmission:
         steps = min(max(768 // groups, 36), 96)
         capacity = self.engine.capacity
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
-        lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng)
+        lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups)
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         kv_tokens = None if capacity.kv_tokens is None else capacity.kv_tokens * scale

@@ -293,13 +293,17 @@ class SimulationSettings:
     a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
     smallest N' that comes within 3 % of the best.
 
-    Engines and training share the GPUs and take turns (colocated). Costs come from a roofline of GPU and model, or from
-    a measurement: --cost-model takes a file that april calibrate wrote."""
+    Engines and training share the GPUs and take turns (colocated), or have GPUs of their own (--training-gpus). Costs
+    come from a roofline of GPU and model, or from a measurement: --cost-model takes a file that april calibrate
+    wrote."""
 
     recipe: tyro.conf.Positional[Path]
     """The recipe. Its N, G, max_staleness, max_response_length, max_running, on_update and seed count."""
     gpus: int = 8
-    """GPUs, one engine on each."""
+    """GPUs in all, one engine on each that is not set aside for training."""
+    training_gpus: int = 0
+    """GPUs that only train, while the engines wait; their memory leaves the engines more room for KV caches. 0: training
+    takes turns with the engines on all GPUs."""
     hardware: Literal["h100", "h200", "mi300x"] = "h100"
     """The GPU."""
     model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] = "qwen3-8b"
@@ -333,20 +337,28 @@ def simulate(args: list[str]) -> int:
     for name in ("gpus", "price", "steps"):
         if getattr(settings, name) <= 0:
             return _fail(f"--{name} {getattr(settings, name)}: must be positive")
+    if not 0 <= settings.training_gpus < settings.gpus:
+        return _fail(f"--training-gpus {settings.training_gpus}: must leave at least one of --gpus {settings.gpus}")
     if not 0 <= settings.warm_up < settings.steps:
         return _fail(f"--warm-up {settings.warm_up}: must leave at least one of --steps {settings.steps}")
     if settings.workload not in WORKLOADS:
         return _fail(f"--workload {settings.workload}: there are {', '.join(WORKLOADS)}")
-    gpu, shape = GPUS[settings.hardware], MODELS[settings.model]
+    gpu, shape, colocated = GPUS[settings.hardware], MODELS[settings.model], settings.training_gpus == 0
     try:
         if settings.cost_model is None:
-            cost = roofline(gpu, shape, Roofline(slots=recipe.engine.max_running), training_memory=True)
+            cost = roofline(gpu, shape, Roofline(slots=recipe.engine.max_running), training_memory=colocated)
         else:
             cost = CostModel.load(settings.cost_model)
     except (CostModelError, ValueError) as error:
         return _fail(str(error))
-    training = training_seconds_per_token(gpu, shape, settings.gpus)
-    cluster = Cluster(gpus=settings.gpus, cost=cost, train_token_seconds=training, price=settings.price)
+    training = training_seconds_per_token(gpu, shape, settings.training_gpus or settings.gpus)
+    cluster = Cluster(
+        gpus=settings.gpus,
+        engines=settings.gpus - settings.training_gpus,
+        cost=cost,
+        train_token_seconds=training,
+        price=settings.price,
+    )
     points = []
     try:
         with Console(stderr=True).status("") as status:
@@ -364,7 +376,8 @@ def simulate(args: list[str]) -> int:
     assumptions = (
         f"Costs: {cost.source or settings.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of KV cache an "
         f"engine. Lengths: the workload {settings.workload}, cut off at {rollout.max_response_length:,} tokens. "
-        f"Training takes {training * 1e6:.3g} s for a million tokens and alternates with rollouts on the same GPUs. "
+        f"Training takes {training * 1e6:.3g} s for a million tokens and alternates with rollouts, on "
+        f"{'the same GPUs' if colocated else f'{settings.training_gpus} GPUs of its own'}. "
         f"A GPU costs {settings.price:g} an hour."
     )
     settings.output.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,8 @@ class Engine(Protocol):
         ...
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Give up what is held (KV caches) for interrupted samples, for all of them if none are named."""
+        """Give up what is held (KV caches, tokens not handed out) for interrupted samples, for all of them if none are
+        named. What is submitted under their ids from then on starts from its own tokens."""
         ...
 
     async def close(self) -> None: ...

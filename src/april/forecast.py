@@ -23,7 +23,8 @@ NOT_BEGUN = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The mean over the steps that were played through."""
+    """The mean over the steps that were played through. Tokens sampled stand for tokens consumed: in the long run they
+    are the same, and over a few steps they vary less."""
 
     target: int
     consumed_tokens_per_second: float
@@ -61,7 +62,7 @@ class Workload:
         total = np.zeros((0, group_size))
         begun = np.zeros(0, dtype=np.int64)
         admitted, slots, resident = 0, float(self.slots), max(self.prompt_tokens, 1.0)
-        seconds = consumed = stale = busy = depth = 0.0
+        seconds = stale = sampled = depth = 0.0
         for version in range(steps):
             new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(self.lengths)
             admitted += len(new)
@@ -89,13 +90,20 @@ class Workload:
             if version >= skip:
                 prompts = (ran & (before == 0)).sum() * self.prompt_tokens
                 again = before[resumed].sum() + resumed.sum() * self.prompt_tokens
-                seconds += self.rates.seconds(end, progress.sum(), read, prompts, again)
-                consumed += total[chosen].sum()
+                crowded = self._crowded(start[ran], (start + progress)[ran])
+                seconds += self.rates.seconds(end, progress.sum(), crowded, read, prompts, again)
                 stale += float((version - begun[chosen]).mean())
-                busy, depth = busy + progress.sum(), depth + end
+                sampled, depth = sampled + progress.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
-        occupancy = busy / max(depth * self.slots, 1e-9)
-        return Forecast(target, consumed / max(seconds, 1e-12), stale / max(steps - skip, 1), occupancy)
+        occupancy = sampled / max(depth * self.slots, 1e-9)
+        return Forecast(target, sampled / max(seconds, 1e-12), stale / max(steps - skip, 1), occupancy)
+
+    def _crowded(self, start: Floats, end: Floats) -> float:
+        """Tokens sampled by those that decode beyond half the slots."""
+        times = np.concatenate((start, end))
+        order = np.argsort(times, kind="stable")
+        running = np.cumsum(np.concatenate((np.ones(len(start)), -np.ones(len(end))))[order])
+        return float(np.maximum(running[:-1] - self.slots / 2, 0.0) @ np.diff(times[order]))
 
     def _end(
         self, complete: Floats, starts: Floats, begun: NDArray[np.int64], version: int

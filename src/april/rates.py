@@ -1,11 +1,13 @@
 """What an engine's work costs in time, learned from the steps it took.
 
 All samples that decode together get a token each per decode step, and a decode step takes `step + sample * running +
-context * tokens held by them` seconds. So a stay in the engine takes `step` seconds for each token of its own,
-`sample` for each token that anyone sampled meanwhile, `context` for each token of KV cache that was read for those,
-and the prefill of whatever was submitted meanwhile: `prompt` for each token of a new prompt, `resumed` for each token
-of a prompt and partial response that goes on. These five costs are fitted, none below zero, to the stays that began
-with a step; an engine that keeps its KV caches shows a `resumed` near zero of its own accord.
+crowded * (running above half the slots) + context * tokens held by them` seconds: a batch costs little while reading
+the weights takes longer than computing with them, and more beyond. So a stay in the engine takes `step` seconds for
+each token of its own, `sample` for each token that anyone sampled meanwhile, `crowded` for those of them above half the
+slots, `context` for each token of KV cache that was read for them, and the prefill of whatever was submitted meanwhile:
+`prompt` for each token of a new prompt, `resumed` for each token of a prompt and partial response that goes on. These
+six costs are fitted, none below zero, to the stays that began with a step; an engine that keeps its KV caches shows a
+`resumed` near zero of its own accord.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from april.step import Span
 
 Floats = NDArray[np.float64]
 
-COSTS = 5
+COSTS = 6
 PARTS = 8
 """Parts of a stay in which its context counts as constant."""
 
@@ -35,7 +37,7 @@ class EngineRates:
     def __init__(self, half_life: float = 6.0) -> None:
         self.decay = 0.5 ** (1.0 / half_life)
         self.costs = np.zeros(COSTS)
-        """Seconds per decode step, sampled token, token of KV cache read, new prompt token, resumed token."""
+        """Seconds per decode step, token sampled, one above half the slots, token read, prompt token, resumed token."""
         self._normal = np.zeros((COSTS, COSTS))
         self._target = np.zeros(COSTS)
 
@@ -43,9 +45,12 @@ class EngineRates:
     def known(self) -> bool:
         return bool(self.costs.any())
 
-    def seconds(self, depth: float, sampled: float, read: float, prompt: float, resumed: float) -> float:
-        """Engine time for `depth` decode steps in which so many tokens are sampled, read and prefilled."""
-        return float(self.costs @ np.array([depth, sampled, read, prompt, resumed], dtype=float))
+    def seconds(
+        self, depth: float, sampled: float, crowded: float, read: float, prompt: float, resumed: float
+    ) -> float:
+        """Engine time for `depth` decode steps in which so many tokens are sampled (`crowded` of them above half the
+        slots), read and prefilled."""
+        return float(self.costs @ np.array([depth, sampled, crowded, read, prompt, resumed], dtype=float))
 
     def observe(self, spans: Sequence[Span], prompt_tokens: float, slots: int) -> None:
         """Learn from one step's stays in the engine; new prompts are `prompt_tokens` long on average."""
@@ -65,7 +70,9 @@ class EngineRates:
         by_time = np.argsort(until, kind="stable")
         clock = np.interp(first, until[by_time], np.maximum.accumulate(own[by_time]))
         enters = np.where(rows, 0.0, np.maximum(clock - first_tokens, 0.0))
-        sampled = _integral(enters, enters + tokens, np.ones(len(begun)), own)
+        one_each = np.ones(len(begun))
+        sampled = _integral(enters, enters + tokens, one_each, own)
+        crowded = _integral(enters, enters + tokens, one_each, own, above=slots / 2)
         part = np.arange(PARTS)[:, None] / PARTS
         held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
         into, out = enters + tokens * part, enters + tokens * (part + 1 / PARTS)
@@ -74,18 +81,17 @@ class EngineRates:
         by_turn = np.argsort(enters, kind="stable")
         upto = np.searchsorted(enters[by_turn], own, "right")
         prefilled = [np.concatenate(([0.0], np.cumsum(work[by_turn])))[upto] for work in (new, old)]
-        work = np.stack([own, sampled, read, *prefilled], axis=1) / np.maximum(until, 1e-9)[:, None]
+        work = np.stack([own, sampled, crowded, read, *prefilled], axis=1) / np.maximum(until, 1e-9)[:, None]
         self._normal = self.decay * self._normal + work.T @ work / len(work)
         self._target = self.decay * self._target + work.mean(0)
-        self._fit(together)
+        self._fit()
 
-    def _fit(self, together: float) -> None:
-        """Least squares with no cost below zero. Where the data cannot tell, a decode step at full slots is taken to
-        cost half for itself and half for its samples, and prefill nothing."""
+    def _fit(self) -> None:
+        """Least squares with no cost below zero. Where the data cannot tell, samples cost nothing up to half the slots,
+        as while reading the weights takes longest, and prefill costs nothing."""
         normal, target = self._normal.copy(), self._target
         scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
-        even = np.array([1.0, -together, 0.0, 0.0, 0.0]) * scale[0]
-        normal += 1e-3 * np.outer(even, even) + np.diag(1e-6 * scale**2)
+        normal += np.diag(np.array([1e-6, 1e-3, 1e-6, 1e-6, 1e-6, 1e-6]) * scale**2)
         free = np.diag(self._normal) > 0
         while free.any():
             costs = np.zeros(COSTS)
@@ -111,11 +117,12 @@ def _peak(start: Floats, end: Floats) -> int:
     return int(np.cumsum(change[np.argsort(times, kind="stable")]).max())
 
 
-def _integral(start: Floats, end: Floats, rate: Floats, at: Floats) -> Floats:
-    """What has come together by `at` if each stay yields at its rate from start to end."""
+def _integral(start: Floats, end: Floats, rate: Floats, at: Floats, above: float = 0.0) -> Floats:
+    """What has come together by `at` if each stay yields at its rate from start to end; only what all of them yield
+    `above` that rate."""
     times, change = np.concatenate((start, end)), np.concatenate((rate, -rate))
     order = np.argsort(times, kind="stable")
-    times, slope = times[order], np.cumsum(change[order])
+    times, slope = times[order], np.maximum(np.cumsum(change[order]) - above, 0.0)
     total = np.concatenate(([0.0], np.cumsum(slope[:-1] * np.diff(times))))
     found: Floats = np.interp(at, times, total)
     return found

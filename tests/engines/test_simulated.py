@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import FinishReason, Sample, SamplingParams
+from april import Chunk, FinishReason, Sample, SamplingParams
 from april.engines.simulated import WATERMARK, SimulatedEngine
 from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate
@@ -273,3 +274,35 @@ def test_resolution_changes_when_chunks_come_not_what_replicas_do() -> None:
 
     exact, coarse = run(main(0.0)), run(main(0.05))
     assert all(exact[id] - 1e-9 <= coarse[id] <= exact[id] + 0.05 + 1e-9 for id in exact)
+
+
+@pytest.mark.parametrize("drift", [0.3, -0.5])
+def test_the_policy_that_ends_a_response_decides_its_length(drift: float) -> None:
+    workload = Workload("drifting", (Part(100, 0.0),), max_tokens=400, drift=drift, prompt_tokens=5)
+
+    async def main() -> list[int]:
+        engine = SimulatedEngine(cost(), workload)
+        waiting = {sample.id: sample for sample in samples(4)}
+
+        def absorb(chunks: list[Chunk]) -> None:
+            for chunk in chunks:
+                waiting[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+
+        for version in (0, 1, 2):
+            for sample in waiting.values():
+                engine.submit(sample)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.3 if version < 2 else None):  # some twenty decode steps
+                    while any(sample.finish is None for sample in waiting.values()):
+                        absorb(await engine.poll())
+            absorb(await engine.interrupt())
+            if version < 2:
+                assert all(0 < sample.length < 100 and sample.finish is None for sample in waiting.values())
+                await engine.update_weights(version + 1)
+        return [sample.length for sample in waiting.values()]
+
+    lengths = run(main())
+    if drift > 0:
+        assert lengths == [169] * 4  # 100 * 1.3 ** 2
+    else:
+        assert all(25 < length < 100 for length in lengths), "longer than it would now be: it ends at its next token"

@@ -238,6 +238,23 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
         assert sorted(sample.versions) == list(sample.versions)
         assert set(sample.versions[:length]) == {0}
         assert sample.versions[-1] == 1
+    assert set(samples[2].versions[left[0] :]) == {1}, "what was forgotten is never handed out"
+
+
+async def test_keep_another_sample_of_a_forgotten_id_gets_nothing_of_it(
+    connect: Connect, oracles: list[Oracle]
+) -> None:
+    engine = await connect(on_update="keep")
+    for _ in range(5):
+        samples = make_samples(SLOTS, SamplingParams(200))
+        submit(engine, samples)
+        await reach(engine, samples, 5)
+        absorb(await engine.interrupt(), samples)
+        engine.forget()
+    others = make_samples(SLOTS, SamplingParams(20), prompt=(8, 9))
+    submit(engine, others)
+    await finish(engine, others)
+    assert max(error_by_version(sample, oracles) for sample in others) < EXACT
 
 
 async def test_keep_without_an_update_between(connect: Connect, oracles: list[Oracle]) -> None:

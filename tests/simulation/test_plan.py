@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,11 +65,31 @@ def test_a_simulation_goes_by_the_policy_and_the_order_of_the_recipe(tmp_path: P
     assert other_order[-1]["consumed_tokens_per_second"] != bounded[-1]["consumed_tokens_per_second"]
 
 
+def test_gpus_that_only_train_leave_the_engines_fewer_gpus_and_more_kv_cache(tmp_path: Path) -> None:
+    def document(*arguments: str) -> dict[str, Any]:
+        done = april(tmp_path, "--gpus", "4", "--steps", "6", "--warm-up", "2", *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+
+    colocated, separate = document(), document("--training-gpus", "2")
+    assert separate["cost_model"]["kv_tokens"] > colocated["cost_model"]["kv_tokens"]
+    assert "on 2 GPUs of its own" in separate["assumptions"]
+    one, two = (d["settings"][0] for d in (colocated, separate))
+
+    def training(point: dict[str, float]) -> float:
+        tokens = point["consumed_tokens_per_second"] * point["rollout_seconds"]
+        return (point["step_seconds"] - point["rollout_seconds"]) / tokens
+
+    assert training(two) == pytest.approx(2 * training(one)), "half the GPUs train"
+    assert two["rollout_seconds"] > one["rollout_seconds"], "and half of them generate"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--workload", "lite"), "--workload lite: there are light, lognormal"),
         (("--gpus", "0"), "--gpus 0: must be positive"),
+        (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
         (("--warm-up", "40"), "--warm-up 40"),
         (("--cost-model", "none.json"), "none.json: cannot read this cost model"),
         (("--", "--over-sampling-batch-size", "99"), "over_sampling_batch_size = 99"),

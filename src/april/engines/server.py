@@ -3,7 +3,7 @@
 Invariants:
 - a token is handed out exactly once;
 - a sample has at most one stream that delivers; a stream that nobody asked to go on holds back what it still sends,
-  and the sample gets it first when it is submitted again;
+  and the sample gets it first when it is submitted again; of what was forgotten, nothing is ever handed out;
 - a reader that falls behind stops the streams from being read, never the tokens from being kept;
 - no task outlives `interrupt` but the streams that the server itself has frozen (`on_update="keep"`) and the last
   bytes of finished ones, and none outlives `close`.
@@ -331,9 +331,13 @@ class ServerEngine(ABC):
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         """Do not go on with the frozen requests of these samples, but start again from their tokens."""
-        for sample_id in list(self._frozen) if sample_ids is None else sample_ids:
+        known = {*self._frozen, *self._dropped, *self._held}
+        for sample_id in known if sample_ids is None else known.intersection(sample_ids):
+            self._held.pop(sample_id, None)
             if (stream := self._frozen.pop(sample_id, None)) is not None:
                 self._dropped[sample_id] = stream
+            if (stream := self._dropped.get(sample_id)) is not None:
+                stream.forgotten = True
 
     async def close(self) -> None:
         with suppress(*FAILURES):
@@ -512,5 +516,5 @@ class ServerEngine(ABC):
     def _deliver(self, stream: Stream, chunk: Chunk) -> None:
         if stream.attached:
             self._outbox.put(chunk)
-        elif chunk.error is None:
+        elif chunk.error is None and not stream.forgotten:
             self._held.setdefault(stream.sample_id, []).append(chunk)

@@ -6,7 +6,8 @@ Nothing is done token by token: a replica goes from one event (a prefill ends, a
 to the next, and all replicas whose next event is due do so together, as NumPy rows.
 
 Invariants:
-- a sample's length is the workload's, whatever the schedule; the scheduler learns it when the last token is out;
+- a sample's length is the workload's under the policy that samples its last token; the scheduler learns it when that is
+  out;
 - a replica never runs more than `slots` samples, nor holds more KV than `kv_tokens` for running ones;
 - between two events nothing about a replica changes but the number of decode steps it has done;
 - everything follows from the cost model, the workload and what was submitted when: same calls, same results.
@@ -41,9 +42,7 @@ whose KV cache it holds."""
 class Lengths(Protocol):
     """How long responses are; a `Workload` says it, for one."""
 
-    def lengths(
-        self, prompts: NDArray[np.int64], seeds: NDArray[np.uint64], versions: NDArray[np.int64]
-    ) -> NDArray[np.int64]: ...
+    def lengths(self, prompts: NDArray[np.int64], seeds: NDArray[np.uint64], version: int) -> NDArray[np.int64]: ...
 
 
 class SimulatedEngine:
@@ -84,7 +83,7 @@ class SimulatedEngine:
         self._resolution = resolution
         self._stream_seconds = stream_seconds
         self._base = cost.base()
-        self._submitted: list[tuple[str, int, int, int, int, int, int]] = []
+        self._submitted: list[tuple[str, int, int, int, int, int]] = []
         self._parked: dict[str, tuple[int, int]] = {}
         """Replica and tokens of the KV cache of each interrupted sample."""
         self._chunks: list[Chunk] = []
@@ -142,10 +141,7 @@ class SimulatedEngine:
                 f"sample {sample.id}: a prompt of {prompt} tokens and a response of up to {budget} do not fit a KV "
                 f"cache of {self.cost.kv_tokens} tokens (kv_tokens); lower max_tokens or give the engine more memory"
             )
-        segments = sample.segments
-        version = segments[0].version if segments else self.version
-        seed, number = sample.seed, sample.prompt_ids[0]
-        self._submitted.append((sample.id, number, prompt, seed, length, budget, version))
+        self._submitted.append((sample.id, sample.prompt_ids[0], prompt, sample.seed, length, budget))
 
     async def poll(self) -> list[Chunk]:
         loop = asyncio.get_running_loop()
@@ -256,13 +252,11 @@ class SimulatedEngine:
         submitted, self._submitted = self._submitted, []
         if not self._running.any() and not self._waiting.any():
             self._clear()
-        ids, numbers, prompts, seeds, lengths, budgets, versions = zip(*submitted, strict=True)
+        ids, numbers, prompts, seeds, lengths, budgets = zip(*submitted, strict=True)
         first, count = len(self._ids), len(ids)
         self._ids.extend(ids)
         done, limit = np.array(lengths, np.int64), np.array(budgets, np.int64)
-        true = self.workload.lengths(
-            np.array(numbers, np.int64), np.array(seeds, np.uint64), np.array(versions, np.int64)
-        )
+        true = self.workload.lengths(np.array(numbers, np.int64), np.array(seeds, np.uint64), self.version)
         homes = [self._parked.pop(id, (-1, 0)) for id in ids] if self._parked else [(-1, 0)] * count
         home, held = (np.array(column, np.int64) for column in zip(*homes, strict=True))
         replica = self._route(home)
@@ -270,7 +264,7 @@ class SimulatedEngine:
         rows = {
             "_prompt": np.array(prompts, np.int64),
             "_group": np.array(numbers, np.int64),
-            "_total": np.minimum(true, limit),
+            "_total": np.minimum(np.maximum(true, done + 1), limit),  # whose length shrank ends with one more token
             "_done": done,
             "_limit": limit,
             "_held": held,

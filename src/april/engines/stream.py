@@ -62,6 +62,8 @@ class Stream:
     sent: bool = False
     attached: bool = True
     """False while nobody has asked the sample to go on: what arrives is held back."""
+    forgotten: bool = False
+    """True once nobody wants what still arrives."""
     after: Stream | None = None
     """An earlier stream of the same sample, which has to end first."""
     task: asyncio.Task[None] | None = None

@@ -28,13 +28,15 @@ class Cluster:
     """What a recipe is simulated on.
 
     Args:
-        gpus: in all, one engine on each.
+        gpus: in all.
+        engines: on a GPU each; the other GPUs only train.
         cost: of one engine.
-        train_token_seconds: training time for each consumed token, over all GPUs.
+        train_token_seconds: training time for each consumed token, over all GPUs that train; the engines wait meanwhile.
         price: of a GPU for an hour; any currency.
     """
 
     gpus: int
+    engines: int
     cost: CostModel
     train_token_seconds: float
     price: float
@@ -111,13 +113,13 @@ def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, war
     """Synchronous rollouts at N, then partial ones under the recipe's policy at each of `targets`."""
     workload = workload_of(recipe, lengths)
     # A tenth of a second is far below what a step takes, and lets a large cluster's events come together.
-    resolution = 0.0 if cluster.gpus == 1 else 0.1
+    resolution = 0.0 if cluster.engines == 1 else 0.1
 
     def point(name: str, target: int, **settings: Any) -> Point:
         outcome = simulate(
             workload,
             cluster.cost,
-            replicas=cluster.gpus,
+            replicas=cluster.engines,
             steps=steps,
             warm_up=warm_up,
             on_update=recipe.engine.on_update,

@@ -153,7 +153,7 @@ def simulate(
         replicas: engines.
         warm_up: steps that rates and means leave out.
         on_update: what happens to the KV cache of unfinished samples when the weights change.
-        train_token_seconds: training time for each consumed token, in which the engines stand still (colocated).
+        train_token_seconds: training time for each consumed token, in which the engines stand still.
         resolution: see `SimulatedEngine`.
         seed: of the samples.
         scheduler: settings of `RolloutScheduler`; N, G and the response budget are the workload's unless given here.

@@ -1,8 +1,8 @@
 """Named workloads: how long responses are, and the batch they are drawn for.
 
 Invariants:
-- a sample's length follows from its seed, its prompt and, if lengths drift, the version of its first token; from
-  nothing else, so no schedule can change it;
+- a sample's length follows from its seed, its prompt and, if lengths drift, the policy that goes on with it; from
+  nothing else, so no schedule can change it unless lengths drift;
 - a prompt's difficulty follows from the workload's seed and the prompt's number.
 
 Lengths are drawn through normal scores: a sample's score is sqrt(correlation) * (its prompt's score)
@@ -95,19 +95,19 @@ class Workload:
         self,
         prompts: NDArray[np.int64],
         seeds: NDArray[np.uint64],
-        versions: NDArray[np.int64] | int = 0,
+        version: int = 0,
     ) -> NDArray[np.int64]:
         """True response length of each sample, from 1 to `max_tokens`, shape [n].
 
         Args:
             prompts: number of each sample's prompt, shape [n].
             seeds: each sample's seed, shape [n].
-            versions: policy version of each sample's first token, shape [n].
+            version: of the policy that samples it.
         """
         own, shared = normals(seeds), normals(_mix(prompts.astype(np.uint64), self.seed))
         scores = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
         exact: NDArray[np.float64] = np.exp(
-            np.interp(scores, _SCORES, self._quantiles) + np.log1p(self.drift) * versions
+            np.interp(scores, _SCORES, self._quantiles) + np.log1p(self.drift) * version
         )
         lengths: NDArray[np.int64] = np.clip(np.rint(exact), 1, self.max_tokens).astype(np.int64)
         return lengths
