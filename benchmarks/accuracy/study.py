@@ -3,6 +3,7 @@
 - `main`: three tasks × GRPO, DAPO, GSPO × synchronous and partial rollouts, at the same engine slots;
 - `staleness`: gcd with GRPO: N'/N × the bound × the correction. The learning rate is high enough for staleness to bite;
 - `long`: factors, the task on which partial rollouts ended lower, with three times the steps: does the gap stay?
+- `keep`: GRPO with partial rollouts that keep their KV caches across updates, on the three tasks.
 
 A slot for every sample under way, so that what is started is sampled at once.
 
@@ -87,6 +88,7 @@ class Cell:
         recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, self.correction
         recipe.training.seed = self.seed
         recipe.training.steps *= LONGER if self.grid == "long" else 1
+        recipe.engine.on_update = "keep" if self.grid == "keep" else "recompute"
         recipe.reporting.output = str(output)
         under_way = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
         recipe.engine.max_running = max(recipe.engine.max_running, under_way)
@@ -102,6 +104,10 @@ def long_cells(seed: int) -> list[Cell]:
     return [Cell("long", "factors", a, "behaviour", *arm, seed) for a in ("grpo", "dapo") for arm in ARMS]
 
 
+def keep_cells(seed: int) -> list[Cell]:
+    return [Cell("keep", task, "grpo", "behaviour", *ARMS[1], seed) for task in TASKS]
+
+
 def staleness_cells(seed: int) -> list[Cell]:
     """Every combination that differs from the others and is not in the main grid: a bound S allows N'/N up to S + 1."""
     return [
@@ -115,9 +121,10 @@ def staleness_cells(seed: int) -> list[Cell]:
 
 
 def all_cells() -> list[Cell]:
-    """In order of importance: the ends of the staleness grid before what lies between them."""
+    """In order of importance: the ends of the staleness grid before what lies between them, no bound before a bound."""
     main, staleness = [main_cells(seed) for seed in range(8)], [staleness_cells(seed) for seed in range(5)]
-    ends = [[c for c in cells if c.max_staleness is None and c.over_sampling in (2, 4)] for cells in staleness]
+    free = [[c for c in cells if c.max_staleness is None] for cells in staleness]
+    ends = [[c for c in cells if c.over_sampling in (2, 4)] for cells in free]
     blocks = [
         main[0],
         ends[0],
@@ -125,8 +132,11 @@ def all_cells() -> list[Cell]:
         ends[1],
         *main[2:5],
         ends[2],
-        *staleness[:3],
+        staleness[0],
+        *(keep_cells(seed) for seed in range(5)),
         *(long_cells(seed) for seed in range(5)),
+        *free[1:3],
+        *staleness[1:3],
         *ends[3:],
         *staleness[3:],
         *main[5:],
