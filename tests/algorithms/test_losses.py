@@ -136,10 +136,12 @@ def test_padding_may_hold_anything(name: str) -> None:
     clean = aggregate(LOSSES[name](logp, old, advantages, mask).loss, mask)
     for rubbish in (float("nan"), INF, -INF):
         live = logp.masked_fill(~mask, rubbish).requires_grad_()
-        per_token = LOSSES[name](live, old.masked_fill(~mask, -rubbish), advantages, mask).loss
-        loss = aggregate(per_token, mask)
+        result = LOSSES[name](live, old.masked_fill(~mask, -rubbish), advantages, mask)
+        loss = aggregate(result.loss, mask)
         loss.backward()
-        assert not per_token[~mask].any()
+        assert not result.loss[~mask].any()
+        assert not result.clipped[~mask].any()
+        assert (result.ratio[~mask] == 1).all()
         assert loss == clean
         assert live.grad.isfinite().all()
 

@@ -191,8 +191,9 @@ def test_the_critics_loss_is_the_clipped_error_over_all_tokens_of_the_update() -
 def test_dapo_trains_on_no_truncated_sample_and_takes_from_the_reward_of_long_ones() -> None:
     settings = recipe(algorithm="dapo")
     settings.rollout.max_response_length = 20
-    step, learner = rollout(1), Learner(tiny.model(sharpness=1.0), settings)
+    step, learner = rollout(4), Learner(tiny.model(sharpness=1.0), settings)
     samples = [sample for group in step.groups for sample in group.samples]
+    assert {sample.finish for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
     lengths = np.array([sample.length for sample in samples])
     rewards = np.array([sample.reward for sample in samples]) + np.clip((16 - lengths) / 4, -1.0, 0.0)
     assert {0.0, 1.0} < set(np.clip((lengths - 16) / 4, 0.0, 1.0)), "some on the ramp"
