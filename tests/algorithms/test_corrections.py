@@ -158,6 +158,16 @@ def test_bounds_can_be_set_and_lifted() -> None:
     assert areal.mask.tolist() == [[True, False, True]]
 
 
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_a_weight_on_its_bound_is_within_it(kind: str) -> None:
+    """On-policy the correction is the identity even where every bound is 1."""
+    logp, _, _, mask, _ = batch((3, 5), 10)
+    c = correct(kind, logp, logp, logp, mask, cap=1.0, low=1.0, high=1.0)
+    assert torch.equal(c.mask, mask)
+    assert torch.equal(c.weights, mask.double())
+    assert not c.capped.any()
+
+
 @pytest.mark.parametrize(
     ("kind", "bound"), [("none", "cap"), ("behaviour", "low"), ("m2po", "high"), ("tis", "tau"), ("decoupled", "tau")]
 )
