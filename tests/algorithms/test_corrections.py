@@ -126,6 +126,7 @@ def test_weights_carry_no_gradient(kind: str) -> None:
     c = correct(kind, *tensors, mask)
     assert not c.weights.requires_grad
     assert not c.old_logprobs.requires_grad
+    assert not diagnostics(c, *tensors[1:], mask).sums.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,6 +167,11 @@ def test_a_weight_on_its_bound_is_within_it(kind: str) -> None:
     assert torch.equal(c.mask, mask)
     assert torch.equal(c.weights, mask.double())
     assert not c.capped.any()
+
+
+def test_a_second_moment_on_its_bound_is_within_it() -> None:
+    logp, _, _, mask, _ = batch((3, 5), 10)
+    assert torch.equal(correct("m2po", logp, logp, logp, mask, tau=0.0).mask, mask)
 
 
 @pytest.mark.parametrize(

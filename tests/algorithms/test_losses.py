@@ -258,6 +258,16 @@ def test_micro_batches_add_up_to_the_batch(mode: str, shape: tuple[int, int], se
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mode", "denominator", "wanted"),
+    [("token-mean", None, 5.0), ("sequence-mean", None, 2.5), ("constant", 20, 0.5)],
+)
+def test_an_empty_response_counts_as_a_sequence(mode: str, denominator: int | None, wanted: float) -> None:
+    loss = torch.tensor([[float("nan"), float("nan"), INF], [4.0, 6.0, INF]])
+    mask = torch.tensor([[False, False, False], [True, True, False]])
+    assert aggregate(loss, mask, mode, denominator) == wanted
+
+
 def test_aggregation_names_what_it_needs() -> None:
     loss, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="needs a denominator"):
