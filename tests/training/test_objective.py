@@ -121,13 +121,17 @@ def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> No
     settings, formula = CASES[case]
     learner, other = learner_and_other(**settings)
     batch = learner.prepare(uneven())
-    noise = 0.7 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
-    batch = dataclasses.replace(batch, prox=(batch.behaviour + noise).masked_fill(~batch.mask, 0.0))
+    # Around log π_θ, so that ratios and weights lie on both sides of 1.
+    noise = 0.7 * torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(0))
+    behaviour = (noise[0] - 4.6) * batch.mask
+    batch = dataclasses.replace(batch, behaviour=behaviour, prox=behaviour + noise[1] * batch.mask)
     with learner.packed():
         total, _, _ = learner._gradient(batch)
     found = [parameter.grad.clone() for parameter in learner.model.parameters()]
     learner.model.zero_grad()
     expected = formula.loss(learner.model, other, batch)
+    if case != "greedy":
+        assert abs(expected - Formula().loss(learner.model, other, batch)) > 1e-3, "the case tests what it is for"
     expected.backward()
     assert total["loss"] == pytest.approx(expected.item(), abs=1e-5, rel=1e-5)
     for parameter, gradient in zip(learner.model.parameters(), found, strict=True):
