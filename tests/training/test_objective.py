@@ -116,15 +116,18 @@ def uneven(seed: int = 1) -> Step:
     return step
 
 
+def off_policy(batch: Batch) -> Batch:
+    """`batch` with older policies around log π_θ, so that ratios and weights lie on both sides of 1."""
+    noise = 0.7 * torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(0))
+    behaviour = (noise[0] - 4.6) * batch.mask
+    return dataclasses.replace(batch, behaviour=behaviour, prox=behaviour + noise[1] * batch.mask)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> None:
     settings, formula = CASES[case]
     learner, other = learner_and_other(**settings)
-    batch = learner.prepare(uneven())
-    # Around log π_θ, so that ratios and weights lie on both sides of 1.
-    noise = 0.7 * torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(0))
-    behaviour = (noise[0] - 4.6) * batch.mask
-    batch = dataclasses.replace(batch, behaviour=behaviour, prox=behaviour + noise[1] * batch.mask)
+    batch = off_policy(learner.prepare(uneven()))
     with learner.packed():
         total, _, _ = learner._gradient(batch)
     found = [parameter.grad.clone() for parameter in learner.model.parameters()]
@@ -136,6 +139,21 @@ def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> No
     assert total["loss"] == pytest.approx(expected.item(), abs=1e-5, rel=1e-5)
     for parameter, gradient in zip(learner.model.parameters(), found, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_sequences_ratio_is_that_of_the_tokens_it_keeps() -> None:
+    learner, _ = learner_and_other(
+        algorithm="gspo", correction="decoupled", correction_max_age=0, eps_low=0.2, eps_high=0.2
+    )
+    batch, expected = off_policy(learner.prepare(uneven())), 0.0
+    for row in range(len(batch)):
+        kept = batch.ages[row][batch.mask[row]] == 0
+        prox, mu = (x[row][batch.mask[row]][kept] for x in (batch.prox, batch.behaviour))
+        s, a = (scores(learner.model, batch, row)[0][kept] - prox).mean().exp(), batch.advantages[row]
+        objective = torch.minimum(s * a, s.clamp(0.8, 1.2) * a) * (prox - mu).exp().sum()
+        expected -= float(objective) / len(kept) / len(batch)
+    assert float(learner.loss(batch, len(batch)).loss) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()
