@@ -88,6 +88,19 @@ def test_a_loss_called_by_itself_has_the_same_clip_range(name: str) -> None:
     assert (own["eps_low"], own["eps_high"]) == PUBLISHED["grpo" if name == "ppo_clip" else name][2]
 
 
+def test_corrections_have_the_published_bounds() -> None:
+    assert {name: rule.bounds for name, rule in CORRECTIONS.items()} == {
+        "none": {},
+        "behaviour": {},
+        "decoupled": {"cap": INF, "low": 0.0, "high": INF},
+        "tis": {"cap": 2.0, "low": 0.0, "high": INF},
+        "icepop": {"cap": INF, "low": 0.5, "high": 5.0},
+        "sequence": {"cap": 2.0, "low": 0.0, "high": INF},
+        "geometric": {"cap": INF, "low": 0.99, "high": 1.01},
+        "m2po": {"tau": 0.04},
+    }
+
+
 def test_the_corrections_listed_are_those_there_are() -> None:
     assert tuple(CORRECTIONS) == get_args(CorrectionKind)
 

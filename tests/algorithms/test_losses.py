@@ -266,6 +266,7 @@ def test_an_empty_response_counts_as_a_sequence(mode: str, denominator: int | No
     loss = torch.tensor([[float("nan"), float("nan"), INF], [4.0, 6.0, INF]])
     mask = torch.tensor([[False, False, False], [True, True, False]])
     assert aggregate(loss, mask, mode, denominator) == wanted
+    assert aggregate(loss, mask) == 5.0, "token-mean is the default"
 
 
 def test_aggregation_names_what_it_needs() -> None:
