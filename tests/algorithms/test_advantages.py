@@ -43,7 +43,7 @@ def test_matches_the_paper_on_groups_of_one_size(name: str) -> None:
 def test_matches_the_paper_on_groups_of_any_size_in_any_order(name: str, sizes: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     groups = [rng.normal(size=size) for size in sizes]
-    ids = np.repeat(rng.choice(1000, len(sizes), replace=False), sizes)
+    ids = np.repeat(rng.choice(1000, len(sizes), replace=False) - 500, sizes)
     order = rng.permutation(len(ids))
     rewards, wanted = np.concatenate(groups)[order], np.concatenate(expected(name, groups))[order]
     got = ADVANTAGES[name](torch.tensor(rewards), torch.tensor(ids[order]))
@@ -74,6 +74,11 @@ def test_a_group_of_one_has_no_baseline_and_no_advantage(name: str) -> None:
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_whole_number_rewards_are_taken(name: str) -> None:
     assert ADVANTAGES[name](torch.tensor([[0, 1]])).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_no_samples_have_no_advantages(name: str) -> None:
+    assert ADVANTAGES[name](torch.zeros(0, 4)).shape == (0, 4)
 
 
 def test_flat_rewards_need_their_groups() -> None:
@@ -125,6 +130,12 @@ def test_reinforce_plus_plus_takes_the_penalties_still_to_come() -> None:
     wanted = np.where(mask, (to_go - to_go[mask].mean()) / (to_go[mask].std(ddof=1) + 1e-8), 0.0)
     got = advantages.reinforce_plus_plus_per_token(*map(torch.tensor, (rewards, mask, penalty)))
     np.testing.assert_allclose(got, wanted, atol=1e-9)
+
+
+def test_no_gradient_flows_through_values_or_penalties() -> None:
+    live, mask = torch.ones(2, 3, requires_grad=True), torch.ones(2, 3, dtype=torch.bool)
+    assert not any(x.requires_grad for x in advantages.gae(torch.zeros(2, 3), live, mask))
+    assert not advantages.reinforce_plus_plus_per_token(torch.tensor([1.0, 0.0]), mask, live).requires_grad
 
 
 def test_whitening_nothing_is_nothing() -> None:

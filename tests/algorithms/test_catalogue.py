@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from typing import get_args
@@ -30,12 +31,74 @@ def test_every_algorithm_names_things_that_exist_and_trains(name: str) -> None:
     assert (live.grad[0] < 0).all()
 
 
-def test_published_clip_ranges() -> None:
-    bounds = {name: (entry.eps_low, entry.eps_high) for name, entry in ALGORITHMS.items()}
-    assert bounds["dapo"] == (0.2, 0.28)
-    assert bounds["gspo"] == bounds["gspo_token"] == (3e-4, 4e-4)
-    assert bounds["cispo"] == (float("inf"), 4.0)
-    assert bounds["grpo"] == bounds["ppo"] == (0.2, 0.2)
+INF = float("inf")
+PUBLISHED = {
+    "grpo": ("grpo", "ppo_clip", (0.2, 0.2), "sequence-mean", ("k3", 0.04, "loss"), ()),
+    "dr_grpo": ("dr_grpo", "ppo_clip", (0.2, 0.2), "constant", None, ()),
+    "dapo": (
+        "grpo",
+        "ppo_clip",
+        (0.2, 0.28),
+        "token-mean",
+        None,
+        ("dynamic_sampling", "overlong_filter", "soft_overlong_penalty"),
+    ),
+    "gspo": ("grpo", "gspo", (3e-4, 4e-4), "sequence-mean", None, ()),
+    "gspo_token": ("grpo", "gspo_token", (3e-4, 4e-4), "sequence-mean", None, ()),
+    "cispo": ("grpo", "cispo", (INF, 4.0), "token-mean", None, ("dynamic_sampling", "soft_overlong_penalty")),
+    "rloo": ("rloo", "ppo_clip", (INF, INF), "constant", ("k1", 0.03, "reward"), ()),
+    "reinforce_plus_plus": (
+        "reinforce_plus_plus",
+        "ppo_clip",
+        (0.2, 0.2),
+        "token-mean",
+        ("k1", 0.001, "reward"),
+        (),
+    ),
+    "reinforce_plus_plus_baseline": (
+        "reinforce_plus_plus_baseline",
+        "ppo_clip",
+        (0.2, 0.2),
+        "token-mean",
+        ("k2", 0.001, "loss"),
+        (),
+    ),
+    "ppo": ("gae", "ppo_clip", (0.2, 0.2), "token-mean", ("k1", 0.02, "reward"), ()),
+}
+"""Advantage, loss, clip range, aggregation, KL term and DAPO's pieces, as the papers have them."""
+
+PIECES = ("dynamic_sampling", "overlong_filter", "soft_overlong_penalty")
+
+
+def test_a_name_gives_the_published_settings() -> None:
+    found = {}
+    for name, entry in ALGORITHMS.items():
+        kl = (entry.kl_estimator, entry.kl_coefficient, entry.kl_place) if entry.kl_estimator else None
+        pieces = tuple(piece for piece in PIECES if getattr(entry, piece))
+        clip = (entry.eps_low, entry.eps_high)
+        found[name] = (entry.advantage, entry.loss, clip, entry.aggregation, kl, pieces)
+        assert entry.dual_clip is None
+        assert (entry.gamma, entry.lam) == (1.0, 0.95 if name == "ppo" else 1.0)
+    assert found == PUBLISHED
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_called_by_itself_has_the_same_clip_range(name: str) -> None:
+    own = {key: parameter.default for key, parameter in inspect.signature(LOSSES[name]).parameters.items()}
+    assert (own["eps_low"], own["eps_high"]) == PUBLISHED["grpo" if name == "ppo_clip" else name][2]
+
+
+def test_corrections_have_the_published_bounds() -> None:
+    assert {name: rule.bounds for name, rule in CORRECTIONS.items()} == {
+        "none": {},
+        "behaviour": {},
+        "decoupled": {"cap": INF, "low": 0.0, "high": INF},
+        "tis": {"cap": 2.0, "low": 0.0, "high": INF},
+        "icepop": {"cap": INF, "low": 0.5, "high": 5.0},
+        "sequence": {"cap": 2.0, "low": 0.0, "high": INF},
+        "geometric": {"cap": INF, "low": 0.99, "high": 1.01},
+        "m2po": {"tau": 0.04},
+    }
 
 
 def test_the_corrections_listed_are_those_there_are() -> None:

@@ -126,6 +126,7 @@ def test_weights_carry_no_gradient(kind: str) -> None:
     c = correct(kind, *tensors, mask)
     assert not c.weights.requires_grad
     assert not c.old_logprobs.requires_grad
+    assert not diagnostics(c, *tensors[1:], mask).sums.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -156,6 +157,21 @@ def test_bounds_can_be_set_and_lifted() -> None:
     assert capped.capped.tolist() == [[False, True, False]]
     areal = correct("decoupled", prox, prox, zero, mask, high=5.0)
     assert areal.mask.tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_a_weight_on_its_bound_is_within_it(kind: str) -> None:
+    """On-policy the correction is the identity even where every bound is 1."""
+    logp, _, _, mask, _ = batch((3, 5), 10)
+    c = correct(kind, logp, logp, logp, mask, cap=1.0, low=1.0, high=1.0)
+    assert torch.equal(c.mask, mask)
+    assert torch.equal(c.weights, mask.double())
+    assert not c.capped.any()
+
+
+def test_a_second_moment_on_its_bound_is_within_it() -> None:
+    logp, _, _, mask, _ = batch((3, 5), 10)
+    assert torch.equal(correct("m2po", logp, logp, logp, mask, tau=0.0).mask, mask)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +277,7 @@ def test_diagnostics_of_micro_batches_add_up() -> None:
 
 
 def test_old_ages_are_reported_together() -> None:
-    ages, mask, zero = torch.tensor([[0, 3, 7]]), torch.ones(1, 3, dtype=torch.bool), torch.zeros(1, 3)
+    ages, mask, zero = torch.tensor([[0, 2, 3, 7]]), torch.ones(1, 4, dtype=torch.bool), torch.zeros(1, 4)
     metrics = diagnostics(correct("none", zero, zero, zero, mask), zero, zero, mask, ages, oldest=3).metrics()
-    assert metrics["age_3+/tokens"] == 2
-    assert "age_1/tokens" not in metrics
+    tokens = {name: value for name, value in metrics.items() if name.endswith("tokens")}
+    assert tokens == {"tokens": 4, "age_0/tokens": 1, "age_2/tokens": 1, "age_3+/tokens": 2}

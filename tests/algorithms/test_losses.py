@@ -68,7 +68,8 @@ def test_kl_value_and_gradient(estimator: str) -> None:
         return float(reference.kl(live, logp, ref, advantages, mask, estimator).sum())
 
     live = torch.tensor(logp, requires_grad=True)
-    got = losses.kl(live, torch.tensor(ref), torch.tensor(mask), estimator).sum()
+    chosen = {} if estimator == "k3" else {"estimator": estimator}  # GRPO's is the default
+    got = losses.kl(live, torch.tensor(ref), torch.tensor(mask), **chosen).sum()
     got.backward()
     np.testing.assert_allclose(got.item(), scalar(logp), atol=1e-9)
     np.testing.assert_allclose(live.grad, reference.gradient(scalar, logp), atol=1e-7)
@@ -109,6 +110,14 @@ def test_clipped_tokens_are_those_without_gradient() -> None:
     assert torch.equal(result.clipped, mask & (logp.grad == 0))
 
 
+def test_cispo_says_which_weights_it_has_bounded() -> None:
+    logp, old, advantages, mask = map(torch.tensor, batch((6, 8), 3))
+    result = losses.cispo(logp, old, advantages, mask, eps_low=0.2, eps_high=0.3)
+    ratio = (logp - old).exp()
+    assert torch.equal(result.clipped, mask & ((ratio < 0.8) | (ratio > 1.3)))
+    assert result.clipped.any()
+
+
 def test_no_gradient_reaches_the_old_policy_or_the_advantages_through_a_loss() -> None:
     logp, old, advantages, mask = map(torch.tensor, batch((2, 3), 4))
     advantages.requires_grad_()
@@ -136,10 +145,12 @@ def test_padding_may_hold_anything(name: str) -> None:
     clean = aggregate(LOSSES[name](logp, old, advantages, mask).loss, mask)
     for rubbish in (float("nan"), INF, -INF):
         live = logp.masked_fill(~mask, rubbish).requires_grad_()
-        per_token = LOSSES[name](live, old.masked_fill(~mask, -rubbish), advantages, mask).loss
-        loss = aggregate(per_token, mask)
+        result = LOSSES[name](live, old.masked_fill(~mask, -rubbish), advantages, mask)
+        loss = aggregate(result.loss, mask)
         loss.backward()
-        assert not per_token[~mask].any()
+        assert not result.loss[~mask].any()
+        assert not result.clipped[~mask].any()
+        assert (result.ratio[~mask] == 1).all()
         assert loss == clean
         assert live.grad.isfinite().all()
 
@@ -200,9 +211,12 @@ def test_log_ratios_beyond_the_exponential_stay_finite(name: str) -> None:
 
 
 def test_kl_pulls_back_from_however_far() -> None:
-    logp = torch.tensor([[-60.0, 0.0]], requires_grad=True)
-    losses.kl(logp, torch.tensor([[0.0, -60.0]]), torch.ones(1, 2, dtype=torch.bool), "k3").sum().backward()
-    assert logp.grad[0, 0] < 0 < logp.grad[0, 1]
+    for far in (60.0, 200.0):  # the exponential of the second is beyond float32
+        logp = torch.tensor([[-far, 0.0]], requires_grad=True)
+        loss = losses.kl(logp, torch.tensor([[0.0, -far]]), torch.ones(1, 2, dtype=torch.bool), "k3").sum()
+        loss.backward()
+        assert loss.isfinite()
+        assert -INF < logp.grad[0, 0] < 0 < logp.grad[0, 1]
 
 
 def test_ratios_are_exact_up_to_the_limit() -> None:
@@ -244,6 +258,17 @@ def test_micro_batches_add_up_to_the_batch(mode: str, shape: tuple[int, int], se
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mode", "denominator", "wanted"),
+    [("token-mean", None, 5.0), ("sequence-mean", None, 2.5), ("constant", 20, 0.5)],
+)
+def test_an_empty_response_counts_as_a_sequence(mode: str, denominator: int | None, wanted: float) -> None:
+    loss = torch.tensor([[float("nan"), float("nan"), INF], [4.0, 6.0, INF]])
+    mask = torch.tensor([[False, False, False], [True, True, False]])
+    assert aggregate(loss, mask, mode, denominator) == wanted
+    assert aggregate(loss, mask) == 5.0, "token-mean is the default"
+
+
 def test_aggregation_names_what_it_needs() -> None:
     loss, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match="needs a denominator"):
@@ -261,12 +286,15 @@ def test_entropy_bonus_rewards_entropy() -> None:
 
 
 def test_value_loss_takes_the_worse_of_the_clipped_and_the_plain_error() -> None:
-    values = torch.tensor([[1.0, 0.1, 9.0]], requires_grad=True)
-    mask = torch.tensor([[True, True, False]])
-    loss = losses.value_clip(values, torch.zeros(1, 3), torch.tensor([[2.0, -1.0, float("nan")]]), mask)
-    np.testing.assert_allclose(loss.detach(), [[0.5 * 1.8**2, 0.5 * 1.1**2, 0.0]], rtol=1e-6)
+    values = torch.tensor([[1.0, -1.0, 0.1, 9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, True, False]])
+    returns = torch.tensor([[2.0, -2.0, -1.0, float("nan")]], requires_grad=True)
+    old = torch.zeros(1, 4, requires_grad=True)
+    loss = losses.value_clip(values, old, returns, mask)
+    np.testing.assert_allclose(loss.detach(), [[0.5 * 1.8**2, 0.5 * 1.8**2, 0.5 * 1.1**2, 0.0]], rtol=1e-6)
     loss.sum().backward()
-    np.testing.assert_allclose(values.grad, [[0.0, 1.1, 0.0]], rtol=1e-6)
+    np.testing.assert_allclose(values.grad, [[0.0, 0.0, 1.1, 0.0]], rtol=1e-6)
+    assert old.grad is returns.grad is None
 
 
 def test_soft_overlong_penalty_is_a_ramp() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from april.algorithms import losses
-from april.algorithms.advantages import grpo, rloo
+from april.algorithms.advantages import dr_grpo, grpo, rloo
 from april.algorithms.corrections import correct
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.losses import aggregate
@@ -114,6 +115,7 @@ def check(mine: Tensor, live: Tensor, wanted: tuple[Tensor, Tensor]) -> None:
 
 CASES = {
     "grpo": ({"loss_type": "grpo"}, losses.ppo_clip, {}, "sequence-mean", None),
+    "dual clip": ({"loss_type": "grpo", "delta": 1.3}, losses.ppo_clip, {"dual_clip": 1.3}, "sequence-mean", None),
     "dapo": (
         {"loss_type": "dapo", "epsilon_high": 0.28},
         losses.ppo_clip,
@@ -158,7 +160,7 @@ def test_kl_is_trls(tiny: tuple[Any, Any], tmp_path: Path) -> None:
     check(mine, live, theirs(his, b, old_per_token_logps=b["prox"], ref_per_token_logps=b["ref"]))
 
 
-@pytest.mark.parametrize("kind", ["tis", "icepop"])
+@pytest.mark.parametrize("kind", ["tis", "icepop", "sequence"])
 def test_corrections_enter_the_loss_as_in_trl(kind: str, tiny: tuple[Any, Any], tmp_path: Path) -> None:
     b = batch(2, spread=1.0)
     live = b["logp"].clone().requires_grad_()
@@ -167,17 +169,25 @@ def test_corrections_enter_the_loss_as_in_trl(kind: str, tiny: tuple[Any, Any], 
     mine = aggregate(loss, b["mask"], "sequence-mean")
     his = trainer("grpo", tiny, tmp_path, loss_type="grpo")
     his.use_vllm = his.vllm_importance_sampling_correction = True
-    w = (b["prox"] - b["behaviour"]).exp()
-    w = w.clamp(max=2.0) if kind == "tis" else torch.where((w < 0.5) | (w > 5.0), 0.0, w)
+    log_w = (b["prox"] - b["behaviour"]) * b["mask"]
+    w = (log_w.sum(-1, keepdim=True) if kind == "sequence" else log_w).exp()
+    w = torch.where((w < 0.5) | (w > 5.0), 0.0, w) if kind == "icepop" else w.clamp(max=2.0)
     check(mine, live, theirs(his, b, old_per_token_logps=b["prox"], importance_sampling_ratio=w))
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_advantages_are_trls(kind: str, tiny: tuple[Any, Any], tmp_path: Path) -> None:
-    his = trainer(kind, tiny, tmp_path, beta=0.0)
+ADVANTAGES = {
+    "grpo": ("grpo", {}, partial(grpo, eps=1e-4)),
+    "dr_grpo": ("grpo", {"scale_rewards": "none"}, dr_grpo),
+    "rloo": ("rloo", {}, rloo),
+}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_are_trls(name: str, tiny: tuple[Any, Any], tmp_path: Path) -> None:
+    kind, options, estimator = ADVANTAGES[name]
+    his = trainer(kind, tiny, tmp_path, beta=0.0, **options)
     got = his._generate_and_score_completions([{"prompt": p} for p in ["w1 w2"] * 4 + ["w3"] * 4])["advantages"]
-    rewards = torch.tensor(REWARDS).view(2, 4)
-    mine = grpo(rewards, eps=1e-4) if kind == "grpo" else rloo(rewards)
+    mine = estimator(torch.tensor(REWARDS).view(2, 4))
     # TRL leaves rounding errors on groups of equal rewards, which GRPO's eps makes larger; ours are exact zeros.
     torch.testing.assert_close(mine.flatten(), got, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(mine[1], got[4:], atol=1e-5, rtol=1e-5)

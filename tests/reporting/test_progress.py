@@ -6,6 +6,7 @@ import io
 
 from rich.console import Console
 
+from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS
 from april.reporting.listing import print_algorithms
 from april.reporting.progress import HEADER_EVERY, Progress
 from tests.reporting.conftest import simulate
@@ -45,9 +46,20 @@ def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> N
         assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
 
 
-def test_every_algorithm_and_correction_is_listed() -> None:
+def test_every_algorithm_and_correction_is_listed_with_settings_and_sources() -> None:
     out = io.StringIO()
-    print_algorithms(Console(file=out, width=100))
+    print_algorithms(Console(file=out, width=400))
     text = out.getvalue()
-    for name in ("grpo", "dapo", "gspo_token", "cispo", "decoupled", "icepop", "2503.14476"):
-        assert name in text
+    for name, entry in ALGORITHMS.items():
+        own = "\n".join(text[text.index(f"\n{name}  {entry.title} (") :].splitlines()[1:4])
+        for piece in (*(f"arXiv {source}" for source in entry.sources), entry.loss, entry.aggregation, entry.note):
+            assert piece in own, (name, piece)
+    for line in (
+        "eps_low 0.2, eps_high 0.28; mean: token-mean; dynamic sampling; overlong filter; soft overlong penalty",
+        "eps_low none, eps_high none; mean: constant; KL 0.03 (k1, in the reward)",
+        "value head: GAE with gamma 1, lambda 0.95",
+        "correction_cap 2, correction_low 0, correction_high none",
+        "correction_tau 0.04",
+    ):
+        assert line in text
+    assert all(f"\n{name}\n    {rule.summary}" in text for name, rule in CORRECTIONS.items())

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,39 +52,47 @@ threads = 1
 """
 
 
-def write_recipe(directory: Path, model: Path, **engine: Any) -> Path:
+def write_recipe(directory: Path, model: Path, lora_rank: int = 0, **engine: Any) -> Path:
     path = directory / "recipe.toml"
     settings = "\n".join(f"{name} = {json.dumps(value)}" for name, value in engine.items())
-    where = f'[model]\npath = "{model}"\n[reporting]\noutput = "{directory / "run"}"\n'
+    where = f'[model]\npath = "{model}"\n[reporting]\noutput = "{directory / "run"}"\n[lora]\nrank = {lora_rank}\n'
     path.write_text(where + RECIPE.replace("[engine]", f"[engine]\n{settings}"))
     return path
 
 
+@dataclass
+class Mismatches:
+    """Largest difference of the engine's log-probabilities from the trainer's own, batch by batch."""
+
+    on_policy: list[float] = field(default_factory=list)
+    off_policy: list[float] = field(default_factory=list)
+
+
 @pytest.fixture
-def mismatches(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Largest difference of the engine's log-probabilities from the trainer's own, of each batch's on-policy tokens."""
-    seen = []
+def mismatches(monkeypatch: pytest.MonkeyPatch) -> Mismatches:
+    seen = Mismatches()
     correct = learner.correct
 
     def watched(kind: Any, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, **rest: Any):  # type: ignore[no-untyped-def]
-        fresh = mask & (ages == 0)
-        if fresh.any():
-            seen.append(float((prox - behaviour)[fresh].abs().max()))
+        for found, chosen in ((seen.on_policy, ages == 0), (seen.off_policy, ages > 0)):
+            if (mask & chosen).any():
+                found.append(float((prox - behaviour)[mask & chosen].abs().max()))
         return correct(kind, logp, prox, behaviour, mask, ages, **rest)
 
     monkeypatch.setattr(learner, "correct", watched)
     return seen
 
 
-def check(summary: dict[str, Any] | None, mismatches: list[float]) -> None:
+def check(summary: dict[str, Any] | None, mismatches: Mismatches) -> None:
     assert summary is not None
     assert summary["steps"] == 4
     assert summary["discarded_tokens"] == 0
     assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
     assert summary["max_staleness_seen"] <= 2
     assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["buffered_tokens"]
-    assert len(mismatches) >= 4
-    assert max(mismatches) < AGREES
+    assert len(mismatches.on_policy) >= 4
+    assert max(mismatches.on_policy) < AGREES
+    assert max(mismatches.off_policy) > 10 * AGREES, "updates are meant to move the policy"
 
 
 def processes(word: str) -> list[str]:
@@ -93,7 +102,7 @@ def processes(word: str) -> list[str]:
 
 
 async def test_two_servers_that_april_starts(
-    kind: Kind, mismatches: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kind: Kind, mismatches: Mismatches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = tiny.save(tmp_path / "policy", head_dim=32)
     environment = {**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[0])}
@@ -114,12 +123,21 @@ async def test_two_servers_that_april_starts(
     assert not processes(str(model)), "the servers have ended with the run"
 
 
-@pytest.mark.parametrize("transfer", ["disk", "broadcast"])
+@pytest.mark.parametrize(("transfer", "lora_rank"), [("broadcast", 0), ("broadcast", 4), ("disk", 4)])
 async def test_a_running_server(
-    transfer: str, kind: Kind, server: Server, models: list[Path], mismatches: list[float], tmp_path: Path
+    transfer: str,
+    lora_rank: int,
+    kind: Kind,
+    server: Server,
+    models: list[Path],
+    mismatches: Mismatches,
+    tmp_path: Path,
 ) -> None:
-    """The server was started on other weights than those of the run: it gets the run's before anything else."""
-    recipe = write_recipe(tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer=transfer)
+    """The server was started on other weights than those of the run: it gets the run's before anything else.
+
+    Adapters reach it merged in. Whole weights on disk go to the servers that april starts.
+    """
+    recipe = write_recipe(tmp_path, models[1], lora_rank, engine=kind.name, urls=[server.url], weight_transfer=transfer)
     check(await Trainer(load_recipe(recipe)).run(), mismatches)
     assert server.process.returncode is None, "a server that april did not start goes on"
 

@@ -289,13 +289,15 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
         assert torch.equal(a, b)
 
 
-def test_updates_take_whole_groups_once_each() -> None:
+@pytest.mark.parametrize(
+    ("groups", "updates"),
+    [(6, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]), (7, [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11, 12, 13]])],
+)
+def test_updates_take_whole_groups_once_each(groups: int, updates: list[list[int]]) -> None:
     settings = recipe()
     settings.training.updates_per_step = 3
     learner = Learner(tiny.model(), settings)
-    step = rollout(4, groups=6, size=2)
-    rows = [list(part) for part in learner._updates(step.groups)]
-    assert rows == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [list(part) for part in learner._updates(rollout(4, groups=groups, size=2).groups)] == updates
 
 
 @pytest.mark.parametrize("correction", ["none", "decoupled", "tis"])
