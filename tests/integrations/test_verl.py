@@ -299,6 +299,16 @@ async def test_an_answer_to_an_abort_that_comes_late_is_no_failure(resubmitted_f
     assert await engine.poll() == [Chunk(sample.id, [9], [-3.0], 3, FinishReason.STOP)]
 
 
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_forgotten_sample_starts_from_its_own_tokens(named: bool) -> None:
+    engine, client, sample = await interrupted_in_vain()
+    engine.forget([sample.id] if named else None)
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    assert client.asked == [([1, 2, 3], 5)] * 2
+    assert client.answers[0].cancelled()
+
+
 async def test_replicas_are_given_no_more_calls_than_leave_room_for_an_abort() -> None:
     client = Gate()
     engine = engine_of(client, calls=2)

@@ -364,13 +364,13 @@ class ReplicaEngine:
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """No KV cache is held between requests. A sample that is named is given up, and so is its parked request."""
-        for id in sample_ids or ():
+        for id in list(self._parked) if sample_ids is None else sample_ids:
             if request := self._parked.pop(id, None):
                 request.answer.cancel()
 
     async def close(self) -> None:
-        for request in [*self._requests.values(), *self._parked.values()]:
+        self.forget()
+        for request in self._requests.values():
             request.answer.cancel()
 
 
