@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +261,23 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.160.0")
     with pytest.raises(ImportError, match=r"trl 1\.16\.\*, and 1\.160\.0 is installed: pip install 'trl==1\.16\.\*'"):
         require("trl", "1.16", extra="trl")
+
+
+@pytest.mark.parametrize("module", ["trl", "trl_async"])
+def test_without_trl_either_trainer_says_what_to_install(module: str) -> None:
+    script = f"""
+import sys, importlib.metadata as metadata
+real = metadata.version
+def version(name):
+    if name == "trl":
+        raise metadata.PackageNotFoundError(name)
+    return real(name)
+metadata.version, sys.modules["trl"] = version, None
+import april.integrations.{module}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    expected = "ModuleNotFoundError: april's integration needs trl 1.16.*, which is not installed: pip install "
+    assert done.stderr.splitlines()[-1] == expected + "'april-rl[trl]'"
 
 
 def test_a_missing_framework_is_named_with_its_extra() -> None:

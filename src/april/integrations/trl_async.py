@@ -25,12 +25,10 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoTokenizer
-from trl.experimental.async_grpo import async_grpo_trainer
-from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
-from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from april.config import ModelSettings, Recipe
 from april.integrations.event_loop import EventLoop
+from april.integrations.requirement import require
 from april.integrations.trl import (
     Checkpoint,
     PartialRollouts,
@@ -44,6 +42,12 @@ from april.scheduler import RolloutScheduler
 from april.training.policy import load_policy, stop_tokens
 from april.training.serving import WeightHandover, engine_of
 from april.trajectory import Group, Prompt, Sample
+
+require("trl", "1.16", extra="trl")
+
+from trl.experimental.async_grpo import async_grpo_trainer  # noqa: E402
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig  # noqa: E402
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
 
 AHEAD = 2
 """Batches handed over and not trained on: the one the trainer works on, and the next."""

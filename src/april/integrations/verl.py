@@ -20,8 +20,9 @@ import functools
 import json
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from april.admission import largest_target
 from april.disk import write_whole
@@ -51,7 +52,13 @@ STATE = "april.json"
 """The file of a checkpoint of verl's that holds what waits."""
 FORMAT = 1
 
+SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}
+MANAGER = f"{__name__}.AprilRolloutManager"
 SINGLE_TURN = "single_turn_agent"
+
+CALLS = 900
+"""Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16
+above `max_num_seqs`; more queue up, and an abort among them would come after the requests that it should end."""
 
 
 def check_config(config: DictConfig) -> None:
@@ -82,10 +89,54 @@ def check_config(config: DictConfig) -> None:
             config.algorithm.adv_estimator == "remax",
             "its greedy baselines are another kind of rollout: choose another estimator",
         ),
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+            rollout.agent.get("agent_loop_manager_class") not in (None, MANAGER),
+            "april brings its own: leave it out",
+        ),
+        "trainer.v1.sampler.custom_sampler": (
+            (config.trainer.v1.sampler.get("custom_sampler") or {}).get("name") not in (None, SAMPLER["name"]),
+            "april brings its own: leave it out",
+        ),
+        "trainer.v1.april.parameter_sync_step": (
+            config.trainer.v1.get("april", {}).get("parameter_sync_step", 1) != 1,
+            "the replicas sleep while the policy is trained, so its weights go to them after every step: leave it out; "
+            "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
+        ),
     }
     for name, (refused, remedy) in unsupported.items():
         if refused:
             raise ValueError(f"{name} = {OmegaConf.select(config, name)}: {remedy}")
+    read_settings(config)
+
+
+def read_settings(config: DictConfig) -> tuple[int | Literal["auto"], int | None]:
+    """N' and the staleness bound, of `trainer.v1.april`.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    settings = config.trainer.v1.get("april", {})
+    for name in settings:
+        if name not in ("over_sampling_batch_size", "max_staleness", "parameter_sync_step"):
+            raise ValueError(
+                f"trainer.v1.april.{name}: april has no such setting, only over_sampling_batch_size and max_staleness"
+            )
+    batch_size, bound = config.data.train_batch_size, settings.get("max_staleness", 5)
+    if bound is not None and (not isinstance(bound, int) or bound < 0):
+        raise ValueError(f"trainer.v1.april.max_staleness = {bound}: give a number of weight updates, or null for any")
+    largest = largest_target(batch_size, bound)
+    target = settings.get("over_sampling_batch_size")
+    if target is None:
+        return min(2 * batch_size, largest or 2 * batch_size), bound
+    if target == "auto":
+        return "auto", bound
+    if not isinstance(target, int) or target < batch_size or (largest is not None and target > largest):
+        at_most = "" if largest is None else f", at most {largest} within max_staleness = {bound}"
+        raise ValueError(
+            f"trainer.v1.april.over_sampling_batch_size = {target}: give auto, or a number of groups, at least "
+            f"data.train_batch_size = {batch_size}{at_most}"
+        )
+    return target, bound
 
 
 @register_trainer("april")
@@ -101,14 +152,17 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def __init__(self, config: DictConfig) -> None:
         check_config(config)
         with open_dict(config):
-            config.trainer.v1.sampler.custom_sampler = {"path": f"pkg://{__name__}", "name": AprilReplayBuffer.__name__}
-            manager = f"{__name__}.{AprilRolloutManager.__name__}"
-            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = manager
+            config.trainer.v1.sampler.custom_sampler = SAMPLER
+            config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
         super().__init__(config)
+        self._resolve_filter_groups_metric()  # verl's check of it, which it leaves to other samplers than its own
 
     def fit(self, agent_loop_manager: AprilRolloutManager) -> None:
         self.replay_buffer.manager = agent_loop_manager
-        agent_loop_manager.attach(self._add_prompts_to_generate, self.checkpoint_manager.abort_replicas)
+        # What reaches a replica after the abort comes back at once, except from SGLang's, which can only let it wait.
+        rejects = self.config.actor_rollout_ref.rollout.name != "sglang"
+        abort = functools.partial(self.checkpoint_manager.abort_replicas, reject_request=rejects)
+        agent_loop_manager.attach(self._add_prompts_to_generate, abort)
         super().fit(agent_loop_manager)
 
     def get_llm_client(self) -> Any:
@@ -155,6 +209,23 @@ class AprilReplayBuffer(ReplayBufferAsync):
         return batch, {**evicted, **metrics}
 
 
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a replica was asked for one sample.
+
+    Args:
+        token_ids: prompt and response so far.
+        budget: tokens that may still be sampled.
+        parked: it was interrupted, and its answer did not come in time.
+    """
+
+    sample_id: str
+    token_ids: list[int]
+    budget: int
+    answer: asyncio.Task[Any]
+    parked: bool = False
+
+
 class ReplicaEngine:
     """verl's rollout replicas as an engine. They stream nothing: a request returns once it has ended or was aborted,
     so its tokens come in one chunk.
@@ -164,8 +235,10 @@ class ReplicaEngine:
         capacity: what all replicas together can hold.
         sampling_params: verl's, without the budget.
         abort: makes every replica return what it has, and hold or return what comes later.
-        patience: seconds that aborted requests have to return. One that has not reached its replica by then waits there
-            until generation goes on; whoever submits its sample again gets its answer.
+        calls: requests that all replicas together are given at a time; others wait here.
+        patience: seconds without an answer after which interrupted requests are no longer waited for. One that waits at
+            a replica until generation goes on, or whose answer is late, is parked: whoever submits its sample again
+            gets what it sampled.
     """
 
     def __init__(
@@ -174,16 +247,20 @@ class ReplicaEngine:
         capacity: Capacity,
         sampling_params: Mapping[str, Any],
         abort: Callable[[], Awaitable[None]],
-        patience: float = 10.0,
+        calls: int = CALLS,
+        patience: float = 2.0,
     ) -> None:
         self.capacity = capacity
         self.version = 0
         self._client = client
         self._sampling_params = sampling_params
         self._abort = abort
+        self._calls = calls
         self._patience = patience
-        self._requests: dict[str, asyncio.Task[Any]] = {}
-        self._parked: dict[str, asyncio.Task[Any]] = {}
+        self._waiting: deque[tuple[str, list[int], int]] = deque()
+        """What is still to be asked: a sample's id, its tokens so far and its budget."""
+        self._requests: dict[str, Request] = {}
+        self._parked: dict[str, Request] = {}
         self._interrupting = False
         self._outbox = Outbox()
 
@@ -198,48 +275,67 @@ class ReplicaEngine:
                 f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
                 f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
             )
-        request = self._parked.pop(sample.id, None)
-        if request is None:
-            params = {**self._sampling_params, "max_tokens": sample.budget_left}
-            request = asyncio.create_task(
+        parked = self._parked.pop(sample.id, None)
+        if parked is not None:
+            self._expect(parked)
+            return
+        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], sample.budget_left))
+        self._send()
+
+    def _send(self) -> None:
+        while self._waiting and len(self._requests) < self._calls:
+            id, token_ids, budget = self._waiting.popleft()
+            # Each under a name of its own: verl would send it to the replica that the last one by this name was sent
+            # to, however busy, and an abort has emptied that one's cache.
+            answer = asyncio.create_task(
                 self._client.generate(
-                    request_id=sample.id,
-                    prompt_ids=[*sample.prompt_ids, *sample.response_ids],
-                    sampling_params=params,
+                    request_id=f"{id}/{len(token_ids)}",
+                    prompt_ids=token_ids,
+                    sampling_params={**self._sampling_params, "max_tokens": budget},
                 ),
-                name=f"generate {sample.id}",
+                name=f"generate {id}",
             )
-        self._requests[sample.id] = request
-        request.add_done_callback(functools.partial(self._over, sample.id, sample.budget_left))
+            self._expect(Request(id, token_ids, budget, answer))
 
-    def _over(self, sample_id: str, budget: int, request: asyncio.Task[Any]) -> None:
-        if self._requests.get(sample_id) is not request:
+    def _expect(self, request: Request) -> None:
+        self._requests[request.sample_id] = request
+        request.answer.add_done_callback(functools.partial(self._over, request))
+
+    def _over(self, request: Request, answer: asyncio.Task[Any]) -> None:
+        if self._requests.get(request.sample_id) is not request:
             return
-        del self._requests[sample_id]
-        if request.cancelled():
+        del self._requests[request.sample_id]
+        if answer.cancelled():
             return
-        error = request.exception()
+        error = answer.exception()
         if error is not None:
-            chunk = Chunk(sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}")
+            self._outbox.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
         else:
-            chunk = self._read(sample_id, budget, request.result())
-        self._outbox.put(chunk)
+            self._read(request, answer.result())
+        if not self._interrupting:
+            self._send()
 
-    def _read(self, sample_id: str, budget: int, output: Any) -> Chunk:
+    def _read(self, request: Request, output: Any) -> None:
         ids, logprobs = list(output.token_ids), list(output.log_probs or ())
         version = output.extra_fields.get("global_steps")
-        version = self.version if version is None else version
-        if len(ids) != len(logprobs) or len(ids) > budget:
-            problem = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came where {budget} were asked for"
-            return Chunk(sample_id, (), (), version, error=problem)
-        if len(ids) == budget:
-            return Chunk(sample_id, ids, logprobs, version, FinishReason.LENGTH)
-        if output.stop_reason in ("abort", "aborted"):
-            error = None if self._interrupting else "the replica aborted the request"
-            return Chunk(sample_id, ids, logprobs, version, error=error)
-        if not ids:
-            return Chunk(sample_id, (), (), version, error=f"it ended ({output.stop_reason}) without a token")
-        return Chunk(sample_id, ids, logprobs, version, FinishReason.STOP)
+        chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)
+        if len(ids) != len(logprobs) or len(ids) > request.budget:
+            came = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came"
+            chunk = chunk._replace(
+                token_ids=(), logprobs=(), error=f"{came} where {request.budget} tokens were asked for"
+            )
+        elif len(ids) == request.budget:
+            chunk = chunk._replace(finish=FinishReason.LENGTH)
+        elif output.stop_reason not in ("abort", "aborted"):
+            chunk = chunk._replace(finish=FinishReason.STOP)
+            if not ids:
+                chunk = chunk._replace(finish=None, error=f"it ended ({output.stop_reason}) without a token")
+        elif request.parked and not self._interrupting:
+            # The answer to the interrupt, late: the sample goes on from there.
+            self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
+        elif not self._interrupting:
+            chunk = chunk._replace(error="the replica aborted the request")
+        self._outbox.put(chunk)
 
     async def poll(self) -> list[Chunk]:
         while not self._outbox and self._requests:
@@ -247,14 +343,19 @@ class ReplicaEngine:
         return self._outbox.take()
 
     async def interrupt(self) -> list[Chunk]:
+        self._waiting.clear()
         self._interrupting = True
         try:
-            if requests := list(self._requests.values()):
+            if self._requests:
                 await self._abort()
-                await asyncio.wait(requests, timeout=self._patience)
+                answered = unanswered = {request.answer for request in self._requests.values()}
+                while unanswered and answered:
+                    answered, unanswered = await asyncio.wait(unanswered, timeout=self._patience)
         finally:
             self._interrupting = False
-            self._parked.update(self._requests)
+            for id, request in self._requests.items():
+                request.parked = True
+                self._parked[id] = request
             self._requests.clear()
         return self._outbox.take()
 
@@ -263,11 +364,14 @@ class ReplicaEngine:
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Nothing is held between requests."""
+        for id in list(self._parked) if sample_ids is None else sample_ids:
+            if request := self._parked.pop(id, None):
+                request.answer.cancel()
 
     async def close(self) -> None:
-        for request in [*self._requests.values(), *self._parked.values()]:
-            request.cancel()
+        self.forget()
+        for request in self._requests.values():
+            request.answer.cancel()
 
 
 class AprilRolloutManager(AgentLoopManagerTQ):
@@ -414,17 +518,15 @@ class AprilRolloutManager(AgentLoopManagerTQ):
     def _schedule(self) -> RolloutScheduler:
         rollout = self.rollout_config
         batch_size = self.config.data.train_batch_size
-        april = self.config.trainer.v1.get("april", {})
-        bound = april.get("max_staleness", 5)
-        largest = largest_target(batch_size, bound) or 2 * batch_size
+        target, bound = read_settings(self.config)
         filters = self.config.algorithm.get("filter_groups")
-        replicas = max(1, self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node) // max(
-            1, rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        )
+        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        each = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+        replicas = max(1, gpus // each)
         context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
         engine = ReplicaEngine(
             self.llm_client,
-            Capacity(rollout.max_num_seqs * max(1, replicas), context),
+            Capacity(rollout.max_num_seqs * replicas, context),
             {
                 "temperature": rollout.temperature,
                 "top_p": rollout.top_p,
@@ -433,13 +535,14 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 "logprobs": True,
             },
             self._abort_all,
+            calls=max(CALLS, rollout.max_num_seqs) * replicas,
         )
         return RolloutScheduler(
             engine,
             self._prompts(),
             self._score,
             rollout_batch_size=batch_size,
-            over_sampling_batch_size=april.get("over_sampling_batch_size") or min(2 * batch_size, largest),
+            over_sampling_batch_size=target,
             n_samples_per_prompt=rollout.n,
             sampling=SamplingParams(
                 max_tokens=rollout.response_length,
