@@ -302,8 +302,8 @@ class SimulationSettings:
     gpus: int = 8
     """GPUs in all, one engine on each that is not set aside for training."""
     training_gpus: int = 0
-    """GPUs that only train, while the engines wait; their memory leaves the engines more room for KV caches. 0: training
-    takes turns with the engines on all GPUs."""
+    """GPUs that only train, while the engines wait; their memory leaves the engines more room for KV caches. 0: the
+    GPUs take turns."""
     hardware: Literal["h100", "h200", "mi300x"] = "h100"
     """The GPU."""
     model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] = "qwen3-8b"

@@ -31,7 +31,7 @@ class Cluster:
         gpus: in all.
         engines: on a GPU each; the other GPUs only train.
         cost: of one engine.
-        train_token_seconds: training time for each consumed token, over all GPUs that train; the engines wait meanwhile.
+        train_token_seconds: training time for each consumed token, over all GPUs that train, while the engines wait.
         price: of a GPU for an hour; any currency.
     """
 
