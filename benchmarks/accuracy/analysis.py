@@ -76,8 +76,8 @@ def as_ratio(logs: Mapping[str, Any]) -> dict[str, Any]:
     return {n: round(float(np.exp(v)), 3) if n in ends and v is not None else v for n, v in logs.items()}
 
 
-def pairs_of(records: Sequence[Record]) -> Pairs:
-    runs = {(r["task"], r["algorithm"], r["seed"], r["over_sampling"] > 1): r for r in records if r["grid"] == "main"}
+def pairs_of(records: Sequence[Record], grid: str = "main") -> Pairs:
+    runs = {(r["task"], r["algorithm"], r["seed"], r["over_sampling"] > 1): r for r in records if r["grid"] == grid}
     pairs = defaultdict(list)
     for (task, algorithm, seed, partial), record in sorted(runs.items()):
         if not partial and (other := runs.get((task, algorithm, seed, True))):
@@ -155,9 +155,56 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     return {name: round(value, 4) for name, value in ends.items()} | {"runs": len(values)}
 
 
+def long_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Partial against synchronous over three times the steps, and the same difference at each evaluation."""
+    rows = []
+    for (task, algorithm), of in pairs_of(records, "long").items():
+        steps = [evaluation[STEP] for evaluation in of[0][0]["evaluations"]]
+        ahead = [
+            float(
+                np.mean([partial["evaluations"][i][ACCURACY] - one["evaluations"][i][ACCURACY] for one, partial in of])
+            )
+            for i in range(len(steps))
+        ]
+        arms = {arm: [final_accuracy(pair[i]) for pair in of] for i, arm in enumerate(("synchronous", "partial"))}
+        rows.append(
+            {
+                "task": task,
+                "algorithm": algorithm,
+                **{arm: spread(values) for arm, values in arms.items()},
+                "difference": bootstrap([b - a for a, b in zip(*arms.values(), strict=True)]),
+                "difference_by_step": {step: round(value, 4) for step, value in zip(steps, ahead, strict=True)},
+            }
+        )
+    return rows
+
+
+def keep_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """KV caches kept across updates against computed anew, both with partial rollouts, by task and over all."""
+    anew = {
+        (r["task"], r["seed"]): r
+        for r in records
+        if r["grid"] == "main" and r["algorithm"] == "grpo" and r["over_sampling"] > 1
+    }
+    kept = [r for r in records if r["grid"] == "keep" and (r["task"], r["seed"]) in anew]
+    rows = []
+    for task in (*TASKS, "all"):
+        pairs = [(anew[r["task"], r["seed"]], r) for r in kept if task in (r["task"], "all")]
+        rows.append(
+            {
+                "task": task,
+                "recompute": spread([final_accuracy(a) for a, _ in pairs]),
+                "keep": spread([final_accuracy(b) for _, b in pairs]),
+                "difference": bootstrap([final_accuracy(b) - final_accuracy(a) for a, b in pairs]),
+            }
+        )
+    return rows
+
+
 def gcd_grpo(records: Sequence[Record]) -> list[Record]:
     """The runs of the staleness grid, with those of the main grid that belong to it; each once."""
-    own = [r for r in records if (r["task"], r["algorithm"]) == ("gcd", "grpo")]
+    grids = ("main", "staleness")
+    own = [r for r in records if (r["task"], r["algorithm"]) == ("gcd", "grpo") and r["grid"] in grids]
     known = {
         (r["over_sampling"], r["max_staleness"], r["over_sampling"] > 1 and r["correction"], r["seed"]): r for r in own
     }
@@ -233,6 +280,8 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "main": main_grid(records),
         "staleness": staleness_grid(records),
+        "long": long_grid(records),
+        "keep": keep_grid(records),
     }
 
 

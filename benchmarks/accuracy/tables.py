@@ -12,7 +12,8 @@ Figures = Mapping[str, Any]
 
 def tables(found: Figures) -> str:
     """What `analysis.analyse` found, for people."""
-    return "\n".join([*partial(found["main"]), "", *staleness(found["staleness"])]) + "\n"
+    sections = (partial(found["main"]), longer(found["long"]), kept(found["keep"]), staleness(found["staleness"]))
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
 
 
 def partial(main: Figures) -> Iterator[str]:
@@ -36,6 +37,27 @@ def partial(main: Figures) -> Iterator[str]:
             ratios = [interval(group["ratios"][f"{cost}_to_target"], "{:.2f}") for cost in COSTS]
             reached = " and ".join(f"{count} of {runs}" for count in group["reached_target"].values())
             yield row(name, interval(group["accuracy_difference"]), *ratios, reached)
+
+
+def longer(rows: Sequence[Figures]) -> Iterator[str]:
+    yield "## Three times the steps"
+    yield ""
+    yield from head("task", "algorithm", "pairs", "synchronous", "partial", "difference", "difference by step")
+    for r in rows:
+        means = [f"{r[arm]['mean']:.3f}" for arm in ("synchronous", "partial")]
+        by_step = ", ".join(f"{step}: {value:+.2f}" for step, value in r["difference_by_step"].items() if step)
+        yield row(r["task"], r["algorithm"], r["difference"]["pairs"], *means, interval(r["difference"]), by_step)
+
+
+def kept(rows: Sequence[Figures]) -> Iterator[str]:
+    yield "## KV caches kept or computed anew"
+    yield ""
+    yield "GRPO, partial rollouts, N'/N = 2. The difference is keep minus recompute."
+    yield ""
+    yield from head("task", "pairs", "recompute", "keep", "difference")
+    for r in rows:
+        means = [f"{r[arm]['mean']:.3f}" for arm in ("recompute", "keep")]
+        yield row(r["task"], r["difference"]["pairs"], *means, interval(r["difference"]))
 
 
 def staleness(grid: Figures) -> Iterator[str]:
