@@ -127,6 +127,18 @@ def test_the_correlation_within_groups_is_recovered_and_drawn(rho: float) -> Non
     assert drawn.max(1).mean() == pytest.approx(lengths.max(1).mean(), rel=0.08)
 
 
+def test_even_draws_have_the_whole_distribution_in_every_stretch_and_the_same_correlation() -> None:
+    rng = np.random.default_rng(4)
+    model = LengthModel(CAP, half_life=1e9)
+    lengths = correlated(rng, 4000, 4, 0.6)
+    model.observe(np.zeros(lengths.size), lengths.ravel(), np.full(lengths.size, True))
+    model.observe_groups(lengths)
+    even, independent = (model.draw(3200, 4, rng, even).reshape(50, 64, 4) for even in (64, None))
+    assert even.mean((1, 2)).std() < 0.5 * independent.mean((1, 2)).std()
+    assert even.mean() == pytest.approx(lengths.mean(), rel=0.03)
+    assert even.max(2).mean() == pytest.approx(lengths.max(1).mean(), rel=0.03)
+
+
 def group(lengths: list[int], finished: list[bool]) -> Group:
     made = Group.start(0, Prompt((1,)), len(lengths), SamplingParams(max_tokens=CAP), seed=0)
     for sample, length, done in zip(made.samples, lengths, finished, strict=True):

@@ -44,8 +44,11 @@ def _score(probability: Floats) -> Floats:
     return _interpolate(probability, _PHI, _SCORES)
 
 
-def _even_scores(groups: int, size: int, even: int, rng: np.random.Generator) -> Floats:
-    """Normal scores, shape [groups, size]; `even` groups have one in each of `even * size` equally likely ranges."""
+def _normal_scores(groups: int, size: int, even: int | None, rng: np.random.Generator) -> Floats:
+    """Normal scores, shape [groups, size], independent unless `even` is given: then `even` groups, one after the other,
+    have one in each of `even * size` equally likely ranges."""
+    if even is None:
+        return rng.standard_normal((groups, size))
     blocks, ranges = -(-groups // even), even * size
     order = rng.permuted(np.tile(np.arange(ranges), (blocks, 1)), axis=1)
     return _score((order + rng.random(order.shape)) / ranges).reshape(-1, size)[:groups]
@@ -141,14 +144,15 @@ class LengthModel:
         falling = np.maximum.accumulate(1 - survival) + 1e-12 * self._places
         return _interpolate(np.asarray(probabilities, float), falling, self.edges)
 
-    def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int = 1) -> Floats:
+    def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int | None = None) -> Floats:
         """Lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget.
 
         Args:
             even: so many groups, one after the other, cover the distribution evenly (stratified sampling), so that any
-                stretch of many groups has nearly the mean and the tail of the whole; 1 for independent groups.
+                stretch of many groups has nearly the mean and the tail of the whole. Many: samples of one group are
+                never in the same range. None for independent groups.
         """
-        shared, own = _even_scores(groups, 1, even, rng), _even_scores(groups, group_size, even, rng)
+        shared, own = _normal_scores(groups, 1, even, rng), _normal_scores(groups, group_size, even, rng)
         scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
         lengths: Floats = np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
         return lengths
