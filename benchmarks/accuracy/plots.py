@@ -36,7 +36,7 @@ def learning(records: Sequence[Record]) -> Any:
     """Held-out accuracy against samples: mean over the seeds that both arms ran, band from the least to the most."""
     pairs = pairs_of(records)
     targets = targets_of(pairs)
-    evaluations = max(len(r["evaluations"]) for r in records)
+    evaluations = max((len(r["evaluations"]) for of in pairs.values() for pair in of for r in pair), default=0)
     figure, axes = pyplot.subplots(len(ALGORITHMS), len(TASKS), figsize=(9, 7.2), sharex=True, sharey="col")
     for row, algorithm in zip(axes, ALGORITHMS, strict=True):
         for axis, task in zip(row, TASKS, strict=True):
