@@ -56,8 +56,9 @@ def kept(rows: Sequence[Figures]) -> Iterator[str]:
     yield ""
     yield from head("task", "pairs", "recompute", "keep", "difference")
     for r in rows:
-        means = [f"{r[arm]['mean']:.3f}" for arm in ("recompute", "keep")]
-        yield row(r["task"], r["difference"]["pairs"], *means, interval(r["difference"]))
+        if pairs := r["difference"]["pairs"]:
+            means = [f"{r[arm]['mean']:.3f}" for arm in ("recompute", "keep")]
+            yield row(r["task"], pairs, *means, interval(r["difference"]))
 
 
 def staleness(grid: Figures) -> Iterator[str]:

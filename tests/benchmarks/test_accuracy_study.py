@@ -124,6 +124,26 @@ def test_a_correction_breaks_where_it_falls_below_the_synchronous_runs() -> None
     assert not rows["tis"]["breaks"]
 
 
+def test_kept_caches_and_longer_runs_are_compared_with_their_own_kind() -> None:
+    records = []
+    for seed in range(3):
+        for over_sampling, bound, end in ((1.0, 0, 0.8), (2.0, 5, 0.7)):
+            main = Cell("main", "factors", "grpo", "behaviour", over_sampling, bound, seed)
+            records.append(cell(main, [0.5, end, end]))
+            records.append(cell(dataclasses.replace(main, grid="long"), [0.5, 0.6, end + 0.1, end + 0.1]))
+        kept = Cell("keep", "factors", "grpo", "behaviour", 2.0, 5, seed)
+        records.append(cell(kept, [0.5, 0.75, 0.75]))
+        records.append(cell(dataclasses.replace(kept, task="gcd"), [0.0, 0.0, 0.0]))  # without its pair
+    (longer,) = analysis.long_grid(records)
+    assert longer["partial"]["mean"] == pytest.approx(0.8)
+    assert longer["difference"]["mean"] == pytest.approx(-0.1)
+    assert longer["difference_by_step"] == pytest.approx({0: 0.0, 4: 0.0, 8: -0.1, 12: -0.1})
+    kept_rows = {row["task"]: row["difference"] for row in analysis.keep_grid(records)}
+    assert kept_rows["factors"]["mean"] == kept_rows["all"]["mean"] == pytest.approx(0.05)
+    assert kept_rows["gcd"]["pairs"] == 0
+    assert analysis.main_grid(records)["all"]["accuracy_difference"]["mean"] == pytest.approx(-0.1)
+
+
 def test_the_grid_holds_what_was_asked_and_nothing_twice() -> None:
     cells = study.all_cells()
     assert len({c.key for c in cells}) == len(cells)
