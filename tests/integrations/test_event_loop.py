@@ -3,10 +3,19 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from april.integrations.event_loop import EventLoop
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, even where the process was started with it ignored, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 async def value() -> int:
@@ -30,6 +39,7 @@ async def test_it_works_where_a_loop_runs_already() -> None:
         assert loop.run(value()) == 7
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_cancels_what_runs_and_waits_for_it_to_clean_up() -> None:
     cleaned_up = []
 
