@@ -114,13 +114,19 @@ def correlated(rng: np.random.Generator, groups: int, size: int, rho: float) -> 
     return np.clip(np.ceil(200 * np.exp(scores)), 1, CAP).astype(int)
 
 
+def learned(lengths: Lengths) -> LengthModel:
+    """A model that has seen these groups from their beginnings to their ends, shape [groups, samples]."""
+    model = LengthModel(CAP, half_life=1e9)
+    model.observe(np.zeros(lengths.size), lengths.ravel(), np.full(lengths.size, True))
+    model.observe_groups(lengths)
+    return model
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.4, 0.8])
 def test_the_correlation_within_groups_is_recovered_and_drawn(rho: float) -> None:
     rng = np.random.default_rng(2)
-    model = LengthModel(CAP, half_life=1e9)
     lengths = correlated(rng, 2000, 8, rho)
-    model.observe(np.zeros(lengths.size), lengths.ravel(), np.full(lengths.size, True))
-    model.observe_groups(lengths)
+    model = learned(lengths)
     assert model.correlation == pytest.approx(rho, abs=0.06)
     drawn = model.draw(2000, 8, rng)
     assert drawn.mean() == pytest.approx(lengths.mean(), rel=0.08)
@@ -129,10 +135,8 @@ def test_the_correlation_within_groups_is_recovered_and_drawn(rho: float) -> Non
 
 def test_even_draws_have_the_whole_distribution_in_every_stretch_and_the_same_correlation() -> None:
     rng = np.random.default_rng(4)
-    model = LengthModel(CAP, half_life=1e9)
     lengths = correlated(rng, 4000, 4, 0.6)
-    model.observe(np.zeros(lengths.size), lengths.ravel(), np.full(lengths.size, True))
-    model.observe_groups(lengths)
+    model = learned(lengths)
     even, independent = (model.draw(3200, 4, rng, even).reshape(50, 64, 4) for even in (64, None))
     assert even.mean((1, 2)).std() < 0.5 * independent.mean((1, 2)).std()
     assert even.mean() == pytest.approx(lengths.mean(), rel=0.03)
@@ -158,10 +162,8 @@ def test_expected_remaining_tokens_agree_with_those_of_the_population() -> None:
 
 def test_siblings_say_how_long_a_sample_will_be() -> None:
     rng = np.random.default_rng(4)
-    model = LengthModel(CAP, half_life=1e9)
     lengths = correlated(rng, 20_000, 4, 0.7)
-    model.observe(np.zeros(lengths.size), lengths.ravel(), np.full(lengths.size, True))
-    model.observe_groups(lengths)
+    model = learned(lengths)
     for low, high in ((80, 120), (300, 400), (700, 900)):
         like = ((lengths[:, :3] > low) & (lengths[:, :3] <= high)).all(1)
         truth = (lengths[like, 3] - 50)[lengths[like, 3] > 50].mean()

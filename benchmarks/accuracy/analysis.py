@@ -47,6 +47,11 @@ def final_accuracy(record: Record) -> float:
     return float(np.mean([evaluation[ACCURACY] for evaluation in record["evaluations"][-2:]]))
 
 
+def final_accuracies(pairs: Sequence[tuple[Record, Record]]) -> dict[str, list[float]]:
+    """Of both arms, pair by pair."""
+    return {arm: [final_accuracy(pair[i]) for pair in pairs] for i, arm in enumerate(("synchronous", "partial"))}
+
+
 def to_target(record: Record, target: float, column: int) -> float | None:
     """What `column` amounted to as the accuracy first reached `target`, between evaluations by a straight line.
 
@@ -127,7 +132,7 @@ def main_grid(records: Sequence[Record]) -> dict[str, Any]:
     targets = targets_of(pairs)
     rows = []
     for (task, algorithm), of in pairs.items():
-        arms = {arm: [final_accuracy(pair[i]) for pair in of] for i, arm in enumerate(("synchronous", "partial"))}
+        arms = final_accuracies(of)
         rows.append(
             {
                 "task": task,
@@ -166,7 +171,7 @@ def long_grid(records: Sequence[Record]) -> list[dict[str, Any]]:
             )
             for i in range(len(steps))
         ]
-        arms = {arm: [final_accuracy(pair[i]) for pair in of] for i, arm in enumerate(("synchronous", "partial"))}
+        arms = final_accuracies(of)
         rows.append(
             {
                 "task": task,

@@ -361,26 +361,34 @@ def main() -> None:
         write(f"accuracy, {args.arm}, seed {args.seed}", {**about, **accuracy(args)})
 
 
-def summary(found: dict[str, Any], target: float = 0.75) -> dict[str, Any]:
-    """What the runs of `accuracy` say together: of the seeds that every arm has run.
+def summary(found: dict[str, Any], target: float = 0.75) -> dict[str, Any] | None:
+    """What the runs of `accuracy` say together: of the seeds that every arm has run; None if there is none yet.
 
     Seconds to the target are its steps, as far as the evaluations tell them, times the median seconds per step of
-    `speed`: rollouts and training, without evaluations.
+    `speed`, once that is measured: rollouts and training, without evaluations.
     """
     runs = {(run["arm"], run["seed"]): run for name, run in found.items() if name.startswith("accuracy, ")}
     seeds = sorted(set.intersection(*({seed for arm, seed in runs if arm == one} for one in ARMS)))
+    if not seeds:
+        return None
+    speeds = found.get(f"speed, {runs[ARMS[0], seeds[0]]['prompts']} prompts")
     per_arm = {}
     for arm in ARMS:
         accuracies = [dict(runs[arm, seed]["accuracies"]) for seed in seeds]
         finals = [runs[arm, seed]["final_accuracy"] for seed in seeds]
         ahead = [final - runs[ARMS[0], seed]["final_accuracy"] for final, seed in zip(finals, seeds, strict=True)]
         reached = [next((step for step, value in run.items() if value >= target), None) for run in accuracies]
-        step_seconds = found[f"speed, {runs[arm, seeds[0]]['prompts']} prompts"]["arms"][arm]["seconds_per_step"]
+        known = speeds is not None and None not in reached
         per_arm[arm] = {
-            "accuracy_by_step": {step: statistics.fmean(run[step] for run in accuracies) for step in accuracies[0]},
+            "accuracy_by_step": {
+                step: statistics.fmean(run[step] for run in accuracies)
+                for step in sorted(set.intersection(*map(set, accuracies)))
+            },
             "final_minus_trl": {"mean": statistics.fmean(ahead), "by_seed": ahead},
             "steps_to_target": reached,
-            "seconds_to_target": None if None in reached else statistics.fmean(reached) * step_seconds["median"],
+            "seconds_to_target": statistics.fmean(reached) * speeds["arms"][arm]["seconds_per_step"]["median"]
+            if known
+            else None,
         }
     return {"seeds": seeds, "target": target, "arms": per_arm}
 
@@ -389,8 +397,8 @@ def write(section: str, figures: dict[str, Any]) -> None:
     """Add to the file of figures; what it holds of other runs stays."""
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     found[section] = figures
-    if all(any(run.get("arm") == arm for run in found.values()) for arm in ARMS):
-        found["summary"] = summary(found)
+    if together := summary(found):
+        found["summary"] = together
     RESULTS.write_text(json.dumps(dict(sorted(found.items())), indent=2) + "\n")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rates import EngineRates
+from april.rates import EngineRates, crowded_tokens
 
 Floats = NDArray[np.float64]
 
@@ -90,20 +90,13 @@ class Workload:
             if version >= skip:
                 prompts = (ran & (before == 0)).sum() * self.prompt_tokens
                 again = before[resumed].sum() + resumed.sum() * self.prompt_tokens
-                crowded = self._crowded(start[ran], (start + progress)[ran])
-                seconds += self.rates.seconds(end, progress.sum(), crowded, read, prompts, again)
+                crowded = crowded_tokens(start, start + progress, self.slots, np.array([end]))
+                seconds += self.rates.seconds(end, progress.sum(), crowded[0], read, prompts, again)
                 stale += float((version - begun[chosen]).mean())
                 sampled, depth = sampled + progress.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
         occupancy = sampled / max(depth * self.slots, 1e-9)
         return Forecast(target, sampled / max(seconds, 1e-12), stale / max(steps - skip, 1), occupancy)
-
-    def _crowded(self, start: Floats, end: Floats) -> float:
-        """Tokens sampled by those that decode beyond half the slots."""
-        times = np.concatenate((start, end))
-        order = np.argsort(times, kind="stable")
-        running = np.cumsum(np.concatenate((np.ones(len(start)), -np.ones(len(end))))[order])
-        return float(np.maximum(running[:-1] - self.slots / 2, 0.0) @ np.diff(times[order]))
 
     def _end(
         self, complete: Floats, starts: Floats, begun: NDArray[np.int64], version: int

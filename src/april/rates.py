@@ -70,9 +70,8 @@ class EngineRates:
         by_time = np.argsort(until, kind="stable")
         clock = np.interp(first, until[by_time], np.maximum.accumulate(own[by_time]))
         enters = np.where(rows, 0.0, np.maximum(clock - first_tokens, 0.0))
-        one_each = np.ones(len(begun))
-        sampled = _integral(enters, enters + tokens, one_each, own)
-        crowded = _integral(enters, enters + tokens, one_each, own, above=slots / 2)
+        sampled = _integral(enters, enters + tokens, np.ones(len(begun)), own)
+        crowded = crowded_tokens(enters, enters + tokens, slots, own)
         part = np.arange(PARTS)[:, None] / PARTS
         held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
         into, out = enters + tokens * part, enters + tokens * (part + 1 / PARTS)
@@ -108,6 +107,11 @@ class EngineRates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.costs = np.array(state["costs"])
         self._normal, self._target = np.array(state["normal"]), np.array(state["target"])
+
+
+def crowded_tokens(start: Floats, end: Floats, slots: int, at: Floats) -> Floats:
+    """Tokens that have been sampled beyond half the slots by each of `at`, if each stay samples from start to end."""
+    return _integral(start, end, np.ones(len(start)), at, above=slots / 2)
 
 
 def _peak(start: Floats, end: Floats) -> int:
