@@ -70,7 +70,11 @@ def test_a_running_server(transfer: str, kind: Kind, server: Server, models: lis
         train_dataset=rows(),
         processing_class=tiny.tokenizer(),
         partial_rollouts=PartialRollouts(
-            over_sampling_batch_size=8, engine=kind.name, urls=(server.url,), weight_transfer=transfer
+            # Of 4 groups a step, at most 2 go over to the next one, so every step has new tokens.
+            over_sampling_batch_size=6,
+            engine=kind.name,
+            urls=(server.url,),
+            weight_transfer=transfer,
         ),
     )
     try:
