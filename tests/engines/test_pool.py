@@ -130,7 +130,7 @@ def check(sample: Sample) -> None:
 
 async def run(pool: EnginePool, samples: list[Sample], until: int | None = None) -> None:
     by_id = {sample.id: sample for sample in samples}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while any(s.finish is None for s in samples) and (until is None or sum(s.length for s in samples) < until):
             for chunk in await pool.poll():
                 assert chunk.error is None
@@ -239,7 +239,7 @@ async def test_a_replica_lost_in_mid_flight(trouble: str) -> None:
         assert finished(samples)
         assert {v for s in samples for v in s.versions} == {1}
         victim.restart()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not pool.replicas[0].ready:
                 await asyncio.sleep(0.01)
         assert victim.updates == [1, 1]
@@ -407,7 +407,7 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
             seed=seed % 1000,
         )
         trouble = asyncio.create_task(make_trouble())
-        async with rollouts, asyncio.timeout(30):
+        async with rollouts, asyncio.timeout(120):
             for version in range(3):
                 while rollouts.version < version:
                     # One that dies in mid-update fails it for all; the trainer tries again.
@@ -433,7 +433,7 @@ async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares
         await pool.update_weights(2)
         assert second.version == 1
         second.restart()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while second.version != 2:
                 await asyncio.sleep(0.01)
         assert second.updates == [1, 2]
