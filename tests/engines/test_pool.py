@@ -350,9 +350,29 @@ async def test_a_replica_that_died_between_steps_does_not_stop_an_update() -> No
         await pool.update_weights(1, "one")
         assert good.version == 1
         assert not pool.replicas[1].ready
-        good.alive = False
-        with pytest.raises(EngineError, match=r"no replica is ready to take them up: good: .*; dead: "):
-            await pool.update_weights(2, "two")
+
+
+async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
+    one, other = Machine("one"), Machine("other")
+    async with pool_of(one, other) as pool:
+        one.alive = other.alive = False
+        update = asyncio.create_task(pool.update_weights(1, "one"))
+        while any(replica.state is not State.LOST for replica in pool.replicas):
+            await asyncio.sleep(0)
+        assert not update.done()
+        one.restart()
+        async with asyncio.timeout(120):
+            await update
+        assert one.version == pool.version == 1
+
+
+async def test_an_update_gives_up_when_no_replica_comes_back() -> None:
+    one, other = Machine("one"), Machine("other")
+    async with pool_of(one, other, patience=0.1) as pool:
+        one.alive = other.alive = False
+        with pytest.raises(EngineError, match=r"weights 1: no replica was ready for 0\.1 s: one: .*; other: "):
+            await pool.update_weights(1, "one")
+        assert pool.version == 0
 
 
 async def test_a_sample_that_does_not_fit_is_refused_at_once() -> None:

@@ -75,7 +75,7 @@ class EnginePool:
             handed on.
         affinity: how much more load, as a share of its slots, a replica may have and still be given back the samples
             whose prefixes it holds.
-        patience: seconds to wait with no replica ready before the pool itself fails.
+        patience: seconds to wait with no replica ready, in a step or before an update, before the pool itself fails.
         backlog: chunks kept for a slow reader before replicas are left unread.
     """
 
@@ -210,19 +210,31 @@ class EnginePool:
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Have all replicas go over to policy `version` together.
 
-        A replica that is lost, or found to be, gets the weights when it comes back.
+        A replica that is lost, or found to be, gets the weights when it comes back. If all are, the first to come back
+        within `patience` is waited for.
 
         Raises:
             ValueError: there are no weights there; nothing has changed.
-            EngineError: a replica failed to take the weights up, and the message names it. The pool stays at its
-                version: the other replicas are given their former weights back before they get work, and the update
-                may be tried again.
+            EngineError: no replica came back, or one failed to take the weights up, and the message names it. The pool
+                stays at its version: the other replicas are given their former weights back before they get work, and
+                the update may be tried again.
         """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience
+        while not await self._all_go_over(version, weights):
+            if loop.time() >= until:
+                raise EngineError(
+                    f"weights {version}: no replica was ready for {self._patience:g} s: {self._reasons()}"
+                )
+            await asyncio.sleep(min(0.5, self._patience))
+
+    async def _all_go_over(self, version: int, weights: Any) -> bool:
+        """Whether there was a replica to go over."""
         async with self._updating:
             await asyncio.gather(*(self._find_out(replica) for replica in self.replicas))
             targets = [replica for replica in self.replicas if replica.state is not State.LOST]
             if not targets:
-                raise EngineError(f"weights {version}: no replica is ready to take them up: {self._reasons()}")
+                return False
             results = await asyncio.gather(
                 *(self._give(replica, version, weights) for replica in targets), return_exceptions=True
             )
@@ -236,7 +248,7 @@ class EnginePool:
                     replica.state, replica.failures = State.READY, 0
                 if getattr(targets[0].engine, "on_update", "recompute") == "recompute":
                     self._home.clear()
-                return
+                return True
             for replica in targets:
                 replica.state, replica.reason = State.TORN, f"the update to version {version} failed"
                 if self._updated:
