@@ -270,7 +270,38 @@ def staleness_grid(records: Sequence[Record]) -> dict[str, Any]:
         for correction in CORRECTIONS
         if correction in known
     }
-    return {"synchronous": spread(list(synchronous.values())), "rows": rows, "by_correction": by_correction}
+    return {
+        "synchronous": spread(list(synchronous.values())),
+        "rows": rows,
+        "by_correction": by_correction,
+        "bounds": what_bounds_add(cells),
+    }
+
+
+def what_bounds_add(cells: Mapping[tuple[float, int | None, str], Sequence[Record]]) -> dict[str, Any]:
+    """By correction and bound: accuracy minus that without a bound, at the same N'/N with the same seed."""
+    free = {
+        (over_sampling, correction, r["seed"]): final_accuracy(r)
+        for (over_sampling, bound, correction), runs in cells.items()
+        if bound is None
+        for r in runs
+    }
+    gains = defaultdict(list)
+    for (over_sampling, bound, correction), runs in cells.items():
+        for r in runs:
+            other = free.get((over_sampling, correction, r["seed"]))
+            if bound is not None and other is not None:
+                gains[correction, bound].append(final_accuracy(r) - other)
+    bounds = sorted({bound for _, bound in gains})
+    return {
+        correction: {
+            str(bound): bootstrap(
+                [g for (c, b), of in gains.items() if b == bound and correction in (c, "all") for g in of]
+            )
+            for bound in bounds
+        }
+        for correction in ("all", *CORRECTIONS)
+    }
 
 
 def mean(values: Sequence[float | None]) -> float | None:

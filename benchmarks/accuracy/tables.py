@@ -82,6 +82,12 @@ def staleness(grid: Figures) -> Iterator[str]:
     yield from head("correction", *("all" if name == "all" else f"N'/N = {name}" for name in columns))
     for correction, found in grid["by_correction"].items():
         yield row(correction, *(f"{interval(found[name])} ({found[name]['pairs']})" for name in columns))
+    yield ""
+    yield "What a bound adds: the difference from the run of the same seed at the same N'/N without one."
+    yield ""
+    yield from head("correction", *(f"bound {bound}" for bound in grid["bounds"]["all"]))
+    for correction, found in grid["bounds"].items():
+        yield row(correction, *(f"{interval(gain)} ({gain['pairs']})" for gain in found.values()))
 
 
 INTERVAL = "95 % bootstrap interval of the mean over pairs of runs with the same seed"

@@ -124,6 +124,25 @@ def test_a_correction_breaks_where_it_falls_below_the_synchronous_runs() -> None
     assert not rows["tis"]["breaks"]
 
 
+def test_a_bound_is_compared_with_none_at_the_same_over_sampling_and_seed() -> None:
+    records = []
+    for seed in range(3):
+        for over_sampling, bound, end in (
+            (2.0, None, 0.6),
+            (2.0, 1, 0.7),
+            (4.0, None, 0.3),
+            (4.0, 5, 0.5),
+            (3.0, 2, 0.9),
+        ):
+            run = Cell("staleness", "gcd", "grpo", "tis", over_sampling, bound, seed)
+            records.append(cell(run, [0.5, end, end]))
+    bounds = analysis.staleness_grid(records)["bounds"]
+    assert bounds["tis"].keys() == {"1", "5"}, "there is no run without a bound beside the third"
+    assert bounds["tis"]["1"]["mean"] == pytest.approx(0.1)
+    assert bounds["all"]["5"]["mean"] == pytest.approx(0.2)
+    assert bounds["none"]["1"]["pairs"] == 0
+
+
 def test_kept_caches_and_longer_runs_are_compared_with_their_own_kind() -> None:
     records = []
     for seed in range(3):
