@@ -183,3 +183,10 @@ def test_it_is_saved_and_restored() -> None:
     again.load_state_dict(json.loads(json.dumps(model.state_dict())))
     assert (again.survival == model.survival).all()
     assert again.correlation == model.correlation
+
+
+def test_a_response_that_ended_without_a_token_counts_as_the_shortest() -> None:
+    model = LengthModel(CAP)
+    model.observe([0] * 50, [0] * 50, [True] * 50)
+    assert model.finished[0] == 50
+    assert model.survival[1] < 0.05

@@ -91,9 +91,9 @@ class LengthModel:
             finished: whether it finished.
         """
         start, end, done = np.asarray(before, float), np.asarray(after, float), np.asarray(finished, bool)
-        bin_of = np.searchsorted(self.edges, end, "left") - 1
+        bin_of = np.maximum(np.searchsorted(self.edges, end, "left") - 1, 0)  # an empty response is in the first
         stopped = done & (end < self.max_tokens)
-        left = np.where(stopped, self._places[1:][np.clip(bin_of, 0, None)], self._place(end))
+        left = np.where(stopped, self._places[1:][bin_of], self._place(end))
         self.at_risk = self.decay * self.at_risk + self._passed(left) - self._passed(self._place(start))
         self.finished = self.decay * self.finished
         np.add.at(self.finished, bin_of[stopped], 1.0)
