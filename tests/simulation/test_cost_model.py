@@ -39,7 +39,15 @@ def test_a_cost_model_survives_its_file(tmp_path: Path) -> None:
         ({"decode_seconds": [0.1]}, "decode_seconds"),
         ({"decode_batches": [4, 1]}, "decode_batches"),
         ({"kv_token_seconds": -1.0}, "kv_token_seconds"),
-        ({"slots": "many"}, "no cost model"),
+        ({"slots": "many"}, "no cost model: slots = 'many'"),
+        ({"slots": 8.5}, "slots = 8.5"),
+        ({"kv_tokens": 1e5}, "kv_tokens = 100000.0"),
+        ({"decode_batches": [0, 4]}, "decode_batches"),
+        ({"decode_seconds": [0.1, None]}, "decode_seconds"),
+        ({"decode_seconds": [0.1, float("inf")]}, "decode_seconds"),
+        ({"update_seconds": "1"}, "update_seconds = '1'"),
+        ({"update_seconds": float("nan")}, "update_seconds = nan"),
+        ({"prefix_caching": "no"}, "prefix_caching = 'no'"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, change: dict[str, object], message: str) -> None:

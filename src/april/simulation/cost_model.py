@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,18 @@ class CostModel:
             if not condition:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
 
-        require(self.slots >= 1, "slots", "an engine needs at least one")
-        require(self.kv_tokens >= 1, "kv_tokens", "must be positive")
+        require(_whole(self.slots), "slots", "an engine needs a whole number of them, at least one")
+        require(_whole(self.kv_tokens), "kv_tokens", "must be a whole number, at least one")
         require(len(self.decode_batches) >= 1, "decode_batches", "needs at least one batch size")
+        require(all(map(_whole, self.decode_batches)), "decode_batches", "must be whole numbers, at least one")
         require(list(self.decode_batches) == sorted(set(self.decode_batches)), "decode_batches", "must go up")
         matching = len(self.decode_seconds) == len(self.decode_batches)
         require(matching, "decode_seconds", "needs one entry for each of decode_batches")
-        require(all(s > 0 for s in self.decode_seconds), "decode_seconds", "must be positive")
+        require(all(_finite(s) and s > 0 for s in self.decode_seconds), "decode_seconds", "must be positive numbers")
         for name in COSTS:
-            require(getattr(self, name) >= 0, name, "must not be negative")
+            seconds = getattr(self, name)
+            require(_finite(seconds) and seconds >= 0, name, "must be a number, not negative")
+        require(isinstance(self.prefix_caching, bool), "prefix_caching", "must be true or false")
 
     def base(self, slots: int | None = None) -> NDArray[np.float64]:
         """Seconds of a decode step without its attention, by batch size, shape [slots + 1]; entry 0 is 0."""
@@ -121,6 +126,14 @@ class CostModel:
             return cls(**state)
         except (KeyError, TypeError, ValueError) as error:
             raise CostModelError(f"{path}: no cost model: {error}") from None
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 COSTS = (
