@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -79,6 +80,20 @@ def _fail(message: str) -> int:
     for line in message.splitlines():
         print(f"april: {line}", file=sys.stderr)
     return 2
+
+
+def _ready_for_output(directory: Path) -> None:
+    """Make the directory and see that it takes a file: before the work, not when its result is lost.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output: nothing can be written to {directory}: {error.strerror}") from None
 
 
 def train(args: list[str]) -> int:
@@ -335,7 +350,7 @@ def simulate(args: list[str]) -> int:
 
     recipe = read_recipe([str(settings.recipe), "--model.path", settings.model, *flags], "april simulate", "")
     for name in ("gpus", "price", "steps"):
-        if getattr(settings, name) <= 0:
+        if not 0 < getattr(settings, name) < float("inf"):
             return _fail(f"--{name} {getattr(settings, name)}: must be positive")
     if not 0 <= settings.training_gpus < settings.gpus:
         return _fail(f"--training-gpus {settings.training_gpus}: must leave at least one of --gpus {settings.gpus}")
@@ -359,6 +374,7 @@ def simulate(args: list[str]) -> int:
         train_token_seconds=training,
         price=settings.price,
     )
+    _ready_for_output(settings.output)
     points = []
     try:
         with Console(stderr=True).status("") as status:
@@ -380,7 +396,6 @@ def simulate(args: list[str]) -> int:
         f"{'the same GPUs' if colocated else f'{settings.training_gpus} GPUs of its own'}. "
         f"A GPU costs {settings.price:g} an hour."
     )
-    settings.output.mkdir(parents=True, exist_ok=True)
     text = simulation_page(title, subtitle, points, chosen, assumptions)
     (settings.output / "simulation.html").write_text(text, encoding="utf-8")
     document = {
@@ -393,7 +408,10 @@ def simulate(args: list[str]) -> int:
     (settings.output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"{title}\n{subtitle}")
     print_points(points, chosen)
-    print(f"{assumptions}\n\nTokens per second of rollout; cost of a million consumed tokens, training included.")
+    explained = (
+        f"\n{assumptions}\n\nTokens per second of rollout; cost of a million consumed tokens, training included."
+    )
+    Console().print(explained, markup=False, highlight=False)
     print(f"recommended: {chosen.name}")
     print(f"written: {settings.output / 'simulation.html'}")
     return 0
@@ -423,6 +441,9 @@ def calibrate(args: list[str]) -> int:
         if getattr(settings, name) < 1:
             return _fail(f"--{name} {getattr(settings, name)}: must be at least 1")
     recipe = read_recipe([str(settings.recipe), *flags], "april calibrate", "")
+    if settings.output.is_dir():
+        return _fail(f"--output {settings.output}: this is a directory; name a file")
+    _ready_for_output(settings.output.parent)
     from april.engine import EngineError
     from april.simulation.calibration import calibrate_recipe
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from april.engine import EngineError
 from april.engines.simulated import SimulatedEngine
 from april.simulation.calibration import Calibration, Decoding, Prefill, Serving, calibrate
 from april.simulation.cost_model import CostModel
@@ -93,6 +94,29 @@ def test_the_sweep_finds_the_costs_of_an_engine_that_has_known_ones() -> None:
     assert found.update_seconds == pytest.approx(0.7)
     assert found.interrupt_seconds == pytest.approx(0.05)
     assert max(found.errors.values()) < 0.03
+
+
+def test_a_context_too_short_for_the_sweep_is_an_error_and_no_endless_wait() -> None:
+    async def main() -> None:
+        endless = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9, prompt_tokens=8)
+        engine = SimulatedEngine(TRUE, endless, stream_seconds=0.003)
+        engine.capacity = replace(engine.capacity, context_length=48)
+        await calibrate(engine, engine.update_weights, longest=400, steps=64, clock=asyncio.get_running_loop().time)
+
+    with pytest.raises(EngineError, match="give the engine a longer context"):
+        run(main())
+
+
+@pytest.mark.parametrize(("output", "message"), [("", "is a directory"), ("recipe.toml/x.json", "nothing can be")])
+def test_where_the_cost_model_goes_is_looked_at_before_anything_is_measured(
+    tmp_path: Path, output: str, message: str
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[model]\npath = "no/such"\n[task]\nkind = "reasoning_gym"\nname = "gcd"\n')
+    command = [sys.executable, "-m", "april", "calibrate", "recipe.toml", "--output", str(tmp_path / output)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_calibrate_writes_a_cost_model_of_the_embedded_engine(tmp_path: Path) -> None:

@@ -345,12 +345,18 @@ class Sweep:
             made.append(Sample(next(self._groups), 0, ids, sampling, int(self._rng.integers(2**60))))
         return made
 
-    async def _receive(self, waiting: dict[str, int]) -> None:
-        """Count what comes, and let go of the samples that are done."""
-        for chunk in await self._engine.poll():
-            if chunk.error is not None:
-                raise EngineError(f"a request of the calibration failed: {chunk.error}")
-            waiting[chunk.sample_id] += len(chunk.token_ids)
+    async def _receive(self, tokens: dict[str, int], enough: int) -> None:
+        """Count what comes, until every sample has `enough` tokens."""
+        while min(tokens.values()) < enough:
+            for chunk in await self._engine.poll():
+                if chunk.error is not None:
+                    raise EngineError(f"a request of the calibration failed: {chunk.error}")
+                tokens[chunk.sample_id] += len(chunk.token_ids)
+                if chunk.finish is not None and tokens[chunk.sample_id] < enough:
+                    raise EngineError(
+                        f"a response of the calibration ended after {tokens[chunk.sample_id]} tokens, where {enough} "
+                        "are needed: give the engine a longer context (context_length)"
+                    )
 
     async def _stop(self, samples: Sequence[Sample]) -> None:
         await self._engine.interrupt()
@@ -366,12 +372,9 @@ class Sweep:
         tokens = {sample.id: 0 for sample in samples}
         for sample in samples:
             self._engine.submit(sample)
-        while min(tokens.values()) < 2:
-            await self._receive(tokens)
+        await self._receive(tokens, 2)
         began, before = self._clock(), sum(tokens.values())
-        enough = max(tokens.values()) + steps
-        while min(tokens.values()) < enough:
-            await self._receive(tokens)
+        await self._receive(tokens, max(tokens.values()) + steps)
         seconds, after = self._clock() - began, sum(tokens.values())
         await self._stop(samples)
         kv_tokens = sum(lengths) + (before + after) / 2
@@ -386,8 +389,7 @@ class Sweep:
         began = self._clock()
         for sample in samples:
             self._engine.submit(sample)
-        while not all(received.values()):
-            await self._receive(received)
+        await self._receive(received, 1)
         seconds = self._clock() - began
         await self._stop(samples)
         return Prefill(lengths, seconds)
@@ -420,8 +422,7 @@ class Sweep:
         tokens = {sample.id: 0 for sample in samples}
         for sample in samples:
             self._engine.submit(sample)
-        while min(tokens.values()) < 2:
-            await self._receive(tokens)
+        await self._receive(tokens, 2)
         began = self._clock()
         await self._engine.interrupt()
         seconds = self._clock() - began

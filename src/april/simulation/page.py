@@ -16,19 +16,20 @@ COLUMNS = {
     "consumed/s": lambda p: f"{p.consumed_tokens_per_second:,.0f}",
     "generated/s": lambda p: f"{p.generated_tokens_per_second:,.0f}",
     "step": lambda p: seconds(p.step_seconds),
-    "slots": lambda p: percent(p.occupancy),
+    "slots": lambda p: f"{p.occupancy:.1%}",
     "stale": lambda p: f"{p.mean_staleness:.2f}",
     "p99": lambda p: f"{p.p99_staleness:.0f}",
-    "KV": lambda p: percent(p.peak_kv),
-    "cost": lambda p: f"{p.cost_per_million_tokens:.3g}",
+    "KV": lambda p: f"{p.peak_kv:.1%}",
+    "cost": lambda p: compact(p.cost_per_million_tokens),
 }
 
 
 def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
+    """A line for each setting; 80 columns are enough."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for point in points:
         cells = [cell(point) for cell in COLUMNS.values()]
         table.add_row(point.name, *cells, style="bold green" if point is chosen else "")
