@@ -313,7 +313,7 @@ class SimulationSettings:
     wrote."""
 
     recipe: tyro.conf.Positional[Path]
-    """The recipe. Its N, G, max_staleness, max_response_length, max_running, on_update and seed count."""
+    """The recipe. Its N, G, policy, order, max_staleness, max_response_length, max_running, on_update, seed count."""
     gpus: int = 8
     """GPUs in all, one engine on each that is not set aside for training."""
     training_gpus: int = 0
@@ -324,7 +324,8 @@ class SimulationSettings:
     model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] = "qwen3-8b"
     """The model's shape."""
     cost_model: Path | None = None
-    """A measured cost model, in place of the roofline's. Training time still comes from hardware and model."""
+    """A measured cost model, slots included, in place of the roofline's. Training time still comes from hardware and
+    model."""
     workload: str = "lognormal"
     """How long responses are: light, lognormal, heavy, bimodal, truncated, drifting or group-correlated."""
     price: float = 2.0
@@ -345,7 +346,7 @@ def simulate(args: list[str]) -> int:
     from april.simulation.cost_model import CostModel, CostModelError
     from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
     from april.simulation.page import print_points, simulation_page
-    from april.simulation.plan import Cluster, explore, recommended
+    from april.simulation.plan import Cluster, explore, recommended, targets
     from april.simulation.workload import WORKLOADS
 
     recipe = read_recipe([str(settings.recipe), "--model.path", settings.model, *flags], "april simulate", "")
@@ -376,11 +377,15 @@ def simulate(args: list[str]) -> int:
     )
     _ready_for_output(settings.output)
     points = []
+    count = 1 + len(targets(recipe))
     try:
-        with Console(stderr=True).status("") as status:
+        with Console(stderr=True).status(f"0 of {count} settings simulated") as status:
             for point in explore(recipe, WORKLOADS[settings.workload], cluster, settings.steps, settings.warm_up):
                 points.append(point)
-                status.update(f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
+                status.update(
+                    f"{len(points)} of {count} settings simulated; {point.name}: "
+                    f"{point.consumed_tokens_per_second:,.0f} consumed tokens/s"
+                )
     except ValueError as error:
         return _fail(str(error))
     chosen = recommended(points)
