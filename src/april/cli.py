@@ -346,7 +346,7 @@ def simulate(args: list[str]) -> int:
     from april.simulation.cost_model import CostModel, CostModelError
     from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
     from april.simulation.page import print_points, simulation_page
-    from april.simulation.plan import Cluster, explore, recommended, targets
+    from april.simulation.plan import Cluster, advice, arms, explore, recommended
     from april.simulation.workload import WORKLOADS
 
     recipe = read_recipe([str(settings.recipe), "--model.path", settings.model, *flags], "april simulate", "")
@@ -377,7 +377,7 @@ def simulate(args: list[str]) -> int:
     )
     _ready_for_output(settings.output)
     points = []
-    count = 1 + len(targets(recipe))
+    count = len(arms(recipe))
     try:
         with Console(stderr=True).status(f"0 of {count} settings simulated") as status:
             for point in explore(recipe, WORKLOADS[settings.workload], cluster, settings.steps, settings.warm_up):
@@ -401,7 +401,7 @@ def simulate(args: list[str]) -> int:
         f"{'the same GPUs' if colocated else f'{settings.training_gpus} GPUs of its own'}. "
         f"A GPU costs {settings.price:g} an hour."
     )
-    text = simulation_page(title, subtitle, points, chosen, assumptions)
+    text = simulation_page(title, subtitle, points, chosen, f"{advice(chosen)} {assumptions}".strip())
     (settings.output / "simulation.html").write_text(text, encoding="utf-8")
     document = {
         "command": " ".join(["april", "simulate", *args]),
@@ -418,6 +418,8 @@ def simulate(args: list[str]) -> int:
     )
     Console().print(explained, markup=False, highlight=False)
     print(f"recommended: {chosen.name}")
+    if hint := advice(chosen):
+        Console().print(hint, markup=False, highlight=False)
     print(f"written: {settings.output / 'simulation.html'}")
     return 0
 

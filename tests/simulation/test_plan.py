@@ -41,7 +41,9 @@ def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path:
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
     synchronous, *partial = document["settings"]
-    assert [point["over_sampling_batch_size"] for point in partial] == [4, 5, 6, 8, 10, 12]
+    assert [point["over_sampling_batch_size"] for point in partial[:-1]] == [4, 5, 6, 8, 10, 12]
+    assert partial[-1]["automatic"]
+    assert partial[-1]["max_staleness"] <= 2
     assert all(point["max_staleness"] <= 2 for point in partial)
     assert synchronous["max_staleness"] == 0
     assert partial[3]["consumed_tokens_per_second"] > synchronous["consumed_tokens_per_second"]
@@ -63,7 +65,9 @@ def test_a_simulation_goes_by_the_policy_and_the_order_of_the_recipe(tmp_path: P
         return document["settings"][1:]
 
     bounded, other_order, paper = partial(), partial("--order", "shortest"), partial("--policy", "april-paper")
-    assert [point["over_sampling_batch_size"] for point in bounded] == [4, 5, 6, 8]
+    assert [point["over_sampling_batch_size"] for point in bounded[:-1]] == [4, 5, 6, 8]
+    assert [point["automatic"] for point in bounded] == [False] * 4 + [True]
+    assert 4 <= bounded[-1]["over_sampling_batch_size"] <= 8
     assert max(point["max_staleness"] for point in bounded) <= 1
     assert [point["over_sampling_batch_size"] for point in paper] == [4, 5, 6, 8, 10, 12, 16, 24], "it has no bound"
     assert max(point["max_staleness"] for point in paper) > 1
@@ -94,6 +98,7 @@ def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
         name="N' = 12,288",
         over_sampling_batch_size=12_288,
         synchronous=False,
+        automatic=False,
         consumed_tokens_per_second=9_876_543.2,
         generated_tokens_per_second=9_876_543.2,
         step_seconds=1234.5,

@@ -40,11 +40,12 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
     """The page: the frontier of throughput against staleness, what goes with it, and every figure.
 
     Args:
-        points: synchronous first, then by N'.
+        points: synchronous first.
         chosen: the one recommended.
         assumptions: what the figures rest on, in plain sentences.
     """
     synchronous, *partial = points
+    partial.sort(key=lambda point: point.mean_staleness)
     gain = chosen.consumed_tokens_per_second / synchronous.consumed_tokens_per_second - 1
     tiles = [
         Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
@@ -61,7 +62,8 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
         "Consumed tokens/s against mean staleness",
         stale,
         [
-            Series("partial rollouts", [p.consumed_tokens_per_second for p in partial], "c-blue", dots=True),
+            Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
+            Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
             Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
         ],
         y_range=(0, None),
@@ -79,7 +81,8 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
             Section(
                 "Throughput against staleness",
                 frontier,
-                "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older.",
+                "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older. "
+                "The automatic choice learns the lengths as it goes, and takes the least N' that costs little.",
             ),
             Section("What fills the engines", others),
             Section(
@@ -93,6 +96,10 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
         ],
         "Written by april simulate. Simulated, not measured: a cost model of april calibrate comes nearer.",
     )
+
+
+def _rates(points: Sequence[Point], automatic: bool) -> list[float | None]:
+    return [p.consumed_tokens_per_second if p.automatic is automatic else None for p in points]
 
 
 def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
