@@ -327,6 +327,19 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_policy_is_trained_without_dropout(checkpointing: bool) -> None:
+    """Engines sample without it."""
+    updates = []
+    for dropout in (0.0, 0.5):
+        settings = recipe(algorithm="ppo", kl_coef=0.1)
+        settings.training.gradient_checkpointing = checkpointing
+        learner = Learner(tiny.model(sharpness=1.0, attention_dropout=dropout).train(), settings)
+        learner.packs = False  # packed attention knows no dropout
+        updates.append(learner.train(rollout(1), 1))
+    assert updates[0] == updates[1]
+
+
 def test_training_makes_better_samples_likelier() -> None:
     learner = Learner(tiny.model(sharpness=1.0), recipe(correction="none"))
     step = rollout(2)
