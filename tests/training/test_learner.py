@@ -127,6 +127,8 @@ def check_row(sample: Sample, batch: Batch, row: int) -> None:
     mask = batch.mask[row, where]
     torch.testing.assert_close(batch.behaviour[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
     assert (VERSION - batch.ages[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
+    assert not batch.behaviour[row][~batch.mask[row]].any()
+    assert not batch.ages[row][~batch.mask[row]].any()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

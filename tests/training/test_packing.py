@@ -53,6 +53,34 @@ def test_packed_and_padded_agree(architecture: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+def test_positions_begin_anew_in_each_sequence() -> None:
+    """Rotary attention does not notice; learned positions do."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "bos_token_id": None, "eos_token_id": None}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=101, **shape)).eval()
+    assert can_pack(model)
+    batch = ragged((31, 30, 17, 5), 101)
+    with torch.no_grad(), packed_attention(model):
+        packed, _ = token_scores(model, batch, 1.0)
+    with torch.no_grad():
+        padded, _ = token_scores(model, batch, 1.0)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+def test_the_heads_bias_counts() -> None:
+    model = tiny.model()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(101, generator=torch.Generator().manual_seed(0)))
+    check_head(model)
+
+
+def test_flash_attention_is_told_where_sequences_end() -> None:
+    flash = Packing([5, 7, 2], torch.device("cpu")).flash
+    for side in ("q", "k"):
+        assert flash[f"cu_seq_lens_{side}"].tolist() == [0, 5, 12, 14]
+        assert flash[f"cu_seq_lens_{side}"].dtype == torch.int32
+        assert flash[f"max_length_{side}"] == 7
+
+
 def test_logits_of_an_unknown_kind_are_refused() -> None:
     class Doubled(transformers.Qwen3ForCausalLM):
         def forward(self, *args, **settings):  # type: ignore[no-untyped-def]

@@ -30,7 +30,7 @@ from april.algorithms import advantages as estimators
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algorithm
 from april.algorithms.corrections import Correction, Diagnostics, correct, diagnostics
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
-from april.algorithms.losses import LOSSES, aggregate, kl, value_clip
+from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.config import AlgorithmSettings, Recipe, TrainingSettings
 from april.step import Step
 from april.training.batch import Batch, micro_batches
@@ -248,7 +248,7 @@ class Learner:
         if not self.penalised:
             tokens = tokens + chosen.kl_coefficient * divergence
         if self.entropy_coef:
-            tokens = tokens - self.entropy_coef * entropy
+            tokens = tokens + self.entropy_coef * entropy_bonus(entropy, mask)
         met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped)
         loss = aggregate(tokens, mask, chosen.aggregation, denominator)
         return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
