@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 from contextlib import nullcontext
 
@@ -106,6 +107,9 @@ def test_micro_batches_partition_the_samples_within_the_budget(seed: int, max_to
     batch = dataclasses.replace(Batch.of(samples, VERSION), advantages=torch.arange(float(len(samples))))
     parts = list(micro_batches(batch.lengths, range(len(batch)), max_tokens, packed))
     assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+    for part, following in itertools.pairwise(parts):
+        joined = [batch.lengths[row] for row in (*part, following[0])]
+        assert (sum(joined) if packed else len(joined) * max(joined)) > max_tokens, "as full as it can be"
     for part in parts:
         micro = batch.rows(part)
         rows, width = micro.input_ids.shape

@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.algorithms.logprobs import logprobs_from_logits
 from april.training.batch import Batch
 from april.training.forward import check_head, token_scores
 from april.training.learner import Learner
@@ -51,6 +52,23 @@ def test_packed_and_padded_agree(architecture: str) -> None:
     torch.testing.assert_close(packed_entropy, entropy, atol=1e-5, rtol=1e-5)
     for a, b in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "setting"),
+    [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 0.2}), ("cohere", {"logit_scale": 5.0})],
+)
+@torch.no_grad()
+def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, setting: dict[str, float]) -> None:
+    model = architectures.model(architecture, **setting)
+    architectures.sharpen(model, 0.2)
+    batch = ragged((12, 12), architectures.VOCABULARY)
+    logits = model(input_ids=batch.input_ids).logits[:, :-1]
+    found, wanted = token_scores(model, batch, 0.7), logprobs_from_logits(logits, batch.input_ids[:, 1:], 0.7)
+    for mine, own in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine[batch.mask], own[batch.mask], atol=1e-5, rtol=1e-5)
+    plain = logprobs_from_logits(logits, batch.input_ids[:, 1:])[0]
+    assert (found[0] - plain)[batch.mask].abs().max() > 0.1
 
 
 def test_positions_begin_anew_in_each_sequence() -> None:
