@@ -56,7 +56,11 @@ def test_packed_and_padded_agree(architecture: str) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "setting"),
-    [("gemma2", {"final_logit_softcapping": 0.5}), ("granite", {"logits_scaling": 0.2}), ("cohere", {"logit_scale": 5.0})],
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("granite", {"logits_scaling": 0.2}),
+        ("cohere", {"logit_scale": 5.0}),
+    ],
 )
 @torch.no_grad()
 def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, setting: dict[str, float]) -> None:
@@ -69,6 +73,21 @@ def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, sett
         torch.testing.assert_close(mine[batch.mask], own[batch.mask], atol=1e-5, rtol=1e-5)
     plain = logprobs_from_logits(logits, batch.input_ids[:, 1:])[0]
     assert (found[0] - plain)[batch.mask].abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_scores_of_attention_are_capped_packed_too() -> None:
+    results = []
+    for cap in (0.3, None):
+        model = architectures.model("gemma2", attn_logit_softcapping=cap, query_pre_attn_scalar=8)
+        architectures.sharpen(model, 0.5)
+        batch = ragged((31, 17, 5), architectures.VOCABULARY)
+        padded, _ = token_scores(model, batch, 1.0)
+        with packed_attention(model):
+            packed, _ = token_scores(model, batch, 1.0)
+        torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-4)
+        results.append(packed)
+    assert (results[0] - results[1]).abs().max() > 0.1, "the cap matters here"
 
 
 def test_positions_begin_anew_in_each_sequence() -> None:
