@@ -82,6 +82,21 @@ def test_a_name_gives_the_published_settings() -> None:
     assert found == PUBLISHED
 
 
+def test_each_algorithm_names_its_papers() -> None:
+    assert {name: entry.sources for name, entry in ALGORITHMS.items()} == {
+        "grpo": ("2402.03300",),
+        "dr_grpo": ("2503.20783",),
+        "dapo": ("2503.14476",),
+        "gspo": ("2507.18071",),
+        "gspo_token": ("2507.18071",),
+        "cispo": ("2506.13585", "2510.13786"),
+        "rloo": ("2402.14740",),
+        "reinforce_plus_plus": ("2501.03262",),
+        "reinforce_plus_plus_baseline": ("2501.03262",),
+        "ppo": ("1707.06347", "1506.02438", "2203.02155"),
+    }
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_called_by_itself_has_the_same_clip_range(name: str) -> None:
     own = {key: parameter.default for key, parameter in inspect.signature(LOSSES[name]).parameters.items()}

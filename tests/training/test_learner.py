@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 from contextlib import nullcontext
 
@@ -106,6 +107,9 @@ def test_micro_batches_partition_the_samples_within_the_budget(seed: int, max_to
     batch = dataclasses.replace(Batch.of(samples, VERSION), advantages=torch.arange(float(len(samples))))
     parts = list(micro_batches(batch.lengths, range(len(batch)), max_tokens, packed))
     assert sorted(i for part in parts for i in part) == list(range(len(samples)))
+    for part, following in itertools.pairwise(parts):
+        joined = [batch.lengths[row] for row in (*part, following[0])]
+        assert (sum(joined) if packed else len(joined) * max(joined)) > max_tokens, "as full as it can be"
     for part in parts:
         micro = batch.rows(part)
         rows, width = micro.input_ids.shape
@@ -127,6 +131,8 @@ def check_row(sample: Sample, batch: Batch, row: int) -> None:
     mask = batch.mask[row, where]
     torch.testing.assert_close(batch.behaviour[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
     assert (VERSION - batch.ages[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
+    assert not batch.behaviour[row][~batch.mask[row]].any()
+    assert not batch.ages[row][~batch.mask[row]].any()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -325,6 +331,19 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     assert moved[0] > 1e-3
     for a, b in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_policy_is_trained_without_dropout(checkpointing: bool) -> None:
+    """Engines sample without it."""
+    updates = []
+    for dropout in (0.0, 0.5):
+        settings = recipe(algorithm="ppo", kl_coef=0.1)
+        settings.training.gradient_checkpointing = checkpointing
+        learner = Learner(tiny.model(sharpness=1.0, attention_dropout=dropout).train(), settings)
+        learner.packs = False  # packed attention knows no dropout
+        updates.append(learner.train(rollout(1), 1))
+    assert updates[0] == updates[1]
 
 
 def test_training_makes_better_samples_likelier() -> None:

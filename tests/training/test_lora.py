@@ -65,6 +65,27 @@ def test_merged_weights_compute_the_same_and_leave_training_alone() -> None:
         assert torch.equal(tensor, before[name])
 
 
+@torch.no_grad()
+def test_the_settings_are_the_adapters() -> None:
+    """The chosen layers have adapters that add alpha / rank · B A; what no adapter changes is as it was."""
+    chosen = settings()
+    chosen.lora = LoraSettings(rank=3, alpha=12, target_modules=("q_proj", "v_proj"))
+    model = architectures.model("qwen2")  # with biases beside the adapted weights
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapters = Learner(model, chosen).adapters
+    state = adapters.state_dict()
+    assert {name.split(".")[-4] for name in state} == {"q_proj", "v_proj"}
+    for name, tensor in state.items():
+        assert tensor.shape[1 if "lora_B" in name else 0] == 3
+        tensor.normal_(std=0.1)
+    merged = dict(adapters.merged())
+    assert any(name.endswith("q_proj.bias") for name in merged)
+    for name, tensor in merged.items():
+        owner = name.removesuffix(".weight")
+        a, b = (state.get(f"{owner}.lora_{side}.default.weight") for side in "AB")
+        torch.testing.assert_close(tensor, start[name] if a is None else start[name] + 4 * b @ a)
+
+
 async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Path) -> None:
     learner = Learner(tiny.model(sharpness=3.0), settings(kl_coef=0.0))
     engine = EmbeddedEngine(learner.served)

@@ -53,12 +53,14 @@ def test_the_logits_of_the_batch_never_exist(settings: dict[str, object], monkey
     assert whole > logits / 2, "this would see them if they did"
 
 
-def test_gradient_checkpointing_keeps_less_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("loss", ["loss", "value_loss"])
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(loss: str) -> None:
+    """Of the policy and of its critic, of a model in the mode in which `from_pretrained` leaves it."""
     held = {}
     for checkpointing in (False, True):
-        chosen = recipe()
+        chosen = recipe(algorithm="ppo")
         chosen.training.gradient_checkpointing = checkpointing
-        learner = Learner(tiny.model(sharpness=1.0, num_hidden_layers=6), chosen)
+        learner = Learner(tiny.model(sharpness=1.0, num_hidden_layers=6).eval(), chosen)
         kept = []
 
         def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
@@ -68,6 +70,6 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass() -> None:
         with learner.packed():
             batch = learner.prepare(rollout(1))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                learner.loss(batch, 1.0)
+                getattr(learner, loss)(batch, 1)
         held[checkpointing] = sum(kept)
     assert held[True] < held[False] / 4

@@ -141,6 +141,23 @@ def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> No
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_bfloat16_policy_has_nearly_the_gradient_of_a_float32_one(algorithm: str) -> None:
+    gradients = []
+    for dtype in (torch.float32, torch.bfloat16):
+        settings = recipe(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.1)
+        learner = Learner(tiny.model(sharpness=1.0).to(dtype), settings)
+        if learner.critic:
+            torch.nn.init.constant_(learner.critic.head.weight, 0.1)
+        batch = learner.prepare(uneven())
+        with learner.packed():
+            learner._gradient(batch)
+        trained = [*learner.model.parameters(), *(learner.critic.parameters() if learner.critic else ())]
+        assert {parameter.dtype for parameter in trained} == {dtype}
+        gradients.append(torch.cat([parameter.grad.float().flatten() for parameter in trained]))
+    assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
+
+
 @torch.no_grad()
 def test_a_sequences_ratio_is_that_of_the_tokens_it_keeps() -> None:
     learner, _ = learner_and_other(

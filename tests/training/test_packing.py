@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.algorithms.logprobs import logprobs_from_logits
 from april.training.batch import Batch
 from april.training.forward import check_head, token_scores
 from april.training.learner import Learner
@@ -51,6 +52,70 @@ def test_packed_and_padded_agree(architecture: str) -> None:
     torch.testing.assert_close(packed_entropy, entropy, atol=1e-5, rtol=1e-5)
     for a, b in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "setting"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("granite", {"logits_scaling": 0.2}),
+        ("cohere", {"logit_scale": 5.0}),
+    ],
+)
+@torch.no_grad()
+def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, setting: dict[str, float]) -> None:
+    model = architectures.model(architecture, **setting)
+    architectures.sharpen(model, 0.2)
+    batch = ragged((12, 12), architectures.VOCABULARY)
+    logits = model(input_ids=batch.input_ids).logits[:, :-1]
+    found, wanted = token_scores(model, batch, 0.7), logprobs_from_logits(logits, batch.input_ids[:, 1:], 0.7)
+    for mine, own in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine[batch.mask], own[batch.mask], atol=1e-5, rtol=1e-5)
+    plain = logprobs_from_logits(logits, batch.input_ids[:, 1:])[0]
+    assert (found[0] - plain)[batch.mask].abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_scores_of_attention_are_capped_packed_too() -> None:
+    results = []
+    for cap in (0.3, None):
+        model = architectures.model("gemma2", attn_logit_softcapping=cap, query_pre_attn_scalar=8)
+        architectures.sharpen(model, 0.5)
+        batch = ragged((31, 17, 5), architectures.VOCABULARY)
+        padded, _ = token_scores(model, batch, 1.0)
+        with packed_attention(model):
+            packed, _ = token_scores(model, batch, 1.0)
+        torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-4)
+        results.append(packed)
+    assert (results[0] - results[1]).abs().max() > 0.1, "the cap matters here"
+
+
+def test_positions_begin_anew_in_each_sequence() -> None:
+    """Rotary attention does not notice; learned positions do."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "bos_token_id": None, "eos_token_id": None}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=101, **shape)).eval()
+    assert can_pack(model)
+    batch = ragged((31, 30, 17, 5), 101)
+    with torch.no_grad(), packed_attention(model):
+        packed, _ = token_scores(model, batch, 1.0)
+    with torch.no_grad():
+        padded, _ = token_scores(model, batch, 1.0)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+def test_the_heads_bias_counts() -> None:
+    model = tiny.model()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(101, generator=torch.Generator().manual_seed(0)))
+    check_head(model)
+
+
+def test_flash_attention_is_told_where_sequences_end() -> None:
+    flash = Packing([5, 7, 2], torch.device("cpu")).flash
+    for side in ("q", "k"):
+        assert flash[f"cu_seq_lens_{side}"].tolist() == [0, 5, 12, 14]
+        assert flash[f"cu_seq_lens_{side}"].dtype == torch.int32
+        assert flash[f"max_length_{side}"] == 7
 
 
 def test_logits_of_an_unknown_kind_are_refused() -> None:

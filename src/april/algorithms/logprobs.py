@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, and the entropy of the distributions they were drawn from.
 
 Invariants:
-- the distribution is softmax(logits / temperature), the one the recorded behaviour log-probabilities are of, computed
-  in float32 from logits of any precision;
+- the distribution is softmax(logits / temperature), the one the recorded behaviour log-probabilities are of unless
+  sampling was truncated (`top_p`, `top_k`, `min_p`), computed in float32 from logits of any precision;
 - `token_logprobs` never holds more than one chunk of logits, forward or backward; its values and gradients are those
   of `logprobs_from_logits` on the whole.
 """

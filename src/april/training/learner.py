@@ -7,7 +7,8 @@ Invariants:
 - a sample without advantage is not run through the model unless a term other than the policy loss needs it, and still
   counts in every denominator;
 - an update whose loss or gradient is not finite is not made;
-- parameters change in place, so an engine that shares them sees each update.
+- parameters change in place, so an engine that shares them sees each update;
+- models run without dropout, so that the probabilities trained on are those of the policy that samples.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms import advantages as estimators
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algorithm
 from april.algorithms.corrections import Correction, Diagnostics, correct, diagnostics
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
-from april.algorithms.losses import LOSSES, aggregate, kl, value_clip
+from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.config import AlgorithmSettings, Recipe, TrainingSettings
 from april.step import Step
 from april.training.batch import Batch, micro_batches
@@ -64,7 +66,7 @@ class Learner:
     """
 
     def __init__(self, model: Any, recipe: Recipe, skipped: Path | None = None) -> None:
-        check_head(model)
+        check_head(model.eval())
         self.model = model
         self.settings: TrainingSettings = recipe.training
         self.rollout = recipe.rollout
@@ -86,12 +88,10 @@ class Learner:
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
-                trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()
+                _checkpoint_layers(trunk)
 
     def _frozen_copy(self) -> Any:
-        reference = copy.deepcopy(self.model).eval()
-        return reference.requires_grad_(False)
+        return copy.deepcopy(self.model).requires_grad_(False)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -248,7 +248,7 @@ class Learner:
         if not self.penalised:
             tokens = tokens + chosen.kl_coefficient * divergence
         if self.entropy_coef:
-            tokens = tokens - self.entropy_coef * entropy
+            tokens = tokens + self.entropy_coef * entropy_bonus(entropy, mask)
         met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped)
         loss = aggregate(tokens, mask, chosen.aggregation, denominator)
         return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
@@ -400,6 +400,14 @@ class Learner:
     def _stateful(self) -> dict[str, Any]:
         names = ("adapters", "optimizer", "reference", "critic", "critic_optimizer")
         return {name: part for name in names if (part := getattr(self, name)) is not None}
+
+
+def _checkpoint_layers(trunk: Any) -> None:
+    trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in trunk.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
+            module.training = True
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
