@@ -284,6 +284,12 @@ def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: 
         trainer(tmp_path)
 
 
+def test_several_gpus_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl.GRPOConfig, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"2 GPUs: april's trainers for TRL .* by CUDA_VISIBLE_DEVICES=0"):
+        trainer(tmp_path)
+
+
 def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
     model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"model: adapters \(PEFT\) are not supported"):

@@ -235,8 +235,14 @@ def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: P
         ("+trainer.v1.april.parameter_sync_step=2", r"trainer.v1.april.parameter_sync_step = 2: .*ppo_mini_batch_size"),
         ("+trainer.v1.april.max_stalenes=3", "max_stalenes: april has no such setting, only .*max_staleness"),
         ("+trainer.v1.april.max_staleness=-1", "max_staleness = -1"),
-        ("trainer.v1.april.over_sampling_batch_size=2", "over_sampling_batch_size = 2: .*data.train_batch_size = 3"),
-        ("trainer.v1.april.over_sampling_batch_size=19", "over_sampling_batch_size = 19: .*at most 18 within"),
+        (
+            "trainer.v1.april.over_sampling_batch_size=2",
+            "over_sampling_batch_size = 2 is less than data.train_batch_size = 3",
+        ),
+        (
+            "trainer.v1.april.over_sampling_batch_size=19",
+            "over_sampling_batch_size = 19 cannot keep .*max_staleness = 5: .*at most 18",
+        ),
         ("trainer.v1.april.over_sampling_batch_size=most", "over_sampling_batch_size = most: give auto"),
         ("algorithm.filter_groups={enable:true,metric:null}", "algorithm.filter_groups.metric"),
     ],

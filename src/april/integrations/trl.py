@@ -355,6 +355,10 @@ def check_arguments(args: Any) -> None:
         )
     if args.world_size != 1:
         raise ValueError(f"{args.world_size} processes: april's trainers for TRL run in one process so far")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs: april's trainers for TRL train on one so far; show them one, by CUDA_VISIBLE_DEVICES=0"
+        )
 
 
 def _refuse_model(trainer: Any) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from april.admission import FixedAdmission, largest_target
-from april.disk import write_whole
+from april.disk import as_json, write_whole
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
@@ -48,7 +48,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 STATE = "april.json"
 """The file of a checkpoint of verl's that holds what waits."""
-FORMAT = 1
+FORMAT = 2
 
 SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}
 MANAGER = f"{__name__}.AprilRolloutManager"
@@ -169,7 +169,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / STATE, json.dumps(self.agent_loop_manager.state_dict()))
+        write_whole(folder / STATE, as_json(self.agent_loop_manager.state_dict()))
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
@@ -312,7 +312,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         output = self._output(sample)
         row = {"session_id": sample.index, **self.rows[prompt.id]}
         await self.worker._compute_score([output], kwargs=row)
-        self._reward_info[sample.id] = output.extra_fields.get("reward_extra_info", {})
+        info = output.extra_fields.get("reward_extra_info", {})
+        as_json(info)  # it becomes part of a checkpoint: better that it fails here than there
+        self._reward_info[sample.id] = info
         return float(output.reward_score)
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
@@ -379,12 +381,16 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, as JSON types. The prompts' rows are in TransferQueue's own checkpoint."""
+        """What waits. The prompts' rows are in TransferQueue's own checkpoint."""
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:
-        info = {id: {key: plain(value) for key, value in fields.items()} for id, fields in self._reward_info.items()}
-        return {"format": FORMAT, "reward_info": info, "scheduler": self.scheduler.state_dict()}
+        return {
+            "format": FORMAT,
+            "reward_info": self._reward_info,
+            "queue": [prompt.id for prompt in self._queue],
+            "scheduler": self.scheduler.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
@@ -396,7 +402,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
         self._reward_info = dict(state["reward_info"])
         self.scheduler.load_state_dict(state["scheduler"])
-        uids = [group.prompt.id for group in self.scheduler.buffer]
+        uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
         if uids:
             batch = tq.kv_batch_get(keys=uids, partition_id="train")
             tags = tq.kv_list("train")["train"]
@@ -404,6 +410,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
                 row.pop("agent_name", None)
                 self.rows[uid] = row
+            self._queue.extend(self._prompt(self.rows[uid]) for uid in state["queue"])
         return len(uids)
 
 
@@ -418,8 +425,3 @@ def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
         else:
             row[name] = column[i]
     return row
-
-
-def plain(value: Any) -> Any:
-    """A value of NumPy or torch as JSON has it."""
-    return value.tolist() if hasattr(value, "tolist") else value
