@@ -585,7 +585,7 @@ def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
                 f"{having}"
             )
     bounds = rule.bounds | own
-    if bounds.get("low", 0) > bounds.get("high", UNBOUNDED):
+    if "low" in bounds and bounds["low"] > bounds.get("high", UNBOUNDED):
         yield (
             f"algorithm.correction_low = {bounds['low']:g} is above correction_high = {bounds['high']:g}: nothing "
             "would be left to train on"
