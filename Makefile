@@ -36,7 +36,7 @@ test-servers: setup
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
-	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_replicas.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 # A virtual environment with verl for machines without a GPU, to test april's integration in: .frameworks/verl by default.
 # Repeatable from nothing; does nothing when the environment is already what this script would make.
 #   scripts/setup_verl.sh [DIR]        PYTHON=python3.11 chooses the interpreter
-#   .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py
+#   .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_replicas.py
 # The CPU build of torch comes from wherever pip is configured to look (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)

@@ -86,6 +86,7 @@ def test_a_recipe_with_a_slip_anywhere(position: int, removed: int, inserted: st
 @example(("training", "learning_rate"), float("inf"))
 @example(("training", "journal_delay"), float("nan"))
 @example(("training", "steps"), 10**400)
+@example(("algorithm", "correction_high"), -1)
 @settings(max_examples=300, deadline=None)
 def test_a_recipe_with_any_value_for_any_setting(setting: tuple[str, str], value: Any) -> None:
     section, name = setting

@@ -20,13 +20,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 from urllib.parse import urlsplit
 
 import tyro
 from pydantic import TypeAdapter, ValidationError
 
-from april.admission import largest_target
+from april.admission import FixedAdmission
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
 from april.engines.address import is_loopback
 from april.reporting.metrics import check_trackers
@@ -466,36 +466,38 @@ def check_recipe(recipe: Recipe) -> None:
         raise ConfigError("\n".join(problems))
 
 
+def check_engine(settings: EngineSettings) -> None:
+    """Bring settings that come from Python, not from a recipe, to their types, and check them.
+
+    Raises:
+        ConfigError: with a line for each that is wrong.
+    """
+    problems = []
+    for name, kind in get_type_hints(type(settings)).items():
+        try:
+            setattr(settings, name, TypeAdapter(kind).validate_python(getattr(settings, name)))
+        except ValidationError as error:
+            messages = "; or: ".join(problem["msg"] for problem in error.errors())
+            problems.append(f"{name} = {getattr(settings, name)!r}: {messages}")
+    if not problems:
+        broken = (*_range_problems("engine", settings), *_engine_problems(settings), *_exposed(settings))
+        problems = [line.removeprefix("engine.") for line in broken]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
 def _problems(recipe: Recipe) -> Iterator[str]:
     rollout, training, task, engine = recipe.rollout, recipe.training, recipe.task, recipe.engine
 
     for section in dataclasses.fields(recipe):
-        values = getattr(recipe, section.name)
-        for setting in dataclasses.fields(values):
-            value = getattr(values, setting.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{section.name}.{setting.name} = {value}: must be a finite number"
-        for name in POSITIVE & {f.name for f in dataclasses.fields(values)}:
-            if (value := getattr(values, name)) not in (None, "auto") and value <= 0:
-                yield f"{section.name}.{name} = {value}: must be positive"
-        for name in NOT_NEGATIVE & {f.name for f in dataclasses.fields(values)}:
-            if (value := getattr(values, name)) is not None and value < 0:
-                yield f"{section.name}.{name} = {value}: must not be negative"
-
+        yield from _range_problems(section.name, getattr(recipe, section.name))
     batch_size, bound = rollout.rollout_batch_size, recipe.max_staleness
     over_sampling = recipe.over_sampling_batch_size if rollout.partial_rollout else batch_size
-    if over_sampling != "auto" and over_sampling < batch_size:
-        yield (
-            f"rollout.over_sampling_batch_size = {over_sampling} is less than rollout_batch_size = {batch_size}: raise "
-            f"it to {batch_size} or more, or use --no-partial-rollout for synchronous rollouts"
-        )
-    largest = largest_target(batch_size, bound)
-    if over_sampling != "auto" and largest is not None and over_sampling > largest:
-        yield (
-            f"rollout.over_sampling_batch_size = {over_sampling} cannot keep max_staleness = {bound}: "
-            f"at most rollout_batch_size × (max_staleness + 1) = {largest} groups may be under way; lower it, or raise "
-            f"max_staleness to {-(-over_sampling // batch_size) - 1}"
-        )
+    if batch_size > 0 and over_sampling != "auto":
+        try:
+            FixedAdmission.within(batch_size, over_sampling, bound)
+        except ValueError as error:
+            yield f"rollout.{error}"
     if rollout.policy == "april-paper" and engine.on_update == "keep":
         yield (
             'rollout.policy = "april-paper" computes unfinished samples anew when the weights change: set '
@@ -539,6 +541,17 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
 
 
+def _range_problems(section: str, values: Any) -> Iterator[str]:
+    for setting in dataclasses.fields(values):
+        name, value = setting.name, getattr(values, setting.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{section}.{name} = {value}: must be a finite number"
+        if name in POSITIVE and value not in (None, "auto") and value <= 0:
+            yield f"{section}.{name} = {value}: must be positive"
+        if name in NOT_NEGATIVE and value is not None and value < 0:
+            yield f"{section}.{name} = {value}: must not be negative"
+
+
 def _engine_problems(engine: EngineSettings) -> Iterator[str]:
     servers = engine.engine in ("vllm", "sglang")
     if engine.urls and not servers:
@@ -572,7 +585,7 @@ def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
                 f"{having}"
             )
     bounds = rule.bounds | own
-    if bounds.get("low", 0) > bounds.get("high", UNBOUNDED):
+    if "low" in bounds and bounds["low"] > bounds.get("high", UNBOUNDED):
         yield (
             f"algorithm.correction_low = {bounds['low']:g} is above correction_high = {bounds['high']:g}: nothing "
             "would be left to train on"

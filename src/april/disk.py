@@ -5,8 +5,10 @@ Invariant: at any moment, a crash included, a file written here is either the ol
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def sync_file(path: Path) -> None:
@@ -31,6 +33,21 @@ def write_whole(path: Path, text: str) -> None:
     sync_file(fresh)
     fresh.replace(path)
     sync_directory(path.parent)
+
+
+def as_json(state: Any) -> str:
+    """State that others gave a part of, as JSON; what NumPy and torch hold, as Python's own.
+
+    Raises:
+        TypeError, ValueError: a value is of a kind that JSON has not.
+    """
+    return json.dumps(state, default=_python)
+
+
+def _python(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"a {type(value).__name__} cannot be part of a checkpoint")
+    return value.tolist()
 
 
 def free_name(path: Path, label: str = "") -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 SOURCE = os.environ.get("APRIL_SLIME_SOURCE")
@@ -81,6 +82,15 @@ async def group_lengths(args: argparse.Namespace, samples: list[Any]) -> list[di
     """A custom reward model of groups, with rewards of several parts."""
     assert len({sample.prompt for sample in samples}) == 1
     return [{"parity": await length_parity(args, s), "length": float(s.response_length)} for s in samples]
+
+
+async def teacher(args: argparse.Namespace, sample: Any) -> dict[str, Any]:
+    """A custom reward model whose answer is no number."""
+    return {"logprobs": np.array([-0.5, -0.25])}
+
+
+async def unsaveable(args: argparse.Namespace, sample: Any) -> dict[str, Any]:
+    return {"kinds": {"a set"}}
 
 
 def note_length(args: argparse.Namespace, sample: Any, *, evaluation: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ SOURCE = need_slime()
 from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
+from april import FinishReason, Group, SamplingParams  # noqa: E402
+from april.disk import as_json  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from tests import tiny  # noqa: E402
 
@@ -73,6 +76,57 @@ def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
     setattr(args, setting, value)
     with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')}.*{remedy}"):
         plugin.DataSource(args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"april_max_stalenes": 3},
+            "april_max_stalenes in --custom-config-path: april has no such setting, only april_max",
+        ),
+        ({"april_max_staleness": "three"}, "april_max_staleness = 'three': give a number of weight updates"),
+        ({"april_over_sampling_batch_size": "many"}, "april_over_sampling_batch_size = 'many': give auto, or a number"),
+        (
+            {"april_over_sampling_batch_size": 1},
+            "april_over_sampling_batch_size = 1 is less than --rollout-batch-size = 2",
+        ),
+        (
+            {"over_sampling_batch_size": 5, "april_max_staleness": 1},
+            "--over-sampling-batch-size = 5 cannot keep april_max_staleness = 1: with --rollout-batch-size = 2",
+        ),
+    ],
+)
+def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
+    args: Namespace, settings: dict[str, object], message: str
+) -> None:
+    for name, value in {"partial_rollout": True, **settings}.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        plugin.DataSource(args)
+
+
+async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
+    """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
+    args.custom_rm_path = "tests.integrations.slime_source.teacher"
+    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
+    prompt = next(rollouts._prompts())
+    (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=2), seed=0).samples
+    sample.extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    assert await rollouts._score(prompt, sample) == 0
+    theirs = rollouts.samples[prompt.id][0]
+    assert theirs.reward["logprobs"].tolist() == [-0.5, -0.25]
+    assert json.loads(as_json(theirs.to_dict()))["reward"] == {"logprobs": [-0.5, -0.25]}
+
+
+async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime_source.unsaveable"
+    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
+    prompt = next(rollouts._prompts())
+    (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=2), seed=0).samples
+    sample.extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
+        await rollouts._score(prompt, sample)
 
 
 # slime's contract tests put stubs for modules that are not imported yet; here they are, so they run on the real ones.

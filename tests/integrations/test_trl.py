@@ -14,6 +14,7 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from april.integrations.requirement import require
 from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
@@ -39,9 +40,11 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
         "report_to": [],
         "disable_tqdm": True,
     }
-    own = {key: settings.pop(key) for key in ("eval_dataset", "train_dataset", "tools") if key in settings}
+    own = {
+        key: settings.pop(key) for key in ("eval_dataset", "train_dataset", "tools", "rollout_func") if key in settings
+    }
     return Watched(
-        model=tiny.model(),
+        model=settings.pop("model", None) or tiny.model(),
         reward_funcs=reward or Reward(),
         args=trl.GRPOConfig(**{**config, **settings}),
         processing_class=tiny.tokenizer(),
@@ -181,6 +184,15 @@ def test_several_updates_a_generation_batch_count_as_one_version(tmp_path: Path)
     several.close()
 
 
+def test_a_second_training_goes_on_with_a_new_version(tmp_path: Path) -> None:
+    """Its optimizer steps are counted from 0 again, as the only one of the first was."""
+    twice = trainer(tmp_path, max_steps=1)
+    twice.train()
+    twice.train()
+    assert twice._rollouts.adapter.version == 1
+    twice.close()
+
+
 def test_prompts_are_tokenized_as_trl_does(tmp_path: Path) -> None:
     messages = [[{"role": "system", "content": "count"}, {"role": "user", "content": f"{n}?"}] for n in range(24)]
     chat = trainer(tmp_path, max_steps=1, train_dataset=Dataset.from_dict({"prompt": ["7?"] * 24, "answer": [7] * 24}))
@@ -247,13 +259,46 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),
         ({"tools": [len]}, "tools: not supported with april yet"),
         ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 5"),
-        ({"rollouts": {"over_sampling_batch_size": 3}}, "over_sampling_batch_size = 3 is less than"),
+        ({"rollouts": {"over_sampling_batch_size": 3}}, r"over_sampling_batch_size = 3 is less than N .* = 4"),
+        ({"rollouts": {"over_sampling_batch_size": "many"}}, "over_sampling_batch_size = 'many': .* 'auto'"),
+        ({"rollouts": {"engine": "vlm"}}, "engine = 'vlm': .*'vllm', 'sglang'"),
+        ({"rollouts": {"max_running": 0}}, "max_running = 0: must be positive"),
+        ({"rollouts": {"urls": ("http://127.0.0.1:9",)}}, 'urls is set but engine = "embedded"'),
+        ({"rollouts": {"engine": "vllm", "urls": ("127.0.0.1:9",)}}, 'write each as "http://host:port"'),
+        ({"rollouts": {"engine": "vllm", "urls": "http://127.0.0.1:9"}}, "urls = 'http://127.0.0.1:9': .* tuple"),
+        ({"use_vllm": True}, r'use_vllm = True: .*PartialRollouts\(engine="vllm"\)'),
+        ({"train_dataset": rows().rename_column("prompt", "question")}, 'no column "prompt", only question, answer'),
+        ({"train_dataset": rows(0)}, "train_dataset: it has no rows"),
+        ({"rollout_func": print}, "rollout_func: april generates the completions"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         trainer(tmp_path, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl.GRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="2 processes: april's trainers for TRL run in one process so far"):
+        trainer(tmp_path)
+
+
+def test_several_gpus_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl.GRPOConfig, "n_gpu", 2)
+    with pytest.raises(ValueError, match=r"2 GPUs: april's trainers for TRL .* by CUDA_VISIBLE_DEVICES=0"):
+        trainer(tmp_path)
+
+
+def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
+    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"model: adapters \(PEFT\) are not supported"):
+        trainer(tmp_path, model=model)
+
+
+def test_settings_of_another_kind_are_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"partial_rollouts is a dict: pass PartialRollouts\(...\)"):
+        GRPOTrainer(tiny.model(), Reward(), train_dataset=rows(), partial_rollouts={"max_running": 8})
 
 
 def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

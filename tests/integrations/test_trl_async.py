@@ -166,7 +166,11 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
         ({"token_budget": 4096}, "token_budget = 4096: april counts the samples of an update"),
         ({"num_generations": 5}, "num_generations = 5: must divide the 16 samples"),
         ({"max_staleness": 0}, "max_staleness = 0: generation runs a version ahead"),
-        ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 3"),
+        (
+            {"rollouts": {"over_sampling_batch_size": 40}},
+            "over_sampling_batch_size = 40 cannot keep max_staleness - 1 = 3",
+        ),
+        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april draws from the policy itself"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

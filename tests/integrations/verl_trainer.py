@@ -192,6 +192,11 @@ class TinyTrainer(AprilTrainer):
         self.batches.append([{**row, "tag": tag} for row, tag in zip(rows, batch.tags, strict=True)])
         return batch
 
+    def _save_checkpoint(self) -> None:
+        """With prompts that are not begun yet, as in a run that goes on from one of verl's own modes."""
+        self._add_prompts_to_generate(2)
+        super()._save_checkpoint()
+
     def _compute_metrics(self, batch: KVBatchMeta, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
         """They are of training."""
 

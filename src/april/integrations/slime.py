@@ -22,9 +22,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from april.disk import write_whole
+from april.admission import FixedAdmission
+from april.disk import as_json, write_whole
 from april.engine import Engine, EngineError
 from april.engines.http import RequestError
 from april.engines.pool import EnginePool
@@ -75,8 +76,12 @@ UNSUPPORTED = {
 """Settings of slime that would be ignored: the one value each may have, and what to do about another."""
 
 
+SETTINGS = ("april_max_staleness", "april_over_sampling_batch_size")
+"""april's own, in the file of --custom-config-path."""
+
+
 def check_settings(args: Namespace) -> None:
-    """Refuse what april would have to ignore.
+    """Refuse what april would have to ignore, or could not keep.
 
     Raises:
         ValueError: names the setting.
@@ -85,6 +90,37 @@ def check_settings(args: Namespace) -> None:
         value = getattr(args, name, supported)
         if value != supported:
             raise ValueError(f"--{name.replace('_', '-')} {value}: {remedy}")
+    for name in vars(args):
+        if name.startswith("april_") and name not in SETTINGS:
+            raise ValueError(
+                f"{name} in --custom-config-path: april has no such setting, only {' and '.join(SETTINGS)}"
+            )
+    if getattr(args, "partial_rollout", False):
+        admission_of(args)
+
+
+def admission_of(args: Namespace) -> Literal["auto"] | FixedAdmission:
+    """How many groups to have under way.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    bound = max_staleness_of(args)
+    bound_name, own = SETTINGS
+    name = own if hasattr(args, own) else "--over-sampling-batch-size"
+    target = getattr(args, own, args.over_sampling_batch_size)
+    if target == "auto":
+        return "auto"
+    if not isinstance(target, int):
+        raise ValueError(f"{name} = {target!r}: give auto, or a number of groups")
+    return FixedAdmission.within(args.rollout_batch_size, target, bound, ("--rollout-batch-size", name, bound_name))
+
+
+def max_staleness_of(args: Namespace) -> int:
+    bound = getattr(args, "april_max_staleness", 5)
+    if not isinstance(bound, int) or bound < 0:
+        raise ValueError(f"april_max_staleness = {bound!r}: give a number of weight updates")
+    return bound
 
 
 def rollout(
@@ -129,7 +165,7 @@ class DataSource(RolloutDataSourceWithBuffer):
         if self.rollouts is not None:
             path = state_path(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(run(self.rollouts.state_dict())))
+            write_whole(path, as_json(run(self.rollouts.state_dict())))
 
     def load(self, rollout_id: int | None = None) -> None:
         super().load(rollout_id)
@@ -281,7 +317,7 @@ class Rollouts:
             self._prompts(),
             self._score_group if args.group_rm else self._score,
             rollout_batch_size=args.rollout_batch_size,
-            over_sampling_batch_size=getattr(args, "april_over_sampling_batch_size", args.over_sampling_batch_size),
+            over_sampling_batch_size=admission_of(args) if args.partial_rollout else None,
             n_samples_per_prompt=args.n_samples_per_prompt,
             sampling=SamplingParams(
                 max_tokens=args.rollout_max_response_len,
@@ -290,7 +326,7 @@ class Rollouts:
                 stop_token_ids=self._stop_tokens(),
             ),
             partial_rollout=args.partial_rollout,
-            max_staleness=getattr(args, "april_max_staleness", 5),
+            max_staleness=max_staleness_of(args),
             reward_scope="group" if args.group_rm else "sample",
             dynamic_filter=self._keep if self._filter is not None else None,
             seed=args.rollout_seed,
@@ -323,7 +359,7 @@ class Rollouts:
             if not isinstance(first.prompt, str):
                 raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
             try:
-                json.dumps(first.metadata)
+                as_json(first.metadata)
             except (TypeError, ValueError) as error:
                 raise ValueError(
                     f"the metadata of prompt {first.index} cannot be part of a checkpoint: {error}"
@@ -356,13 +392,21 @@ class Rollouts:
         theirs = await self._finish(prompt, sample)
         if theirs.reward is None:
             theirs.reward = await async_rm(self.args, theirs)
-        return float(theirs.get_reward_value(self.args))
+        return self._value(theirs)
 
     async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
         group = [await self._finish(prompt, sample) for sample in samples]
         for theirs, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
             theirs.reward = reward
-        return [float(theirs.get_reward_value(self.args)) for theirs in group]
+        return [self._value(theirs) for theirs in group]
+
+    def _value(self, theirs: SlimeSample) -> float:
+        """For april's own figures; the reward that slime trains on stays as it is."""
+        as_json([theirs.reward, theirs.metadata])  # part of a checkpoint: better that it fails here than there
+        try:
+            return float(theirs.get_reward_value(self.args))
+        except TypeError:  # a teacher's answer, say: slime makes a number of it once the rollout is over
+            return 0.0
 
     def _keep(self, group: Group) -> bool:
         """slime's dynamic sampling filter."""

@@ -13,6 +13,7 @@ log-probabilities to what it returns.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import weakref
@@ -26,7 +27,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from april.config import EngineSettings, ModelSettings, Recipe
+from april.admission import Admission, FixedAdmission
+from april.config import ConfigError, EngineSettings, ModelSettings, Recipe, check_engine
 from april.disk import write_whole
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
@@ -61,6 +63,23 @@ class PartialRollouts(EngineSettings):
     over_sampling_batch_size: int | Literal["auto"] = "auto"
     max_staleness: int = 5
 
+    def __post_init__(self) -> None:
+        try:
+            check_engine(self)
+        except ConfigError as error:
+            raise ValueError(f"PartialRollouts: {error}") from None
+
+    def admission(self, batch_size: int, bound: int, bound_name: str = "max_staleness") -> Literal["auto"] | Admission:
+        """How many groups of TRL's batches to have under way.
+
+        Raises:
+            ValueError: fewer than a batch, or more than the bound allows.
+        """
+        if self.over_sampling_batch_size == "auto":
+            return "auto"
+        names = ("N (prompts a batch)", "over_sampling_batch_size", bound_name)
+        return FixedAdmission.within(batch_size, self.over_sampling_batch_size, bound, names)
+
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
     """TRL's trainer; everything `trl.GRPOTrainer` takes, and how rollouts are generated.
@@ -73,10 +92,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
     """
 
     def __init__(self, *args: Any, partial_rollouts: PartialRollouts | None = None, **kwargs: Any) -> None:
-        _refuse_arguments(kwargs)
+        settings = partial_rollouts_of(partial_rollouts)
+        _refuse_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
         super().__init__(*args, **kwargs)
-        _refuse_settings(self)
-        self._rollouts = _Rollouts(self, partial_rollouts or PartialRollouts())
+        _refuse_model(self)
+        self._rollouts = _Rollouts(self, settings)
         self.rollout_func = self._completions
         self.add_callback(Checkpoint(self._rollouts))
         weakref.finalize(self, self._rollouts.close)
@@ -108,7 +128,10 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         state = read_state(resume_from_checkpoint, self.args.output_dir)
         if state is not None:
             self._rollouts.load_state_dict(state)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL's, with april's metrics of the rollouts since the last call under `april/`."""
@@ -137,7 +160,7 @@ class _Rollouts:
         """The groups of the last call, in the order of the rows that TRL gets."""
         self.metrics: list[dict[str, float]] = []
         self.loaded: int | None = None
-        """The optimizer step whose weights the engine has."""
+        """The optimizer step whose weights the engine has; None if it has others, or nobody knows."""
         self.trained: int | None = None
         """The optimizer step at which groups were last collected for training."""
         self._loop = EventLoop("april rollouts")
@@ -148,7 +171,7 @@ class _Rollouts:
                 self.engine,
                 rollout_batch_size=batch_size,
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
-                over_sampling_batch_size=settings.over_sampling_batch_size,
+                over_sampling_batch_size=settings.admission(batch_size, settings.max_staleness),
                 n_samples_per_prompt=trainer.num_generations,
                 sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
                 max_staleness=settings.max_staleness,
@@ -160,7 +183,7 @@ class _Rollouts:
 
     def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Collect a generation batch under the weights of optimizer step `step`, asking for `rows`."""
-        if self.trained is not None and step != self.trained:
+        if self.trained is not None and not step == self.trained == self.loaded:
             self._loop.run(self.adapter.update_weights(self.weights(self.adapter.version + 1)))
             self.loaded = step
         self._load(step)
@@ -300,48 +323,63 @@ def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     )
 
 
+def partial_rollouts_of(given: Any) -> PartialRollouts:
+    if given is not None and not isinstance(given, PartialRollouts):
+        raise ValueError(f"partial_rollouts is a {type(given).__name__}: pass PartialRollouts(...)")
+    return given or PartialRollouts()
+
+
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet."""
+    """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet, before anything is loaded."""
     for name in ("tools", "environment_factory", "peft_config", "rollout_func"):
         if arguments.get(name) is not None:
             reason = "april generates the completions" if name == "rollout_func" else "not supported with april yet"
             raise ValueError(f"{name}: {reason}; leave it out, or use trl.GRPOTrainer")
+    if (dataset := arguments.get("train_dataset")) is not None:
+        check_rows(dataset)
+    if (args := arguments.get("args")) is not None:
+        check_arguments(args)
+        if args.use_vllm:
+            raise ValueError('use_vllm = True: leave it out, and pass PartialRollouts(engine="vllm")')
+        if args.generation_kwargs:
+            raise ValueError("generation_kwargs: april does not know them; leave them out")
+        if args.remove_unused_columns:
+            raise ValueError("remove_unused_columns = True: it takes the answers out of the rows; leave it at False")
 
 
-def _refuse_settings(trainer: Any) -> None:
-    """Settings under which completions would not be what TRL's own would be."""
-    args = trainer.args
+def check_arguments(args: Any) -> None:
+    """Settings of either trainer under which rollouts would not be what TRL's own would be."""
+    if args.repetition_penalty != 1.0:
+        raise ValueError(
+            f"repetition_penalty = {args.repetition_penalty}: april draws from the policy itself; leave it at 1"
+        )
+    if args.world_size != 1:
+        raise ValueError(f"{args.world_size} processes: april's trainers for TRL run in one process so far")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs: april's trainers for TRL train on one so far; show them one, by CUDA_VISIBLE_DEVICES=0"
+        )
 
-    def require_that(condition: bool, name: str, remedy: str) -> None:
-        if not condition:
-            raise ValueError(f"{name}: {remedy}")
 
-    processes = trainer.accelerator.num_processes
-    require_that(not args.use_vllm, "use_vllm = True", 'leave it out, and pass PartialRollouts(engine="vllm")')
-    require_that(
-        args.repetition_penalty == 1.0,
-        f"repetition_penalty = {args.repetition_penalty}",
-        "april draws from the policy itself; leave it at 1",
-    )
-    require_that(not args.generation_kwargs, "generation_kwargs", "april does not know them; leave them out")
-    require_that(processes == 1, f"{processes} processes", "april's GRPOTrainer runs in one process so far")
-    require_that(
-        isinstance(trainer.processing_class, PreTrainedTokenizerBase),
-        "processing_class",
-        "april's GRPOTrainer handles text; images and other modalities are not supported yet",
-    )
-    require_that(
-        not args.remove_unused_columns,
-        "remove_unused_columns = True",
-        "it takes the answers out of the rows; leave it at False",
-    )
-    check_rows(trainer.train_dataset)
+def _refuse_model(trainer: Any) -> None:
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        raise ValueError(
+            "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
+        )
+    if hasattr(trainer.model, "peft_config"):
+        raise ValueError("model: adapters (PEFT) are not supported with april yet; merge them, or use trl.GRPOTrainer")
 
 
 def check_rows(dataset: Any) -> None:
     """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from."""
     if not isinstance(dataset, Dataset):
         raise ValueError("train_dataset: a streamed dataset is not supported yet: pass a datasets.Dataset")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(
+            f'train_dataset: there is no column "prompt", only {", ".join(dataset.column_names) or "none"}'
+        )
+    if len(dataset) == 0:
+        raise ValueError("train_dataset: it has no rows")
     for column, value in dataset[0].items():
         try:
             json.dumps(value)

@@ -33,8 +33,10 @@ from april.integrations.trl import (
     Checkpoint,
     PartialRollouts,
     ShuffledRows,
+    check_arguments,
     check_rows,
     encoder,
+    partial_rollouts_of,
     read_state,
     sampling_of,
 )
@@ -75,7 +77,9 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         partial_rollouts: PartialRollouts | None = None,
         **more: Any,
     ) -> None:
+        settings = partial_rollouts_of(partial_rollouts)
         args = args or AsyncGRPOConfig(f"{Path(model).name}-AsyncGRPO")
+        check_arguments(args)
         for name in ("peft_config", "tools", "environment_factory"):
             if more.get(name) is not None:
                 raise ValueError(f"{name}: not supported with april yet; leave it out, or use TRL's AsyncGRPOTrainer")
@@ -88,7 +92,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         check_rows(train_dataset)
-        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, partial_rollouts or PartialRollouts())
+        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings)
         try:
             super().__init__(
                 model,
@@ -162,7 +166,7 @@ class AsyncRollouts:
                 ShuffledRows(dataset, encoder(tokenizer, None, args.chat_template_kwargs or {}), args.seed),
                 self._score,
                 rollout_batch_size=batch_size,
-                over_sampling_batch_size=settings.over_sampling_batch_size,
+                over_sampling_batch_size=settings.admission(batch_size, args.max_staleness - 1, "max_staleness - 1"),
                 n_samples_per_prompt=args.num_generations,
                 sampling=sampling_of(args, stop_tokens(self.model, tokenizer)),
                 max_staleness=args.max_staleness - 1,

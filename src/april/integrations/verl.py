@@ -19,21 +19,19 @@ import asyncio
 import functools
 import json
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from april.admission import largest_target
-from april.disk import write_whole
-from april.engine import Capacity, Chunk
+from april.admission import FixedAdmission, largest_target
+from april.disk import as_json, write_whole
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
-from april.outbox import Outbox
+from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.scheduler import RolloutScheduler
-from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.trajectory import Group, Prompt, Sample, SamplingParams
 
-require("verl", "0.9", extra="verl")
+require("verl", "0.9.1", extra="verl")
 require("TransferQueue", "0.1", extra="verl")
 
 import transfer_queue as tq  # noqa: E402
@@ -50,15 +48,11 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 STATE = "april.json"
 """The file of a checkpoint of verl's that holds what waits."""
-FORMAT = 1
+FORMAT = 2
 
 SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}
 MANAGER = f"{__name__}.AprilRolloutManager"
 SINGLE_TURN = "single_turn_agent"
-
-CALLS = 900
-"""Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16
-above `max_num_seqs`; more queue up, and an abort among them would come after the requests that it should end."""
 
 
 def check_config(config: DictConfig) -> None:
@@ -124,18 +118,15 @@ def read_settings(config: DictConfig) -> tuple[int | Literal["auto"], int | None
     batch_size, bound = config.data.train_batch_size, settings.get("max_staleness", 5)
     if bound is not None and (not isinstance(bound, int) or bound < 0):
         raise ValueError(f"trainer.v1.april.max_staleness = {bound}: give a number of weight updates, or null for any")
-    largest = largest_target(batch_size, bound)
     target = settings.get("over_sampling_batch_size")
     if target is None:
-        return min(2 * batch_size, largest or 2 * batch_size), bound
+        return min(2 * batch_size, largest_target(batch_size, bound) or 2 * batch_size), bound
     if target == "auto":
         return "auto", bound
-    if not isinstance(target, int) or target < batch_size or (largest is not None and target > largest):
-        at_most = "" if largest is None else f", at most {largest} within max_staleness = {bound}"
-        raise ValueError(
-            f"trainer.v1.april.over_sampling_batch_size = {target}: give auto, or a number of groups, at least "
-            f"data.train_batch_size = {batch_size}{at_most}"
-        )
+    if not isinstance(target, int):
+        raise ValueError(f"trainer.v1.april.over_sampling_batch_size = {target}: give auto, or a number of groups")
+    names = ("data.train_batch_size", "trainer.v1.april.over_sampling_batch_size", "trainer.v1.april.max_staleness")
+    FixedAdmission.within(batch_size, target, bound, names)
     return target, bound
 
 
@@ -178,7 +169,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / STATE, json.dumps(self.agent_loop_manager.state_dict()))
+        write_whole(folder / STATE, as_json(self.agent_loop_manager.state_dict()))
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
@@ -207,171 +198,6 @@ class AprilReplayBuffer(ReplayBufferAsync):
             metrics = self.manager.collect(global_steps)
         batch, evicted = super().sample(global_steps, partition_id, batch_size)
         return batch, {**evicted, **metrics}
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """What a replica was asked for one sample.
-
-    Args:
-        token_ids: prompt and response so far.
-        budget: tokens that may still be sampled.
-        parked: it was interrupted, and its answer did not come in time.
-    """
-
-    sample_id: str
-    token_ids: list[int]
-    budget: int
-    answer: asyncio.Task[Any]
-    parked: bool = False
-
-
-class ReplicaEngine:
-    """verl's rollout replicas as an engine. They stream nothing: a request returns once it has ended or was aborted,
-    so its tokens come in one chunk.
-
-    Args:
-        client: verl's `LLMServerClient`, the one that does not resume by itself.
-        capacity: what all replicas together can hold.
-        sampling_params: verl's, without the budget.
-        abort: makes every replica return what it has, and hold or return what comes later.
-        calls: requests that all replicas together are given at a time; others wait here.
-        patience: seconds without an answer after which interrupted requests are no longer waited for. One that waits at
-            a replica until generation goes on, or whose answer is late, is parked: whoever submits its sample again
-            gets what it sampled.
-    """
-
-    def __init__(
-        self,
-        client: Any,
-        capacity: Capacity,
-        sampling_params: Mapping[str, Any],
-        abort: Callable[[], Awaitable[None]],
-        calls: int = CALLS,
-        patience: float = 2.0,
-    ) -> None:
-        self.capacity = capacity
-        self.version = 0
-        self._client = client
-        self._sampling_params = sampling_params
-        self._abort = abort
-        self._calls = calls
-        self._patience = patience
-        self._waiting: deque[tuple[str, list[int], int]] = deque()
-        """What is still to be asked: a sample's id, its tokens so far and its budget."""
-        self._requests: dict[str, Request] = {}
-        self._parked: dict[str, Request] = {}
-        self._interrupting = False
-        self._outbox = Outbox()
-
-    @property
-    def running(self) -> int:
-        return min(len(self._requests), self.capacity.slots)
-
-    def submit(self, sample: Sample) -> None:
-        needed = len(sample.prompt_ids) + sample.sampling.max_tokens
-        if needed > self.capacity.context_length:
-            raise ValueError(
-                f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
-                f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
-            )
-        parked = self._parked.pop(sample.id, None)
-        if parked is not None:
-            self._expect(parked)
-            return
-        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], sample.budget_left))
-        self._send()
-
-    def _send(self) -> None:
-        while self._waiting and len(self._requests) < self._calls:
-            id, token_ids, budget = self._waiting.popleft()
-            # Each under a name of its own: verl would send it to the replica that the last one by this name was sent
-            # to, however busy, and an abort has emptied that one's cache.
-            answer = asyncio.create_task(
-                self._client.generate(
-                    request_id=f"{id}/{len(token_ids)}",
-                    prompt_ids=token_ids,
-                    sampling_params={**self._sampling_params, "max_tokens": budget},
-                ),
-                name=f"generate {id}",
-            )
-            self._expect(Request(id, token_ids, budget, answer))
-
-    def _expect(self, request: Request) -> None:
-        self._requests[request.sample_id] = request
-        request.answer.add_done_callback(functools.partial(self._over, request))
-
-    def _over(self, request: Request, answer: asyncio.Task[Any]) -> None:
-        if self._requests.get(request.sample_id) is not request:
-            return
-        del self._requests[request.sample_id]
-        if answer.cancelled():
-            return
-        error = answer.exception()
-        if error is not None:
-            self._outbox.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
-        else:
-            self._read(request, answer.result())
-        if not self._interrupting:
-            self._send()
-
-    def _read(self, request: Request, output: Any) -> None:
-        ids, logprobs = list(output.token_ids), list(output.log_probs or ())
-        version = output.extra_fields.get("global_steps")
-        chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)
-        if len(ids) != len(logprobs) or len(ids) > request.budget:
-            came = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came"
-            chunk = chunk._replace(
-                token_ids=(), logprobs=(), error=f"{came} where {request.budget} tokens were asked for"
-            )
-        elif len(ids) == request.budget:
-            chunk = chunk._replace(finish=FinishReason.LENGTH)
-        elif output.stop_reason not in ("abort", "aborted"):
-            chunk = chunk._replace(finish=FinishReason.STOP)
-            if not ids:
-                chunk = chunk._replace(finish=None, error=f"it ended ({output.stop_reason}) without a token")
-        elif request.parked and not self._interrupting:
-            # The answer to the interrupt, late: the sample goes on from there.
-            self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
-        elif not self._interrupting:
-            chunk = chunk._replace(error="the replica aborted the request")
-        self._outbox.put(chunk)
-
-    async def poll(self) -> list[Chunk]:
-        while not self._outbox and self._requests:
-            await self._outbox.news()
-        return self._outbox.take()
-
-    async def interrupt(self) -> list[Chunk]:
-        self._waiting.clear()
-        self._interrupting = True
-        try:
-            if self._requests:
-                await self._abort()
-                answered = unanswered = {request.answer for request in self._requests.values()}
-                while unanswered and answered:
-                    answered, unanswered = await asyncio.wait(unanswered, timeout=self._patience)
-        finally:
-            self._interrupting = False
-            for id, request in self._requests.items():
-                request.parked = True
-                self._parked[id] = request
-            self._requests.clear()
-        return self._outbox.take()
-
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """verl has seen to it already."""
-        self.version = version
-
-    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        for id in list(self._parked) if sample_ids is None else sample_ids:
-            if request := self._parked.pop(id, None):
-                request.answer.cancel()
-
-    async def close(self) -> None:
-        self.forget()
-        for request in self._requests.values():
-            request.answer.cancel()
 
 
 class AprilRolloutManager(AgentLoopManagerTQ):
@@ -486,7 +312,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         output = self._output(sample)
         row = {"session_id": sample.index, **self.rows[prompt.id]}
         await self.worker._compute_score([output], kwargs=row)
-        self._reward_info[sample.id] = output.extra_fields.get("reward_extra_info", {})
+        info = output.extra_fields.get("reward_extra_info", {})
+        as_json(info)  # it becomes part of a checkpoint: better that it fails here than there
+        self._reward_info[sample.id] = info
         return float(output.reward_score)
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
@@ -520,13 +348,10 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         batch_size = self.config.data.train_batch_size
         target, bound = read_settings(self.config)
         filters = self.config.algorithm.get("filter_groups")
-        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
-        each = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        replicas = max(1, gpus // each)
-        context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        capacity, calls = capacity_of(rollout, self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node)
         engine = ReplicaEngine(
             self.llm_client,
-            Capacity(rollout.max_num_seqs * replicas, context),
+            capacity,
             {
                 "temperature": rollout.temperature,
                 "top_p": rollout.top_p,
@@ -535,7 +360,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 "logprobs": True,
             },
             self._abort_all,
-            calls=max(CALLS, rollout.max_num_seqs) * replicas,
+            calls,
         )
         return RolloutScheduler(
             engine,
@@ -556,12 +381,16 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, as JSON types. The prompts' rows are in TransferQueue's own checkpoint."""
+        """What waits. The prompts' rows are in TransferQueue's own checkpoint."""
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:
-        info = {id: {key: plain(value) for key, value in fields.items()} for id, fields in self._reward_info.items()}
-        return {"format": FORMAT, "reward_info": info, "scheduler": self.scheduler.state_dict()}
+        return {
+            "format": FORMAT,
+            "reward_info": self._reward_info,
+            "queue": [prompt.id for prompt in self._queue],
+            "scheduler": self.scheduler.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
@@ -573,7 +402,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
         self._reward_info = dict(state["reward_info"])
         self.scheduler.load_state_dict(state["scheduler"])
-        uids = [group.prompt.id for group in self.scheduler.buffer]
+        uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
         if uids:
             batch = tq.kv_batch_get(keys=uids, partition_id="train")
             tags = tq.kv_list("train")["train"]
@@ -581,6 +410,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
                 row.pop("agent_name", None)
                 self.rows[uid] = row
+            self._queue.extend(self._prompt(self.rows[uid]) for uid in state["queue"])
         return len(uids)
 
 
@@ -595,8 +425,3 @@ def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
         else:
             row[name] = column[i]
     return row
-
-
-def plain(value: Any) -> Any:
-    """A value of NumPy or torch as JSON has it."""
-    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,206 @@
+"""verl's rollout replicas as an engine of april's.
+
+Invariants:
+- every token that a replica returns is handed out once, with the weights that drew it;
+- after an interrupt nothing is asked for, and what has not answered by then counts when its sample is submitted again;
+- a replica is never given so many requests that an abort could not reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from april.engine import Capacity, Chunk
+from april.outbox import Outbox
+from april.trajectory import FinishReason, Sample
+
+CALLS = 900
+"""Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16
+above `max_num_seqs`; more queue up, and an abort among them would come after the requests that it should end."""
+
+
+def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int]:
+    """What verl's replicas on `gpus` GPUs hold together, and the requests that they are given at a time.
+
+    A replica is one server, whatever its ranks. vLLM's data-parallel ranks have `max_num_seqs` slots each, as many as
+    calls reach them; SGLang's share them, and verl gives TensorRT-LLM no such ranks.
+
+    Args:
+        rollout: verl's settings of it.
+    """
+    ranks = rollout.data_parallel_size
+    replicas = max(1, gpus // (rollout.tensor_model_parallel_size * ranks * rollout.pipeline_model_parallel_size))
+    calls = max(CALLS, rollout.max_num_seqs)
+    slots = min(rollout.max_num_seqs * (ranks if rollout.name == "vllm" else 1), calls)
+    context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    return Capacity(slots * replicas, context), calls * replicas
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a replica was asked for one sample.
+
+    Args:
+        token_ids: prompt and response so far.
+        budget: tokens that may still be sampled.
+        parked: it was interrupted, and its answer did not come in time.
+    """
+
+    sample_id: str
+    token_ids: list[int]
+    budget: int
+    answer: asyncio.Task[Any]
+    parked: bool = False
+
+
+class ReplicaEngine:
+    """verl's rollout replicas as an engine. They stream nothing: a request returns once it has ended or was aborted,
+    so its tokens come in one chunk.
+
+    Args:
+        client: verl's `LLMServerClient`, the one that does not resume by itself.
+        capacity: what all replicas together can hold.
+        sampling_params: verl's, without the budget.
+        abort: makes every replica return what it has, and hold or return what comes later.
+        calls: requests that all replicas together are given at a time; others wait here.
+        patience: seconds without an answer after which interrupted requests are no longer waited for. One that waits at
+            a replica until generation goes on, or whose answer is late, is parked: whoever submits its sample again
+            gets what it sampled.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        capacity: Capacity,
+        sampling_params: Mapping[str, Any],
+        abort: Callable[[], Awaitable[None]],
+        calls: int = CALLS,
+        patience: float = 2.0,
+    ) -> None:
+        self.capacity = capacity
+        self.version = 0
+        self._client = client
+        self._sampling_params = sampling_params
+        self._abort = abort
+        self._calls = calls
+        self._patience = patience
+        self._waiting: deque[tuple[str, list[int], int]] = deque()
+        """What is still to be asked: a sample's id, its tokens so far and its budget."""
+        self._requests: dict[str, Request] = {}
+        self._parked: dict[str, Request] = {}
+        self._interrupting = False
+        self._outbox = Outbox()
+
+    @property
+    def running(self) -> int:
+        return min(len(self._requests), self.capacity.slots)
+
+    def submit(self, sample: Sample) -> None:
+        needed = len(sample.prompt_ids) + sample.sampling.max_tokens
+        if needed > self.capacity.context_length:
+            raise ValueError(
+                f"sample {sample.id}: prompt and response budget take {needed} tokens where a replica holds "
+                f"{self.capacity.context_length}: raise actor_rollout_ref.rollout.max_model_len"
+            )
+        parked = self._parked.pop(sample.id, None)
+        if parked is not None:
+            self._expect(parked)
+            return
+        self._waiting.append((sample.id, [*sample.prompt_ids, *sample.response_ids], sample.budget_left))
+        self._send()
+
+    def _send(self) -> None:
+        while self._waiting and len(self._requests) < self._calls:
+            id, token_ids, budget = self._waiting.popleft()
+            # Each under a name of its own: verl would send it to the replica that the last one by this name was sent
+            # to, however busy, and an abort has emptied that one's cache.
+            answer = asyncio.create_task(
+                self._client.generate(
+                    request_id=f"{id}/{len(token_ids)}",
+                    prompt_ids=token_ids,
+                    sampling_params={**self._sampling_params, "max_tokens": budget},
+                ),
+                name=f"generate {id}",
+            )
+            self._expect(Request(id, token_ids, budget, answer))
+
+    def _expect(self, request: Request) -> None:
+        self._requests[request.sample_id] = request
+        request.answer.add_done_callback(functools.partial(self._over, request))
+
+    def _over(self, request: Request, answer: asyncio.Task[Any]) -> None:
+        if self._requests.get(request.sample_id) is not request:
+            return
+        del self._requests[request.sample_id]
+        if answer.cancelled():
+            return
+        error = answer.exception()
+        if error is not None:
+            self._outbox.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
+        else:
+            self._read(request, answer.result())
+        if not self._interrupting:
+            self._send()
+
+    def _read(self, request: Request, output: Any) -> None:
+        ids, logprobs = list(output.token_ids), list(output.log_probs or ())
+        version = output.extra_fields.get("global_steps")
+        chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)
+        if len(ids) != len(logprobs) or len(ids) > request.budget:
+            came = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came"
+            chunk = chunk._replace(
+                token_ids=(), logprobs=(), error=f"{came} where {request.budget} tokens were asked for"
+            )
+        elif len(ids) == request.budget:
+            chunk = chunk._replace(finish=FinishReason.LENGTH)
+        elif output.stop_reason not in ("abort", "aborted"):
+            chunk = chunk._replace(finish=FinishReason.STOP)
+            if not ids:
+                chunk = chunk._replace(finish=None, error=f"it ended ({output.stop_reason}) without a token")
+        elif request.parked and not self._interrupting:
+            # The answer to the interrupt, late: the sample goes on from there.
+            self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
+        elif not self._interrupting:
+            chunk = chunk._replace(error="the replica aborted the request")
+        self._outbox.put(chunk)
+
+    async def poll(self) -> list[Chunk]:
+        while not self._outbox and self._requests:
+            await self._outbox.news()
+        return self._outbox.take()
+
+    async def interrupt(self) -> list[Chunk]:
+        self._waiting.clear()
+        self._interrupting = True
+        try:
+            if self._requests:
+                await self._abort()
+                answered = unanswered = {request.answer for request in self._requests.values()}
+                while unanswered and answered:
+                    answered, unanswered = await asyncio.wait(unanswered, timeout=self._patience)
+        finally:
+            self._interrupting = False
+            for id, request in self._requests.items():
+                request.parked = True
+                self._parked[id] = request
+            self._requests.clear()
+        return self._outbox.take()
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """verl has seen to it already."""
+        self.version = version
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        for id in list(self._parked) if sample_ids is None else sample_ids:
+            if request := self._parked.pop(id, None):
+                request.answer.cancel()
+
+    async def close(self) -> None:
+        self.forget()
+        for request in self._requests.values():
+            request.answer.cancel()
