@@ -87,6 +87,14 @@ def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
     assert admission.plan(8).target > 8, "of unequal lengths, more under way keep the slots busy"
 
 
+def test_it_asks_for_more_beyond_a_plateau_while_slots_are_free() -> None:
+    """All responses are equally long: groups beyond a batch bring nothing until they are a batch of their own."""
+    admission = AutoAdmission(engine(slots=500), LengthModel(50), 4, 3)
+    for _ in range(4):
+        learn(admission, a_step(np.random.default_rng(0), 8, 4, 40, shortest=40))
+    assert admission.plan(8).target >= 16
+
+
 def test_a_step_that_took_no_time_teaches_nothing() -> None:
     """Enough complete groups had waited for it: what was submitted was interrupted at once."""
     admission = AutoAdmission(engine(), LengthModel(100), 4, 5)

@@ -88,7 +88,7 @@ class AutoAdmission:
         for target in ladder:
             flat = 0 if rate(target) > 1.005 * best else flat + 1
             best = max(best, rate(target))
-            if flat == 2:
+            if flat == 2 and target * self.group_size >= self.engine.capacity.slots:
                 break  # more groups under way only wait
         enough = self.share * best
         high = next(target for target in ladder if rate(target) >= enough)
