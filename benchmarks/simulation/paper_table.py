@@ -1,10 +1,10 @@
 """The paper's table of gains in rollout throughput (arXiv 2509.18521), in simulation.
 
 The paper's setting: 32 prompts x 8 samples, over-sampling 64, responses up to 16,384 tokens, 8 GPUs, colocated; active
-partial rollouts at 64 by the policy of its reference (fixed N', no staleness bound, KV cache computed anew). Costs are
-the roofline of 8 MI300X. Two gains are given: in tokens of the responses that are trained on, and in all tokens
-generated, each over the wall clock of the rollout; they differ where responses are thrown away. The paper's are
-compared with the first.
+partial rollouts at 64 by the policy of its reference (fixed N', no staleness bound, the groups that were complete
+first, KV cache computed anew). Costs are the roofline of 8 MI300X. Two gains are given: in tokens of the responses that
+are trained on, and in all tokens generated, each over the wall clock of the rollout; they differ where responses are
+thrown away. The paper's are compared with the first.
 
 The paper does not give how long responses are, nor what its DAPO rows compare with. Assumed here:
 - lengths: lognormal, cut off at 16,384. Medians of 8,000 to 11,000 and sigma 0.6, so that a quarter is cut off where
@@ -99,7 +99,7 @@ async def throwing_away(engine: SimulatedEngine, lengths: Workload, steps: int, 
 
 def gains(model: str, lengths: Workload, steps: int, seeds: int, dapo: bool = False) -> dict[str, float]:
     """Gain of the paper's policy over what it is compared with, mean over seeds, and what goes with it."""
-    cost = roofline(GPUS["mi300x"], MODELS[model], Roofline(slots=256), training_memory=True)
+    cost = roofline(GPUS["mi300x"], MODELS[model], Roofline(slots=256), trainer_gpus=ENGINES)
     consumed = generated = staleness = off_policy = 0.0
     for seed in range(seeds):
         common: dict[str, Any] = {"replicas": ENGINES, "steps": steps, "warm_up": steps // 4, "seed": seed}
@@ -112,7 +112,7 @@ def gains(model: str, lengths: Workload, steps: int, seeds: int, dapo: bool = Fa
             synchronous = simulate(lengths, cost, partial_rollout=False, **common)
             base_generated = synchronous.generated_tokens_per_second
             base_consumed = synchronous.consumed_tokens_per_second
-        partial = simulate(lengths, cost, over_sampling_batch_size=64, max_staleness=None, **common)
+        partial = simulate(lengths, cost, over_sampling_batch_size=64, max_staleness=None, first_come=True, **common)
         consumed += partial.consumed_tokens_per_second / base_consumed - 1
         generated += partial.generated_tokens_per_second / base_generated - 1
         staleness += partial.mean_staleness
@@ -157,7 +157,7 @@ def main() -> None:
         "assumed": {"lengths": LENGTHS, "turned_away_by_dynamic_sampling": TURNED_AWAY, "engines": ENGINES},
         "cost_models": {
             model: dataclasses.asdict(
-                roofline(GPUS["mi300x"], MODELS[model], Roofline(slots=256), training_memory=True)
+                roofline(GPUS["mi300x"], MODELS[model], Roofline(slots=256), trainer_gpus=ENGINES)
             )
             for model in LENGTHS
         },

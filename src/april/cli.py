@@ -343,8 +343,8 @@ def simulate(args: list[str]) -> int:
     settings, flags = _settings(SimulationSettings, "april simulate", args)
     from rich.console import Console
 
+    from april.simulation import hardware
     from april.simulation.cost_model import CostModel, CostModelError
-    from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
     from april.simulation.page import print_points, simulation_page
     from april.simulation.plan import Cluster, advice, arms, explore, recommended
     from april.simulation.workload import WORKLOADS
@@ -359,15 +359,20 @@ def simulate(args: list[str]) -> int:
         return _fail(f"--warm-up {settings.warm_up}: must leave at least one of --steps {settings.steps}")
     if settings.workload not in WORKLOADS:
         return _fail(f"--workload {settings.workload}: there are {', '.join(WORKLOADS)}")
-    gpu, shape, colocated = GPUS[settings.hardware], MODELS[settings.model], settings.training_gpus == 0
+    gpu, shape = hardware.GPUS[settings.hardware], hardware.MODELS[settings.model]
+    colocated = settings.training_gpus == 0
+    state = hardware.LORA_TRAINER_BYTES if recipe.lora.rank else hardware.TRAINER_BYTES
     try:
+        if not colocated:
+            hardware.check_trainer(gpu, shape, settings.training_gpus, state)
         if settings.cost_model is None:
-            cost = roofline(gpu, shape, Roofline(slots=recipe.engine.max_running), training_memory=colocated)
+            given, shared = hardware.Roofline(slots=recipe.engine.max_running), settings.gpus * colocated
+            cost = hardware.roofline(gpu, shape, given, trainer_gpus=shared, trainer_bytes=state)
         else:
             cost = CostModel.load(settings.cost_model)
     except (CostModelError, ValueError) as error:
         return _fail(str(error))
-    training = training_seconds_per_token(gpu, shape, settings.training_gpus or settings.gpus)
+    training = hardware.training_seconds_per_token(gpu, shape, settings.training_gpus or settings.gpus)
     cluster = Cluster(
         gpus=settings.gpus,
         engines=settings.gpus - settings.training_gpus,

@@ -2,7 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from april.simulation.hardware import GPUS, MODELS, Roofline, roofline, training_seconds_per_token
+from april.simulation.hardware import (
+    GPUS,
+    LORA_TRAINER_BYTES,
+    MODELS,
+    Roofline,
+    check_trainer,
+    roofline,
+    training_seconds_per_token,
+)
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("r1-distill-1.5b", 1.78)])
@@ -25,10 +33,21 @@ def test_a_decode_step_is_bound_by_memory_at_small_batches_and_by_compute_at_lar
 
 
 def test_colocated_training_leaves_less_room_for_the_kv_cache() -> None:
-    apart, together = (
-        roofline(GPUS["h100"], MODELS["qwen3-8b"], training_memory=training) for training in (False, True)
-    )
-    assert together.kv_tokens < apart.kv_tokens
+    model = MODELS["qwen3-8b"]
+    apart, eight, many, four = (roofline(GPUS["h200"], model, trainer_gpus=n).kv_tokens for n in (0, 8, 64, 4))
+    assert apart > eight == many > four, "a trainer spreads over a node at most"
+    assert (apart - four) * model.kv_bytes == pytest.approx(16 * model.parameters / 4, rel=1e-4)
+    lora = roofline(GPUS["h200"], model, trainer_gpus=1, trainer_bytes=LORA_TRAINER_BYTES)
+    assert apart > lora.kv_tokens > 0
+
+
+def test_a_trainer_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"131 GB for its part of the trainer's state and does not fit a h100"):
+        roofline(GPUS["h100"], MODELS["qwen3-8b"], trainer_gpus=1)
+    with pytest.raises(ValueError, match=r"take 131 GB: training needs more GPUs than 1 h100 \(80 GB each\)"):
+        check_trainer(GPUS["h100"], MODELS["qwen3-8b"], 1)
+    check_trainer(GPUS["h100"], MODELS["qwen3-8b"], 2)
+    check_trainer(GPUS["h100"], MODELS["qwen3-8b"], 1, LORA_TRAINER_BYTES)
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:

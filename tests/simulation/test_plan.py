@@ -59,7 +59,21 @@ def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path:
 
 def test_a_simulation_goes_by_the_policy_and_the_order_of_the_recipe(tmp_path: Path) -> None:
     def partial(*flags: str) -> list[dict[str, float]]:
-        done = april(tmp_path, "--gpus", "2", "--steps", "16", "--warm-up", "4", "--", "--max-staleness", "1", *flags)
+        done = april(
+            tmp_path,
+            "--gpus",
+            "2",
+            "--hardware",
+            "h200",
+            "--steps",
+            "16",
+            "--warm-up",
+            "4",
+            "--",
+            "--max-staleness",
+            "1",
+            *flags,
+        )
         assert done.returncode == 0, done.stderr
         document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
         return document["settings"][1:]
@@ -126,6 +140,7 @@ def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
     [
         (("--workload", "lite"), "--workload lite: there are light, lognormal"),
         (("--gpus", "0"), "--gpus 0: must be positive"),
+        (("--gpus", "1"), "131 GB for its part of the trainer's state and does not fit a h100"),
         (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
         (("--warm-up", "40"), "--warm-up 40"),
         (("--price", "nan"), "--price nan: must be positive"),

@@ -133,32 +133,42 @@ MODELS = {
         ),
     )
 }
+TRAINER_BYTES, LORA_TRAINER_BYTES = 16.0, 2.0
+"""Bytes of the trainer's state for each parameter: bfloat16 weights and gradients, float32 weights and two moments;
+with LoRA the weights alone, as adapters are small."""
+NODE = 8
+"""GPUs over which a trainer that shares them with engines spreads its state, at most."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
 def roofline(
-    gpu: GPU, model: ModelShape, assumptions: Roofline | None = None, *, training_memory: bool = False
+    gpu: GPU,
+    model: ModelShape,
+    assumptions: Roofline | None = None,
+    *,
+    trainer_gpus: int = 0,
+    trainer_bytes: float = TRAINER_BYTES,
 ) -> CostModel:
     """The cost model of one engine on one GPU.
 
     Args:
-        training_memory: the trainer's share of the weights, gradients and optimizer stays on the GPU beside the engine
-            (colocated, over eight GPUs at least); what it takes is not there for the KV cache.
+        trainer_gpus: GPUs that the trainer shares with the engines; each holds its part of the trainer's state, an
+            eighth at least, and what that takes is not there for the KV cache. 0 if the trainer is elsewhere.
+        trainer_bytes: of the trainer's state, for each parameter.
 
     Raises:
-        ValueError: the model does not fit the GPU.
+        ValueError: the model, or the trainer beside it, does not fit the GPU.
     """
     given = assumptions or Roofline()
     bandwidth, flops = gpu.bandwidth * given.bandwidth_share, gpu.flops * given.compute_share
     weights = 2 * model.parameters
     room = gpu.memory * given.memory_share - weights
-    if training_memory:
-        # bfloat16 weights and gradients, float32 weights and two moments, over eight GPUs.
-        room -= 16 * model.parameters / 8
-    kv_tokens = int(room / model.kv_bytes)
+    state = trainer_bytes * model.parameters / min(trainer_gpus, NODE) if trainer_gpus else 0.0
+    kv_tokens = int((room - state) / model.kv_bytes)
     if kv_tokens < 1:
+        trainer = f" and {state / 1e9:.0f} GB for its part of the trainer's state" if state else ""
         raise ValueError(
-            f"{model.name} needs {weights / 1e9:.0f} GB for its weights and does not fit a {gpu.name} "
+            f"{model.name} needs {weights / 1e9:.0f} GB for its weights{trainer} and does not fit a {gpu.name} "
             f"({gpu.memory / 1e9:.0f} GB)"
         )
     reading, computing = 2 * model.matrix_parameters / bandwidth, 2 * model.matrix_parameters / flops
@@ -176,6 +186,20 @@ def roofline(
         interrupt_seconds=given.interrupt_seconds,
         source=f"roofline: {model.name} on {gpu.name}",
     )
+
+
+def check_trainer(gpu: GPU, model: ModelShape, gpus: int, trainer_bytes: float = TRAINER_BYTES) -> None:
+    """Whether a trainer on `gpus` GPUs of its own fits them.
+
+    Raises:
+        ValueError: it does not.
+    """
+    state = trainer_bytes * model.parameters
+    if state > gpus * gpu.memory * Roofline().memory_share:
+        raise ValueError(
+            f"weights, gradients and optimizer of {model.name} take {state / 1e9:.0f} GB: training needs more GPUs "
+            f"than {gpus} {gpu.name} ({gpu.memory / 1e9:.0f} GB each)"
+        )
 
 
 def training_seconds_per_token(gpu: GPU, model: ModelShape, gpus: int, assumptions: Roofline | None = None) -> float:
