@@ -384,13 +384,17 @@ def simulate(args: list[str]) -> int:
     points = []
     count = len(arms(recipe))
     try:
-        with Console(stderr=True).status(f"0 of {count} settings simulated") as status:
+        console = Console(stderr=True)
+        with console.status(f"0 of {count} settings simulated") as status:
             for point in explore(recipe, WORKLOADS[settings.workload], cluster, settings.steps, settings.warm_up):
                 points.append(point)
-                status.update(
+                done = (
                     f"{len(points)} of {count} settings simulated; {point.name}: "
                     f"{point.consumed_tokens_per_second:,.0f} consumed tokens/s"
                 )
+                status.update(done)
+                if not console.is_terminal:  # where nobody sees a status
+                    print(done, file=sys.stderr, flush=True)
     except ValueError as error:
         return _fail(str(error))
     chosen = recommended(points)
