@@ -59,6 +59,7 @@ svg rect{fill:var(--c)}
 .c-blue{--c:var(--blue)}.c-green{--c:var(--green)}.c-amber{--c:var(--amber)}.c-red{--c:var(--red)}
 .c-purple{--c:var(--purple)}.c-grey{--c:var(--grey)}.c-load{--c:var(--load)}.c-wait{--c:var(--wait)}
 .c-age0{--c:var(--blue)}.c-age1{--c:var(--age1)}.c-age2{--c:var(--age2)}.c-age3{--c:var(--age3)}
+tr.chosen{font-weight:600}
 .c-age4{--c:var(--age4)}.c-age5{--c:var(--age5)}
 .legend{display:flex;flex-wrap:wrap;gap:2px 16px;list-style:none;margin:0 0 4px;padding:0;font-size:13px;
 color:var(--soft)}

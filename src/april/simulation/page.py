@@ -87,10 +87,10 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
             Section("What fills the engines", others),
             Section(
                 "Every figure",
-                _table(points),
+                _table(points, chosen),
                 "Consumed and generated tokens per second of rollout; seconds a step, training included; slots that "
                 "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used; cost of a "
-                "million consumed tokens.",
+                f"million consumed tokens. In bold: {chosen.name}, the recommended setting.",
             ),
             Section("What this rests on", "", assumptions),
         ],
@@ -107,10 +107,11 @@ def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
     return line_chart(name, axis, [Series(name, values, "c-blue", dots=True)], y_format=percent, legend=False)
 
 
-def _table(points: Sequence[Point]) -> str:
+def _table(points: Sequence[Point], chosen: Point) -> str:
     head = "".join(f"<th>{column}</th>" for column in ("", *COLUMNS))
     rows = (
-        f"<tr><td>{point.name}</td>{''.join(f'<td>{cell(point)}</td>' for cell in COLUMNS.values())}</tr>"
+        f"<tr class='{'chosen' * (point is chosen)}'><td>{point.name}</td>"
+        f"{''.join(f'<td>{cell(point)}</td>' for cell in COLUMNS.values())}</tr>"
         for point in points
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
