@@ -174,7 +174,8 @@ async def launch(
                     # Servers are known to log their settings, key and all: what they say then goes through here.
                     stdout=asyncio.subprocess.PIPE if api_key else output,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={**os.environ, **environment},
+                    # A log that is buffered lacks its last lines, or has them in another order.
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                     start_new_session=True,
                 )
             except OSError as error:
