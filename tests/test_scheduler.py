@@ -139,7 +139,8 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
     """What was saved and restored is trained on as if the run had never stopped.
 
     Where rewards take time, those of the last step are still being computed when the run stops and begin anew when it
-    goes on, so that a group may be complete a step earlier or later: then its content is compared, not its step.
+    goes on, so that a group may be complete a step earlier or later: then its content is compared, not its step. With
+    `first_come` and a filter, too: it is not saved in which order groups were complete whose rewards are missing.
     N' is set: what is chosen automatically depends on how long things take, too.
     """
     s = {**s, "auto": False}
@@ -183,7 +184,8 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
         return [[id for _, ids, _ in sample["segments"] for id in ids] for sample in group["samples"]]
 
     expected, found = content(asyncio.run(straight())), content(asyncio.run(interrupted()))
-    if s["reward_delay"] == 0:
+    verdicts_order = s["first_come"] and s["filtered"] and s["max_staleness"] is None
+    if s["reward_delay"] == 0 and not verdicts_order:
         assert found == expected
     assert found[:stop_after] == expected[:stop_after]
     for step_expected, step_found in zip(expected, found, strict=True):
