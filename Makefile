@@ -12,7 +12,7 @@ help:
 	@echo "make test          set up .venv, lint, type-check and test"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
-	@echo "make lint          ruff and mypy only"
+	@echo "make lint          ruff, mypy and the import contract only"
 
 # constraints.txt is the tested lock. It pins torch's CPU build; see the comment in it for machines without one at hand.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -42,6 +42,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: setup
 	$(BIN)/ruff check --fix .

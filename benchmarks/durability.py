@@ -24,13 +24,13 @@ from typing import Any
 from record import save, spread
 
 from april import RolloutScheduler
-from april.config import Recipe, load_recipe
+from april.config.recipe import Recipe, load_recipe
 from april.engines.embedded import EmbeddedEngine
-from april.journal import Journal
+from april.rollout.journal import Journal
 from april.tasks.prompts import PromptStream
 from april.tasks.task import build_task
 from april.training.policy import load_policy, stop_tokens
-from april.training.scoring import Rewards
+from april.training.task_reward import Rewards
 
 
 class TimedJournal(Journal):

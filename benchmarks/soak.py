@@ -184,8 +184,8 @@ async def go_on(watch: Watch, enough: Callable[[], bool], after: Callable[[Step]
 
 
 def simulated(samples: int) -> dict[str, Any]:
-    from april.engines.simulated import SimulatedEngine
     from april.simulation.cost_model import CostModel
+    from april.simulation.engine import SimulatedEngine
     from april.simulation.virtual_time import run
     from april.simulation.workload import WORKLOADS
 

@@ -42,12 +42,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from april import cli
-from april.config import ModelSettings
-from april.journal import Journal
+from april.commands import cli
+from april.config.recipe import ModelSettings
 from april.reporting.metrics import read_metrics
 from april.reporting.step_log import StepLog
-from april.step import Step
+from april.rollout.journal import Journal
+from april.rollout.step import Step
 from april.training.learner import Learner
 from april.training.policy import load_policy
 from tests import tiny

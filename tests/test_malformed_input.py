@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from april.config import ConfigError, Recipe, check_recipe, load_recipe
+from april.config.recipe import ConfigError, Recipe, check_recipe, load_recipe
 from april.tasks.records import read_problems
 from april.tasks.task import Problem, TaskSpec
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.config import API_KEY, ConfigError, ModelSettings
+from april.config.recipe import API_KEY, ConfigError, ModelSettings
 from april.training.checkpoint import FORMAT, OPTIMIZER, STATE, CheckpointError, load_state
 from april.training.output import locked, prepare_output
 from april.training.policy import load_policy

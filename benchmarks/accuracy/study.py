@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from april.config import Recipe, check_recipe, load_recipe
+from april.config.recipe import Recipe, check_recipe, load_recipe
 from april.reporting.metrics import read_metrics
-from april.training.mishap import TrainingError
+from april.training.recovery import TrainingError
 from april.training.trainer import Trainer
 
 HERE = Path(__file__).parent

@@ -36,7 +36,7 @@ import trl
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from april.config import Recipe, load_recipe
+from april.config.recipe import Recipe, load_recipe
 from april.engines.embedded import EmbeddedEngine
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop

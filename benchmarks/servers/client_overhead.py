@@ -21,9 +21,9 @@ from typing import Any
 import aiohttp
 from serving import ENGINES, make_policy, save, spread, start
 
-from april.engines.server import ServerEngine
-from april.engines.stream import Stream
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.stream import Stream
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 
 SLOTS = 256
 

@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 from serving import ENGINES, make_policy, save, spread, start
 
-from april.engine import KVPolicy
-from april.scheduler import RolloutScheduler
-from april.trajectory import Prompt, Sample, SamplingParams
+from april.rollout.engine import KVPolicy
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Prompt, Sample, SamplingParams
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from record import save as save_record
 from record import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from april.engines.launch import Server, launch_sglang, launch_vllm
-from april.engines.server import ServerEngine
-from april.engines.sglang import SGLangEngine
-from april.engines.vllm import VLLMEngine
+from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.sglang import SGLangEngine
+from april.engines.servers.vllm import VLLMEngine
 
 __all__ = ["ENGINES", "make_policy", "save", "spread", "start"]
 

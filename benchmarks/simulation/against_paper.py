@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from arms import BOUND, ceiling, figures, measure, save
 
-from april.order import ORDERS
+from april.rollout.order import ORDERS
 from april.simulation.workload import WORKLOADS
 
 RATIOS = (1.5, 2, 3)

@@ -23,10 +23,10 @@ from predicted_vs_measured import CONTEXT, LOGNORMAL, VOCABULARY, policy
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save, spread
 
-from april.engine import KVPolicy
 from april.engines.embedded import EmbeddedEngine
-from april.order import ORDERS
-from april.simulation.serving import serve
+from april.rollout.engine import KVPolicy
+from april.rollout.order import ORDERS
+from april.simulation.measurement import serve
 
 SLOTS, TARGET = 32, 24
 ARMS: list[tuple[str, KVPolicy]] = [("oldest", "recompute"), *((order, "keep") for order in ORDERS)]

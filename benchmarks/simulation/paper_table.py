@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
 from april import RolloutScheduler, SamplingParams
-from april.engines.simulated import SimulatedEngine
+from april.rollout.trajectory import Group
+from april.simulation.engine import SimulatedEngine
 from april.simulation.hardware import GPUS, MODELS, Roofline, roofline
 from april.simulation.run import no_reward, simulate
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
-from april.trajectory import Group
 
 PAPER = {
     ("qwen3-4b", "GRPO"): {"DAPO-Math": 0.24, "DeepScaleR": 0.31, "DeepMath": 0.35},

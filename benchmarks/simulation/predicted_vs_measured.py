@@ -37,11 +37,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save, spread
 
-from april.engine import Engine, KVPolicy
 from april.engines.embedded import EmbeddedEngine
+from april.rollout.engine import Engine, KVPolicy
 from april.simulation.calibration import Calibration, Sweep
+from april.simulation.measurement import serve
 from april.simulation.run import Outcome, simulate
-from april.simulation.serving import serve
 from april.simulation.workload import Part, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -127,9 +127,9 @@ async def engine_of(
         engine = EmbeddedEngine(model, max_running=slots, context_length=CONTEXT, on_update=on_update)
         yield engine, None
         return
-    from april.engines.launch import launch_sglang, launch_vllm
-    from april.engines.sglang import SGLangEngine
-    from april.engines.vllm import VLLMEngine
+    from april.engines.servers.launch import launch_sglang, launch_vllm
+    from april.engines.servers.sglang import SGLangEngine
+    from april.engines.servers.vllm import VLLMEngine
 
     weights = folder / "model"
     model.save_pretrained(weights)

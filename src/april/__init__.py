@@ -1,13 +1,15 @@
 """april: active partial rollouts for reinforcement learning of language models (APRIL, arXiv 2509.18521)."""
 
-from april.admission import Admission, FixedAdmission
-from april.buffer import Rejection
-from april.engine import Capacity, Chunk, Engine, EngineError, StreamEngine
-from april.reward import RewardError
-from april.scheduler import RejectionError, RolloutScheduler
-from april.staleness import StalenessError
-from april.step import Step
-from april.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment
+from april.engines.stream import StreamEngine
+from april.rollout.admission.admission import Admission
+from april.rollout.admission.fixed import FixedAdmission
+from april.rollout.buffer import Rejection
+from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.rewards import RewardError
+from april.rollout.scheduler import RejectionError, RolloutScheduler
+from april.rollout.staleness import StalenessError
+from april.rollout.step import Step
+from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment
 
 __version__ = "0.1.0"
 

@@ -1,3 +1,3 @@
-from april.cli import main
+from april.commands.cli import main
 
 main()

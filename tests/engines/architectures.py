@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import DynamicCache, PreTrainedModel
 
-from april.engine import Chunk
 from april.engines.embedded import EmbeddedEngine
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.engine import Chunk
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 
 SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),

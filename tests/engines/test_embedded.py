@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from april.engine import EngineError
 from april.engines.embedded import EmbeddedEngine
-from april.trajectory import FinishReason, Sample, SamplingParams, Segment
+from april.rollout.engine import EngineError
+from april.rollout.trajectory import FinishReason, Sample, SamplingParams, Segment
 from tests.engines.architectures import (
     SUPPORTED,
     VOCABULARY,

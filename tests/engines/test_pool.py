@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.engine import Capacity, Chunk, EngineError, StreamEngine
 from april.engines.pool import EnginePool, State
-from april.scheduler import RolloutScheduler
-from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.engines.stream import StreamEngine
+from april.rollout.engine import Capacity, Chunk, EngineError
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
 SLOTS = 4
 

@@ -1,100 +1,111 @@
-"""What a stream of events adds to a sample, and which of it is believed."""
+"""`StreamEngine`: an engine of the user's own in one async generator."""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from april.engine import Chunk
-from april.engines.http import RequestError
-from april.engines.stream import Delta, Stream, parse_version
-from april.trajectory import FinishReason, SamplingParams
-
-STOP = 99
-BUDGET = 8
+from april import Capacity, Chunk, FinishReason, Group, Prompt, Sample, SamplingParams, StreamEngine
 
 
-def stream(budget: int = BUDGET) -> Stream:
-    return Stream("0.0", "0.0-a", [1, 2], SamplingParams(budget, stop_token_ids=(STOP,)), 0, budget, 0, vocab_size=100)
+def samples(n: int) -> list[Sample]:
+    return Group.start(0, Prompt((1,)), n, SamplingParams(max_tokens=10), 0).samples
 
 
-def feed(target: Stream, deltas: list[Delta]) -> tuple[Any, list[Chunk]]:
-    """What comes of events that arrive together: how the stream ended, and the chunks."""
+async def count(sample: Sample) -> AsyncIterator[Chunk]:
+    for token in range(sample.length, 10):
+        await asyncio.sleep(0)
+        yield Chunk(sample.id, [token], [-1.0], 0, FinishReason.LENGTH if token == 9 else None)
+
+
+async def drain(engine: StreamEngine, into: dict[str, list[int]], polls: int = 1000) -> None:
+    for _ in range(polls):
+        chunks = await engine.poll()
+        if not chunks:
+            return
+        for chunk in chunks:
+            into.setdefault(chunk.sample_id, []).extend(chunk.token_ids)
+
+
+async def test_everything_yielded_comes_out_once_and_in_order() -> None:
+    engine = StreamEngine(count, Capacity(2, 100))
+    for sample in samples(5):
+        engine.submit(sample)
+    assert engine.running <= 2
+    seen: dict[str, list[int]] = {}
+    await drain(engine, seen)
+    assert seen == {s.id: list(range(10)) for s in samples(5)}
+    assert await engine.poll() == []
+
+
+async def test_nothing_runs_after_an_interrupt_and_nothing_is_lost() -> None:
+    engine = StreamEngine(count, Capacity(8, 100))
+    mine = samples(3)
+    for sample in mine:
+        engine.submit(sample)
+    seen: dict[str, list[int]] = {}
+    await drain(engine, seen, polls=3)
+    for chunk in await engine.interrupt():
+        seen.setdefault(chunk.sample_id, []).extend(chunk.token_ids)
+    assert engine.running == 0
+    assert await engine.poll() == []
+    for sample in mine:
+        tokens = seen.get(sample.id, [])
+        sample.extend(tokens, [-1.0] * len(tokens), 0)
+        engine.submit(sample)
+    await drain(engine, seen)
+    assert seen == {s.id: list(range(10)) for s in mine}
+
+
+async def test_a_cancelled_poll_loses_nothing() -> None:
+    engine = StreamEngine(count, Capacity(8, 100))
+    engine.submit(samples(1)[0])
+    seen: dict[str, list[int]] = {}
+    for turns in range(4):
+        poll = asyncio.ensure_future(engine.poll())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        poll.cancel()
+        await asyncio.wait([poll])
+        if not poll.cancelled():
+            for chunk in poll.result():
+                seen.setdefault(chunk.sample_id, []).extend(chunk.token_ids)
+    await drain(engine, seen)
+    assert seen == {"0.0": list(range(10))}
+
+
+async def test_a_generator_that_fails_or_stops_early_is_a_failed_request() -> None:
+    async def broken(sample: Sample) -> AsyncIterator[Chunk]:
+        yield Chunk(sample.id, [1], [-1.0], 0)
+        if sample.index == 0:
+            raise RuntimeError("out of cheese")
+
+    engine = StreamEngine(broken, Capacity(8, 100))
+    for sample in samples(2):
+        engine.submit(sample)
     chunks: list[Chunk] = []
-    events = [{"number": i} for i in range(len(deltas))]
-    finish = target.take_in(events, lambda event, _: deltas[event["number"]], lambda _, chunk: chunks.append(chunk))
-    return finish, chunks
+    while new := await engine.poll():
+        chunks += new
+    errors = {chunk.sample_id: chunk.error for chunk in chunks if chunk.error}
+    assert errors == {"0.0": "RuntimeError: out of cheese", "0.1": "the stream ended before the sample was finished"}
+    assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [[1], [1]]
 
 
-def tokens(*ids: int, finish: Any = None, version: str | None = None) -> Delta:
-    return Delta(ids, [-1.0] * len(ids), finish, version)
+async def test_generators_wait_for_a_slow_reader() -> None:
+    yielded = 0
 
+    async def endless(sample: Sample) -> AsyncIterator[Chunk]:
+        nonlocal yielded
+        while True:
+            await asyncio.sleep(0)
+            yielded += 1
+            yield Chunk(sample.id, [], [], 0)
 
-@given(st.lists(st.integers(0, 98), min_size=1, max_size=BUDGET - 1), st.data())
-def test_tokens_come_through_once_however_they_are_cut(ids: list[int], data: st.DataObject) -> None:
-    target, received = stream(), []
-    rest = [*ids, STOP]
-    while rest:
-        size = data.draw(st.integers(1, len(rest)))
-        _, chunks = feed(target, [tokens(token) for token in rest[:size]])
-        received += [token for chunk in chunks for token in chunk.token_ids]
-        rest = rest[size:]
-        assert [chunk.finish for chunk in chunks] == [None if rest else FinishReason.STOP]
-    assert received == [*ids, STOP]
-    assert target.token_ids == [1, 2, *received]
-    assert target.received == len(received)
-
-
-@pytest.mark.parametrize("last", [STOP, 5])
-def test_a_sample_that_ends_as_it_is_aborted_has_ended(last: int) -> None:
-    """The server says "abort" with the very token that ends the response, by stop token or by budget."""
-    target = stream(budget=3)
-    feed(target, [tokens(4)] if last == STOP else [tokens(4, 4)])
-    finish, chunks = feed(target, [tokens(last, finish="abort")])
-    assert finish is (FinishReason.STOP if last == STOP else FinishReason.LENGTH)
-    assert [(list(chunk.token_ids), chunk.finish) for chunk in chunks] == [([last], finish)]
-
-
-def test_an_abort_before_the_end_leaves_the_sample_unfinished() -> None:
-    finish, chunks = feed(stream(), [tokens(4, finish="abort")])
-    assert finish == "abort"
-    assert [chunk.finish for chunk in chunks] == [None]
-
-
-def test_each_version_has_a_chunk_of_its_own() -> None:
-    target = stream()
-    _, chunks = feed(target, [tokens(4, version="0"), tokens(5, version="v3"), tokens(6, version="3")])
-    assert [(chunk.version, list(chunk.token_ids)) for chunk in chunks] == [(0, [4]), (3, [5, 6])]
-    assert target.spans == [(0, 0), (3, 1)]
-
-
-@pytest.mark.parametrize(
-    ("nonsense", "message"),
-    [
-        (tokens(100), "outside the vocabulary"),
-        (tokens(-1), "outside the vocabulary"),
-        (tokens(True), "outside the vocabulary"),
-        (Delta([4], [0.5]), "log-probability 0.5"),
-        (Delta([4], [float("nan")]), "log-probability nan"),
-        (Delta([4], [-float("inf")]), "log-probability -inf"),
-        (Delta([4], []), "1 tokens came with 0 log-probabilities"),
-        (tokens(*[4] * BUDGET), f"{BUDGET + 1} tokens came where {BUDGET} were asked for"),
-        (tokens(4, finish=FinishReason.STOP), "with no stop token"),
-        (tokens(4, finish=FinishReason.LENGTH), f"after 2 tokens, with no stop token, where {BUDGET}"),
-    ],
-)
-def test_what_stands_before_nonsense_is_handed_on(nonsense: Delta, message: str) -> None:
-    chunks: list[Chunk] = []
-    deltas = [tokens(7), nonsense]
-    with pytest.raises(RequestError, match=message):
-        stream().take_in([{}, {}], lambda *_: deltas.pop(0), lambda _, chunk: chunks.append(chunk))
-    assert chunks[0].token_ids[0] == 7
-    assert all(chunk.finish is None for chunk in chunks)
-
-
-@pytest.mark.parametrize(("label", "version"), [("12", 12), ("v12", 12), ("default", None), ("", None), ("1.2", None)])
-def test_versions_in_labels(label: str, version: int | None) -> None:
-    assert parse_version(label) == version
+    engine = StreamEngine(endless, Capacity(8, 100), backlog=16)
+    for sample in samples(2):
+        engine.submit(sample)
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert yielded <= 18
+    assert len(await engine.poll()) <= 18
+    await engine.close()

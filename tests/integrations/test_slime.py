@@ -19,9 +19,10 @@ SOURCE = need_slime()
 from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
-from april import FinishReason, Group, SamplingParams  # noqa: E402
-from april.disk import as_json  # noqa: E402
+from april import FinishReason, Group, Prompt, SamplingParams  # noqa: E402
+from april import Sample as AprilSample  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
+from april.rollout.disk import as_json  # noqa: E402
 from tests import tiny  # noqa: E402
 
 
@@ -106,13 +107,19 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         plugin.DataSource(args)
 
 
-async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
-    """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
-    args.custom_rm_path = "tests.integrations.slime_source.teacher"
+def one_sample(args: Namespace) -> tuple[plugin.Rollouts, Prompt, AprilSample]:
+    """Rollouts, a prompt of theirs, and a sample of it that has ended."""
     rollouts = plugin.Rollouts(args, plugin.DataSource(args))
     prompt = next(rollouts._prompts())
     (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=2), seed=0).samples
     sample.extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    return rollouts, prompt, sample
+
+
+async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
+    """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
+    args.custom_rm_path = "tests.integrations.slime_source.teacher"
+    rollouts, prompt, sample = one_sample(args)
     assert await rollouts._score(prompt, sample) == 0
     theirs = rollouts.samples[prompt.id][0]
     assert theirs.reward["logprobs"].tolist() == [-0.5, -0.25]
@@ -121,10 +128,7 @@ async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namesp
 
 async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime_source.unsaveable"
-    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
-    prompt = next(rollouts._prompts())
-    (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=2), seed=0).samples
-    sample.extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    rollouts, prompt, sample = one_sample(args)
     with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
         await rollouts._score(prompt, sample)
 

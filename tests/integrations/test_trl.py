@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 from april.integrations.requirement import require
 from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
-from april.trajectory import Prompt
+from april.rollout.trajectory import Prompt
 from tests import tiny
 from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from april import Step
-from april.admission import Plan
-from april.buffer import Rejection
 from april.reporting.faults import LONGEST, MOST, FaultLog, faults_of, read_faults
 from april.reporting.report import write_report
-from april.step import Failure, Quarantine
+from april.rollout.buffer import Rejection
+from april.rollout.step import Failure, Plan, Quarantine
 from tests.reporting.conftest import simulate, write_run
 
 

@@ -19,11 +19,11 @@ import pytest
 import pytest_asyncio
 import torch
 
-from april.engines.launch import Server, launch_sglang, launch_vllm
-from april.engines.server import ServerEngine
-from april.engines.sglang import SGLangEngine
-from april.engines.vllm import VLLMEngine
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.sglang import SGLangEngine
+from april.engines.servers.vllm import VLLMEngine
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 from tests.servers.tiny import Oracle, tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ import json
 import sys
 
 from april.engines.vllm_inproc import VLLMInProcess
-from april.trajectory import Group, Prompt, SamplingParams
+from april.rollout.trajectory import Group, Prompt, SamplingParams
 
 
 async def main(models: list[str]) -> None:

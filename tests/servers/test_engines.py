@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from april.engine import Chunk, Engine, EngineError
-from april.engines.broadcast import Broadcast
-from april.engines.server import ServerEngine
-from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.engines.servers.broadcast import Broadcast
+from april.engines.servers.server import ServerEngine
+from april.rollout.engine import Chunk, Engine, EngineError
+from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
 from tests.servers.tiny import VOCABULARY, Oracle
 

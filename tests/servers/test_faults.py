@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from april.engine import Engine, EngineError
-from april.engines.launch import Server
 from april.engines.pool import EnginePool, Replica
-from april.scheduler import RolloutScheduler
-from april.step import Step
-from april.trajectory import Prompt, SamplingParams
+from april.engines.servers.launch import Server
+from april.rollout.engine import Engine, EngineError
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import Prompt, SamplingParams
 from tests.servers.conftest import SLOTS, Connect, Kind, make_samples
 from tests.servers.proxy import Fault, FaultProxy
 from tests.servers.test_engines import EXACT, error_by_version, finish

@@ -34,7 +34,7 @@ from slime.utils.types import Sample  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from april import EngineError  # noqa: E402
-from april.engines.launch import Server, launch_sglang  # noqa: E402
+from april.engines.servers.launch import Server, launch_sglang  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402

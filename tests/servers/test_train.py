@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from april.config import load_recipe
-from april.engines.launch import Server
+from april.config.recipe import load_recipe
+from april.engines.servers.launch import Server
 from april.training import learner
 from april.training.trainer import Trainer
 from tests import tiny

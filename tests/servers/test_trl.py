@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from april.engines.launch import Server
+from april.engines.servers.launch import Server
 from april.integrations.trl import PartialRollouts
 from tests import tiny
 from tests.integrations.trl_trainer import Reward, Watched, rows

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from april.trajectory import Sample, SamplingParams
+from april.rollout.trajectory import Sample, SamplingParams
 from tests import tiny
 
 VOCABULARY = 512

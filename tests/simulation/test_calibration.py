@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from april.engine import EngineError
-from april.engines.simulated import SimulatedEngine
+from april.rollout.engine import EngineError
 from april.simulation.calibration import Calibration, Decoding, Prefill, Serving, calibrate
 from april.simulation.cost_model import CostModel
+from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
 from tests import tiny

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from april.reward import RewardError
+from april.rollout.rewards import RewardError
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import Scorer
 from april.tasks.task import Problem, TaskSpec, build_task

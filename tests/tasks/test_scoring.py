@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from april.reward import RewardError
+from april.rollout.rewards import RewardError
 from april.tasks.math import math_verify
 from april.tasks.scoring import RewardFunction, Scorer, load_function
 from april.tasks.task import Problem, TaskSpec

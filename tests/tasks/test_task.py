@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from april.rollout.trajectory import Group, SamplingParams
 from april.tasks.task import Problem, TaskSpec, encode
-from april.trajectory import Group, SamplingParams
 from tests.tasks.conftest import make_tokenizer
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment, Step
-from april.admission import Plan
 from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
-from april.config import AlgorithmSettings, Recipe
+from april.config.recipe import AlgorithmSettings, Recipe
+from april.rollout.step import Plan
 from april.training.batch import Batch, micro_batches
 from april.training.learner import Learner, resolve_algorithm
 from tests import tiny

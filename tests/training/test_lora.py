@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from april.config import ConfigError, LoraSettings, Recipe
+from april.config.recipe import ConfigError, LoraSettings, Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.training.learner import Learner
 from april.training.policy import save_policy

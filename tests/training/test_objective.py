@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from april.algorithms.corrections import correct
-from april.step import Step
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason
 from april.training.batch import Batch
 from april.training.critic import Critic
 from april.training.learner import Learner
-from april.trajectory import FinishReason
 from tests import tiny
 from tests.algorithms import reference
 from tests.training.test_learner import recipe, rollout

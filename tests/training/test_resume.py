@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from april import cli
+from april.commands import cli
 from april.reporting.metrics import read_metrics
 from april.training import trainer as trainer_module
 from april.training.checkpoint import checkpoints

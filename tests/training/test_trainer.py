@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from april.cli import main
+from april.commands.cli import main
 from april.reporting.faults import read_faults
 from april.reporting.metrics import read_metrics
 from tests import tiny

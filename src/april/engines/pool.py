@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from april.engine import Capacity, Chunk, Engine, EngineError
-from april.outbox import Outbox
-from april.trajectory import Sample, Segment
+from april.engines.chunk_queue import ChunkQueue
+from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.trajectory import Sample, Segment
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class EnginePool:
         self._waiting: dict[str, Sample] = {}
         self._home: dict[str, Replica] = {}
         self._attempts: dict[str, int] = {}
-        self._outbox = Outbox(backlog)
+        self._queue = ChunkQueue(backlog)
         self._updating = asyncio.Lock()
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
@@ -170,14 +170,14 @@ class EnginePool:
         return home if home in others and home.load <= best.load + self._affinity else best
 
     async def poll(self) -> list[Chunk]:
-        while not self._outbox and self._in_flight:
+        while not self._queue and self._in_flight:
             stranded = not any(replica.ready for replica in self.replicas)
             try:
                 async with asyncio.timeout(self._patience if stranded else None):
-                    await self._outbox.news()
+                    await self._queue.ready()
             except TimeoutError:
                 raise EngineError(f"no replica was ready for {self._patience:g} s: {self._reasons()}") from None
-        return self._outbox.take()
+        return self._queue.take()
 
     @property
     def _in_flight(self) -> bool:
@@ -185,7 +185,7 @@ class EnginePool:
 
     async def interrupt(self) -> list[Chunk]:
         try:
-            with self._outbox.drain():
+            with self._queue.drain():
                 pumps = (replica.pump for replica in self.replicas if replica.ready)
                 await self._stop([self._watch, *self._delayed, *pumps])
                 self._watch = None
@@ -196,7 +196,7 @@ class EnginePool:
             for replica in self.replicas:
                 replica.samples.clear()
             self._waiting.clear()
-        return self._outbox.take()
+        return self._queue.take()
 
     async def _interrupt(self, replica: Replica) -> None:
         if not replica.samples:
@@ -306,8 +306,8 @@ class EnginePool:
             if not chunks and replica.samples:
                 self._lose(replica, f"it lost track of {len(replica.samples)} samples")
                 return
-            if self._outbox.full:
-                await self._outbox.room()
+            if self._queue.full:
+                await self._queue.space()
 
     def _forward(self, replica: Replica, chunk: Chunk) -> None:
         sample = replica.samples.get(chunk.sample_id)
@@ -324,7 +324,7 @@ class EnginePool:
                 replica.failures = 0
                 self._attempts.pop(sample.id, None)
             if chunk.token_ids or chunk.finish is not None:
-                self._outbox.put(chunk._replace(error=None))
+                self._queue.put(chunk._replace(error=None))
         if sample.finish is not None:
             del replica.samples[sample.id]
             self._home.pop(sample.id, None)
@@ -334,7 +334,7 @@ class EnginePool:
 
     def _retry(self, replica: Replica, sample: Sample, error: str) -> None:
         """A request failed: the sample goes on, elsewhere if there is another replica; the replica is looked at."""
-        if self._outbox.draining:
+        if self._queue.draining:
             return
         replica.failures += 1
         attempts = self._attempts[sample.id] = self._attempts.get(sample.id, 0) + 1
@@ -345,7 +345,7 @@ class EnginePool:
             self._begin(self._check(replica), self._checks)
         if attempts > self._max_retries:
             self._attempts.pop(sample.id)
-            self._outbox.put(Chunk(sample.id, (), (), self.version, error=error))
+            self._queue.put(Chunk(sample.id, (), (), self.version, error=error))
         else:
             self._begin(self._move(sample, replica, 0.05 * 2**attempts), self._delayed)
 
@@ -358,7 +358,7 @@ class EnginePool:
         try:
             self._place(sample, elsewhere_than)
         except ValueError as error:
-            self._outbox.put(Chunk(sample.id, (), (), self.version, error=str(error)))
+            self._queue.put(Chunk(sample.id, (), (), self.version, error=str(error)))
 
     def _lose(self, replica: Replica, reason: str) -> None:
         """Take a replica out, its samples elsewhere, and try to bring it back."""
@@ -381,7 +381,7 @@ class EnginePool:
         samples, replica.samples = list(replica.samples.values()), {}
         for sample in samples:
             self._home.pop(sample.id, None)
-            if not self._outbox.draining:
+            if not self._queue.draining:
                 self._place_or_fail(sample)
         self._bring_back(replica)
 
@@ -407,7 +407,7 @@ class EnginePool:
                     continue
                 log.warning("%r is back, with weights %d", replica.engine, self.version)
                 replica.state, replica.failures = State.READY, 0
-            self._outbox.wake()
+            self._queue.wake()
             waiting, self._waiting = self._waiting, {}
             for sample in waiting.values():
                 self._place_or_fail(sample)
@@ -436,7 +436,7 @@ class EnginePool:
 
         def ended(task: asyncio.Task[None]) -> None:
             tasks.discard(task)
-            self._outbox.wake()
+            self._queue.wake()
 
         task.add_done_callback(ended)
 

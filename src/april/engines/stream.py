@@ -1,177 +1,89 @@
-"""One sample's request to a server, and whether what comes back makes sense.
-
-Invariants:
-- every token of an event is checked (vocabulary, log-probability, budget) before any of it is handed on;
-- what stands before an event that makes no sense is handed on all the same;
-- the tokens themselves decide whether a response has ended, not what the server says of it.
-"""
+"""An engine made of one async generator per sample."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import logging
-import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
 
-from april.engine import Chunk
-from april.engines.http import RequestError
-from april.trajectory import FinishReason, SamplingParams
-
-log = logging.getLogger(__name__)
-
-Finish = FinishReason | Literal["abort", "again"]
-"""How a stream ends. "again": the server stopped where the sample does not end, so another request goes on."""
-
-LOGPROB_SLACK = 1e-3
-"""How far above 0 rounding may carry a log-probability before it is taken for nonsense."""
+from april.engines.chunk_queue import ChunkQueue
+from april.rollout.engine import Capacity, Chunk
+from april.rollout.trajectory import Sample
 
 
-class Delta(NamedTuple):
-    """What one event of a stream adds.
+class StreamEngine:
+    """An engine made of one async generator per sample: `generate(sample)` yields the chunks of its continuation.
 
-    `version` is the server's label for the weights that sampled it; `spans`, with the last event, its account of the
-    whole stream as (label, first token, end). None and empty where it gives none.
+    The shortest way to put an inference engine of your own behind the scheduler. `generate` is cancelled to interrupt
+    a sample; chunks it yielded before are never lost.
+
+    Args:
+        generate: yields `Chunk`s; the last one carries `finish`. An exception it raises becomes a chunk with `error`.
+        capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
+        update_weights: called with (version, weights) when the scheduler hands new weights over.
+        backlog: chunks kept for a slow reader before generators have to wait.
     """
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    finish: Finish | None = None
-    version: str | None = None
-    spans: Sequence[tuple[str, int, int]] = ()
-
-
-@dataclass(slots=True, eq=False)
-class Stream:
-    """One request: what is asked for, and how far it has come."""
-
-    sample_id: str
-    request_id: str
-    token_ids: list[int]
-    sampling: SamplingParams
-    seed: int
-    budget: int
-    version: int
-    vocab_size: int
-    received: int = 0
-    begun: int = 0
-    """Tokens received before the request that runs now."""
-    sent: bool = False
-    attached: bool = True
-    """False while nobody has asked the sample to go on: what arrives is held back."""
-    forgotten: bool = False
-    """True once nobody wants what still arrives."""
-    after: Stream | None = None
-    """An earlier stream of the same sample, which has to end first."""
-    task: asyncio.Task[None] | None = None
-    spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first token) of every run of tokens from one version."""
-
-    @property
-    def open(self) -> bool:
-        return self.task is not None and not self.task.done()
-
-    @property
-    def budget_left(self) -> int:
-        return self.budget - self.received
-
-    def renew(self) -> None:
-        """Go on in another request."""
-        self.request_id += "+"
-        self.begun = self.received
-        self.spans.clear()
-
-    def take_in(
+    def __init__(
         self,
-        events: Iterable[dict[str, Any]],
-        read: Callable[[dict[str, Any], Stream], Delta | None],
-        deliver: Callable[[Stream, Chunk], None],
-    ) -> Finish | None:
-        """Deliver what events that arrived together add, as one chunk for each version; says how the stream ended.
+        generate: Callable[[Sample], AsyncIterator[Chunk]],
+        capacity: Capacity,
+        update_weights: Callable[[int, Any], Awaitable[None]] | None = None,
+        backlog: int = 4096,
+    ) -> None:
+        self.capacity = capacity
+        self._generate = generate
+        self._update = update_weights
+        self._slots = asyncio.Semaphore(capacity.slots)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._queue = ChunkQueue(backlog)
+        self.running = 0
 
-        Raises:
-            RequestError: an event makes no sense, or says that the request failed.
-        """
-        ids: list[int] = []
-        logprobs: list[float] = []
-        finish: Finish | None = None
-        version = self.version
-        try:
-            for event in events:
-                delta = read(event, self)
-                if delta is None:
-                    continue
-                self._check(delta)
-                named = None if delta.version is None else parse_version(delta.version)
-                if named is not None and named != version and delta.token_ids:
-                    if ids:
-                        deliver(self, Chunk(self.sample_id, ids, logprobs, version))
-                        ids, logprobs = [], []
-                    version = self.version = named
-                if delta.token_ids and (not self.spans or self.spans[-1][0] != version):
-                    self.spans.append((version, self.received))
-                ids.extend(delta.token_ids)
-                logprobs.extend(delta.logprobs)
-                self.token_ids.extend(delta.token_ids)
-                self.received += len(delta.token_ids)
-                finish = self._finish(delta)
-                if finish is not None:
-                    self._compare(delta.spans)
-                    break
-        finally:
-            reason = finish if isinstance(finish, FinishReason) else None
-            if ids or reason is not None:
-                deliver(self, Chunk(self.sample_id, ids, logprobs, version, finish=reason))
-        return finish
+    def submit(self, sample: Sample) -> None:
+        task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
+        self._tasks[sample.id] = task
 
-    def _check(self, delta: Delta) -> None:
-        ids, logprobs = delta.token_ids, delta.logprobs
-        if len(ids) != len(logprobs):
-            raise RequestError(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        vocab_size = self.vocab_size
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(f"token {token!r} came, which is outside the vocabulary")
-        for logprob in logprobs:
-            if not -math.inf < logprob <= LOGPROB_SLACK:
-                raise RequestError(f"log-probability {logprob!r} came")
-        total = self.received + len(ids)
-        if total > self.budget:
-            raise RequestError(f"{total} tokens came where {self.budget} were asked for")
+    async def _run(self, sample: Sample) -> None:
+        id = sample.id
+        async with self._slots:
+            self.running += 1
+            finished = False
+            try:
+                async for chunk in self._generate(sample):
+                    self._queue.put(chunk)
+                    if chunk.finish is not None or chunk.error is not None:
+                        finished = True
+                        break
+                    if self._queue.full:
+                        await self._queue.space()
+                if not finished:
+                    self._queue.put(Chunk(id, (), (), 0, error="the stream ended before the sample was finished"))
+            except Exception as error:
+                self._queue.put(Chunk(id, (), (), 0, error=f"{type(error).__name__}: {error}"))
+            finally:
+                self.running -= 1
+                if self._tasks.get(id) is asyncio.current_task():
+                    del self._tasks[id]
 
-    def _finish(self, delta: Delta) -> Finish | None:
-        """The tokens themselves say whether the sample has ended; a server that aborts in that moment may not."""
-        if delta.token_ids and delta.token_ids[-1] in self.sampling.stop_token_ids:
-            return FinishReason.STOP
-        if self.received == self.budget:
-            return FinishReason.LENGTH
-        if isinstance(delta.finish, FinishReason):
-            raise RequestError(
-                f"the response ended ({delta.finish}) after {self.received} tokens, with no stop token, where "
-                f"{self.budget} were asked for"
-            )
-        return delta.finish
+    async def poll(self) -> list[Chunk]:
+        if self._tasks:
+            await self._queue.ready()
+        return self._queue.take()
 
-    def _compare(self, spans: Sequence[tuple[str, int, int]]) -> None:
-        """Hold what came, and the versions given to it as it came, against the server's own account at the end."""
-        theirs = [(parse_version(label), start + self.begun) for label, start, end in spans if end > start]
-        total = self.begun + max((end for _, _, end in spans), default=self.received - self.begun)
-        named = all(version is not None for version, _ in theirs)
-        if total != self.received or (named and theirs and theirs != self.spans):
-            log.warning(
-                "sample %s: %d tokens of versions %s came where the server counts %s",
-                self.sample_id,
-                self.received,
-                self.spans,
-                spans,
-            )
+    async def interrupt(self) -> list[Chunk]:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        return self._queue.take()
 
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        if self._update is not None:
+            await self._update(version, weights)
 
-@functools.cache
-def parse_version(label: str) -> int | None:
-    """The policy version in a server's label ("12", "v12"); None if there is none ("default")."""
-    match = re.fullmatch(r"v?(\d+)", label)
-    return int(match[1]) if match else None
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Nothing is held between requests."""
+
+    async def close(self) -> None:
+        await self.interrupt()

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from april.engine import Capacity, Chunk, EngineError
-from april.trajectory import FinishReason, Sample
+from april.rollout.engine import Capacity, Chunk, EngineError
+from april.rollout.trajectory import FinishReason, Sample
 
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -67,7 +67,7 @@ class VLLMInProcess:
         defaults = {
             "logprobs_mode": "processed_logprobs",
             "distributed_executor_backend": "uni",
-            "worker_extension_cls": "april.engines.vllm_worker.WorkerExtension",
+            "worker_extension_cls": "april.engines.servers.vllm_worker.WorkerExtension",
         }
         return cls(LLM(model, **{**defaults, **settings}))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from april.engine import Capacity, Chunk, Engine
-from april.trajectory import Sample
+from april.rollout.engine import Capacity, Chunk, Engine
+from april.rollout.trajectory import Sample
 
 
 class WrappedEngine:

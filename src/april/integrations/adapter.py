@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from april.engine import Engine
-from april.reward import GroupRewardFunction, RewardFunction
-from april.scheduler import RolloutScheduler
-from april.step import Step
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.engine import Engine
+from april.rollout.rewards import GroupRewardFunction, RewardFunction
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 
 
 class AskedPrompts(Iterator[Prompt]):

@@ -24,16 +24,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from april.admission import FixedAdmission
-from april.disk import as_json, write_whole
-from april.engine import Engine, EngineError
-from april.engines.http import RequestError
 from april.engines.pool import EnginePool
-from april.engines.server import local_vocab_size
-from april.engines.sglang import SGLangEngine
-from april.engines.stream import Delta, Stream
-from april.scheduler import RolloutScheduler
-from april.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.engines.servers.client import RequestError
+from april.engines.servers.server import local_vocab_size
+from april.engines.servers.sglang import SGLangEngine
+from april.engines.servers.stream import Delta, Stream
+from april.rollout.admission.fixed import FixedAdmission
+from april.rollout.disk import as_json, write_whole
+from april.rollout.engine import Engine, EngineError
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
 try:
     from slime.rollout import sglang_rollout

@@ -27,14 +27,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from april.admission import Admission, FixedAdmission
-from april.config import ConfigError, EngineSettings, ModelSettings, Recipe, check_engine
-from april.disk import write_whole
+from april.config.recipe import ConfigError, EngineSettings, ModelSettings, Recipe, check_engine
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
+from april.rollout.admission.admission import Admission
+from april.rollout.admission.fixed import FixedAdmission
+from april.rollout.disk import write_whole
+from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.training.serving import WeightHandover, engine_of
-from april.trajectory import Group, Prompt, SamplingParams
 
 require("trl", "1.16", extra="trl")
 
@@ -52,7 +53,7 @@ FORMAT = 1
 
 @dataclass(kw_only=True)
 class PartialRollouts(EngineSettings):
-    """How rollouts are generated: these settings, and all of `april.config.EngineSettings` (`engine`, `max_running`,
+    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_running`,
     `on_update`, `urls`, …).
 
     Args:

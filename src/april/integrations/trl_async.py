@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from april.config import ModelSettings, Recipe
+from april.config.recipe import ModelSettings, Recipe
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.trl import (
@@ -40,10 +40,10 @@ from april.integrations.trl import (
     read_state,
     sampling_of,
 )
-from april.scheduler import RolloutScheduler
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group, Prompt, Sample
 from april.training.policy import load_policy, stop_tokens
 from april.training.serving import WeightHandover, engine_of
-from april.trajectory import Group, Prompt, Sample
 
 require("trl", "1.16", extra="trl")
 

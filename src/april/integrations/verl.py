@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from april.admission import FixedAdmission, largest_target
-from april.disk import as_json, write_whole
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
-from april.scheduler import RolloutScheduler
-from april.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.admission.admission import largest_target
+from april.rollout.admission.fixed import FixedAdmission
+from april.rollout.disk import as_json, write_whole
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 
 require("verl", "0.9.1", extra="verl")
 require("TransferQueue", "0.1", extra="verl")

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from april.engine import Capacity, Chunk
-from april.outbox import Outbox
-from april.trajectory import FinishReason, Sample
+from april.engines.chunk_queue import ChunkQueue
+from april.rollout.engine import Capacity, Chunk
+from april.rollout.trajectory import FinishReason, Sample
 
 CALLS = 900
 """Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16
@@ -94,7 +94,7 @@ class ReplicaEngine:
         self._requests: dict[str, Request] = {}
         self._parked: dict[str, Request] = {}
         self._interrupting = False
-        self._outbox = Outbox()
+        self._queue = ChunkQueue()
 
     @property
     def running(self) -> int:
@@ -141,7 +141,7 @@ class ReplicaEngine:
             return
         error = answer.exception()
         if error is not None:
-            self._outbox.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
+            self._queue.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
         else:
             self._read(request, answer.result())
         if not self._interrupting:
@@ -167,12 +167,12 @@ class ReplicaEngine:
             self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
         elif not self._interrupting:
             chunk = chunk._replace(error="the replica aborted the request")
-        self._outbox.put(chunk)
+        self._queue.put(chunk)
 
     async def poll(self) -> list[Chunk]:
-        while not self._outbox and self._requests:
-            await self._outbox.news()
-        return self._outbox.take()
+        while not self._queue and self._requests:
+            await self._queue.ready()
+        return self._queue.take()
 
     async def interrupt(self) -> list[Chunk]:
         self._waiting.clear()
@@ -189,7 +189,7 @@ class ReplicaEngine:
                 request.parked = True
                 self._parked[id] = request
             self._requests.clear()
-        return self._outbox.take()
+        return self._queue.take()
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """verl has seen to it already."""

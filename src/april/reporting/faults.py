@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from april.reporting.step_log import StepLog, scan
-from april.step import Step
+from april.rollout.step import Step
 
 FILE_NAME = "faults.jsonl"
 MOST = 20

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.disk import write_whole
 from april.reporting import trace
 from april.reporting.charts import (
     THIRD,
@@ -34,10 +33,11 @@ from april.reporting.charts import (
     stacked_chart,
 )
 from april.reporting.faults import read_faults, told
+from april.reporting.html import Section, Tile, folded, page, row
 from april.reporting.metrics import read_metrics
-from april.reporting.page import Section, Tile, folded, page, row
 from april.reporting.step_log import scan
 from april.reporting.timeline import LEGEND, timeline
+from april.rollout.disk import write_whole
 
 FILE_NAME = "report.html"
 MAX_POINTS = 400

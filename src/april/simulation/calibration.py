@@ -33,13 +33,13 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from april.config import Recipe
-from april.engine import Engine, EngineError, KVPolicy
+from april.config.recipe import Recipe
+from april.rollout.engine import Engine, EngineError, KVPolicy
+from april.rollout.trajectory import Sample, SamplingParams
 from april.simulation.cost_model import CostModel
+from april.simulation.measurement import Update, serve
 from april.simulation.run import simulate
-from april.simulation.serving import Update, serve
 from april.simulation.workload import Part, Workload
-from april.trajectory import Sample, SamplingParams
 
 GROUP = 4
 """Samples of a group while serving."""

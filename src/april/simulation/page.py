@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from april.reporting.charts import WIDE, Axis, Series, compact, line_chart, percent, seconds
-from april.reporting.page import Section, Tile, page, row
+from april.reporting.html import Section, Tile, page, row
 from april.simulation.plan import Point
 
 COLUMNS = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from april.config import Recipe
+from april.config.recipe import Recipe
 from april.simulation.cost_model import CostModel
 from april.simulation.run import Outcome, simulate
 from april.simulation.workload import Workload
@@ -23,6 +23,8 @@ EMPTY = 0.1
 """A share of slots that decode, below which a cluster is far too large for a recipe."""
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Values of N' / N that are tried, as far as the staleness bound allows them."""
+
+SYNCHRONOUS, AUTOMATIC = "synchronous", "automatic"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +70,14 @@ class Point:
     """Rollout, weight update and training, for a million consumed tokens."""
 
     @classmethod
-    def of(cls, outcome: Outcome, cluster: Cluster, name: str, synchronous: bool, automatic: bool) -> Point:
+    def of(cls, outcome: Outcome, cluster: Cluster, name: str) -> Point:
         steps = len(outcome.counted)
         tokens = sum(step.consumed_tokens for step in outcome.counted)
         return cls(
             name=name,
             over_sampling_batch_size=round(sum(step.target for step in outcome.counted) / steps),
-            synchronous=synchronous,
-            automatic=automatic,
+            synchronous=name == SYNCHRONOUS,
+            automatic=name == AUTOMATIC,
             consumed_tokens_per_second=outcome.consumed_tokens_per_second,
             generated_tokens_per_second=outcome.generated_tokens_per_second,
             step_seconds=outcome.seconds / steps,
@@ -122,9 +124,9 @@ def arms(recipe: Recipe) -> dict[str, dict[str, Any]]:
         "order": recipe.rollout.order,
         "first_come": recipe.first_come,
     }
-    automatic = {} if recipe.max_staleness is None else {"automatic": {"over_sampling_batch_size": "auto", **policy}}
+    automatic = {} if recipe.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
     return {
-        "synchronous": {"partial_rollout": False},
+        SYNCHRONOUS: {"partial_rollout": False},
         **{f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)},
         **automatic,
     }
@@ -132,9 +134,10 @@ def arms(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
     """Simulate each of `arms`."""
+    workload = workload_of(recipe, lengths)
     for name, chosen in arms(recipe).items():
         outcome = simulate(
-            workload_of(recipe, lengths),
+            workload,
             cluster.cost,
             replicas=cluster.engines,
             steps=steps,
@@ -146,7 +149,7 @@ def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, war
             seed=recipe.training.seed,
             **chosen,
         )
-        yield Point.of(outcome, cluster, name, name == "synchronous", name == "automatic")
+        yield Point.of(outcome, cluster, name)
 
 
 def recommended(points: Sequence[Point]) -> Point:

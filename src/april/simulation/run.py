@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.engine import KVPolicy
-from april.engines.simulated import SimulatedEngine
-from april.scheduler import RolloutScheduler
+from april.rollout.engine import KVPolicy
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Prompt, SamplingParams
 from april.simulation.cost_model import CostModel
+from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
 from april.simulation.workload import Workload
-from april.step import Step
-from april.trajectory import FinishReason, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

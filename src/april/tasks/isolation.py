@@ -28,7 +28,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from april.reward import RewardError
+from april.rollout.rewards import RewardError
 
 SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 """Names of environment variables that workers do not see."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import parse, verify
 
-from april.reward import RewardError
+from april.rollout.rewards import RewardError
 from april.tasks.task import Problem
 
 PATIENCE = 5

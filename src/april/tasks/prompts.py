@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from april.rollout.trajectory import Prompt
 from april.tasks.task import ChatTemplate, Task, encode
-from april.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from april.reward import RewardError, check_rewards
+from april.rollout.rewards import RewardError, check_rewards
 from april.tasks.task import Problem, TaskSpec
 
 ScoreFunction = Callable[[Problem, Sequence[str]], Any]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from april.trajectory import Prompt
+from april.rollout.trajectory import Prompt
 
 if TYPE_CHECKING:
     from april.tasks.scoring import Scorer

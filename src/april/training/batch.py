@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from april.algorithms.corrections import Correction
-from april.trajectory import ENVIRONMENT, Sample
+from april.rollout.trajectory import ENVIRONMENT, Sample
 
 
 @dataclass(frozen=True, slots=True)

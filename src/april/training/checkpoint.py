@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from april.disk import sync_directory, sync_file
+from april.rollout.disk import sync_directory, sync_file
 
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"

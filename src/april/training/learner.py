@@ -31,15 +31,15 @@ from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algori
 from april.algorithms.corrections import Correction, Diagnostics, correct, diagnostics
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
-from april.config import AlgorithmSettings, Recipe, TrainingSettings
-from april.step import Step
+from april.config.recipe import AlgorithmSettings, Recipe, TrainingSettings
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Group, Sample
 from april.training.batch import Batch, micro_batches
 from april.training.critic import Critic
 from april.training.forward import check_head, token_scores
 from april.training.lora import Adapters
-from april.training.mishap import Memory, Skipped
 from april.training.packing import attends_packed, can_pack, packed_attention
-from april.trajectory import FinishReason, Group, Sample
+from april.training.recovery import Memory, Skipped
 
 
 class PolicyTerms(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from april.config import ConfigError, LoraSettings
+from april.config.recipe import ConfigError, LoraSettings
 
 
 class Adapters:

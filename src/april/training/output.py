@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from april.config import ConfigError
-from april.disk import free_name
+from april.config.recipe import ConfigError
+from april.rollout.disk import free_name
 
 LOCK = "lock"
 RUN = {"metrics.jsonl", "recipe.json"}

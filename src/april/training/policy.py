@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from april.config import ConfigError, ModelSettings
+from april.config.recipe import ConfigError, ModelSettings
 from april.training.lora import Adapters
 
 

@@ -15,9 +15,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from april.config import ConfigError, Recipe, recipe_from_dict
-from april.disk import free_name
-from april.journal import DamageError, Journal, salvage
+from april.config.recipe import ConfigError, Recipe, recipe_from_dict
+from april.rollout.disk import free_name
+from april.rollout.journal import DamageError, Journal, salvage
 from april.training.checkpoint import (
     STATE,
     CheckpointError,

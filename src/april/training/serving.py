@@ -17,8 +17,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from april.config import API_KEY, ConfigError, EngineSettings, Recipe
-from april.engine import Engine
+from april.config.recipe import API_KEY, ConfigError, EngineSettings, Recipe
+from april.rollout.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy
 
@@ -67,10 +67,10 @@ def _in_process(recipe: Recipe) -> Engine:
 async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> Engine:
     """Running servers by their URLs, or servers started here; several of them as one pool."""
     try:
-        from april.engines.launch import launch_sglang, launch_vllm
         from april.engines.pool import EnginePool
-        from april.engines.sglang import SGLangEngine
-        from april.engines.vllm import VLLMEngine
+        from april.engines.servers.launch import launch_sglang, launch_vllm
+        from april.engines.servers.sglang import SGLangEngine
+        from april.engines.servers.vllm import VLLMEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'engine.engine = "{recipe.engine.engine}" needs {error.name}: pip install "april-rl[servers]"'
@@ -159,7 +159,7 @@ class WeightHandover:
         else:
             tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
         if self._broadcast is None:
-            from april.engines.broadcast import Broadcast
+            from april.engines.servers.broadcast import Broadcast
 
             device = next(iter(tensors.values())).device.type
             self._broadcast = Broadcast(tensors, backend="nccl" if device == "cuda" else "gloo")

@@ -26,16 +26,17 @@ import numpy as np
 import torch
 
 from april.algorithms.dapo import informative_groups
-from april.config import ConfigError, Recipe
-from april.disk import write_whole
-from april.journal import Journal, JournalError
+from april.config.recipe import ConfigError, Recipe
 from april.reporting.faults import FaultLog
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
 from april.reporting.trace import TraceWriter
-from april.scheduler import RolloutScheduler
-from april.step import Step
+from april.rollout.disk import write_whole
+from april.rollout.journal import Journal, JournalError
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Group, Prompt
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, build_task, encode
 from april.training.checkpoint import ADAPTER, CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
@@ -43,9 +44,8 @@ from april.training.learner import Learner
 from april.training.output import locked
 from april.training.policy import load_policy, save_policy, stop_tokens
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
-from april.training.scoring import Rewards
 from april.training.serving import WeightHandover, engine_of
-from april.trajectory import FinishReason, Group, Prompt
+from april.training.task_reward import Rewards
 
 
 @dataclass

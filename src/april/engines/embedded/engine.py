@@ -21,13 +21,13 @@ from dataclasses import replace
 
 import torch
 
-from april.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.engines.embedded.attention import Step
 from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
-from april.engines.embedded.policy import NamedTensors, Policy
+from april.engines.embedded.model import NamedTensors, Policy
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
-from april.trajectory import FinishReason, Sample, SamplingParams
+from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
+from april.rollout.trajectory import FinishReason, Sample, SamplingParams
 
 _SHARE_OF_FREE_MEMORY = 0.4
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from april.engine import Chunk
-from april.trajectory import FinishReason, Sample, SamplingParams
+from april.rollout.engine import Chunk
+from april.rollout.trajectory import FinishReason, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from april.engines.embedded.kv_cache import Tier

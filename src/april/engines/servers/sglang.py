@@ -1,0 +1,172 @@
+"""SGLang's server as an engine: token ids in and out over `/generate`.
+
+Written to and run against SGLang 0.5.23. `--incremental-streaming-output` is worth having: without it every event
+repeats the whole response. `april.engines.servers.launch.launch_sglang` starts a server so.
+
+SGLang reports log-probabilities after temperature and before truncation. With `top_k` it can report those of the
+distribution tokens are drawn from as well, and is asked to; `top_p` or `min_p` without `top_k` are refused, unless the
+whole vocabulary fits what the server can report.
+
+`top_p` is taken of the whole distribution here, not of what `top_k` leaves.
+
+Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
+KV caches of different versions never mix: every request names its weights in the cache's extra key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from april.engines.servers.client import RequestError
+from april.engines.servers.server import ServerEngine, ServerInfo, is_broadcast, local_vocab_size, weights_directory
+from april.engines.servers.stream import Delta, Finish, Stream
+from april.rollout.engine import Capacity
+from april.rollout.trajectory import FinishReason, SamplingParams
+
+FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
+
+
+class SGLangEngine(ServerEngine):
+    """A running SGLang server. `await SGLangEngine.connect(url)`; see `ServerEngine` for the settings."""
+
+    name = "SGLang"
+    generate_path = "/generate"
+
+    async def _describe(self) -> ServerInfo:
+        model = await self._http.get("/model_info")
+        server = await self._http.get("/server_info")
+        state = server["internal_states"][0]
+        self._workers = server.get("tp_size") or 1
+        self._mask_tokens = server.get("sampling_mask_max_tokens") or 0
+        capacity = Capacity(
+            slots=state.get("effective_max_running_requests_per_dp") or server["max_running_requests"],
+            # A resumed sample's response so far is part of the input, so the shorter limit, of inputs, holds.
+            context_length=server["max_req_input_len"],
+            kv_tokens=server.get("max_total_num_tokens"),
+        )
+        vocab_size = self._vocab_size or local_vocab_size(model["model_path"]) or 0
+        return ServerInfo(capacity, vocab_size, model["weight_version"])
+
+    def _top_k(self, sampling: SamplingParams) -> int | None:
+        """The `top_k` that makes the server report the drawn-from distribution; None where it does so anyway."""
+        if sampling.temperature == 0 or (sampling.top_p == 1 and not sampling.top_k and not sampling.min_p):
+            return None
+        return min(sampling.top_k or self._vocab_size, self._vocab_size)
+
+    def _inexact(self, sampling: SamplingParams) -> str | None:
+        top_k = self._top_k(sampling)
+        if top_k is None or top_k <= self._mask_tokens:
+            return None
+        return (
+            "cannot report log-probabilities of the distribution tokens are drawn from with "
+            f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, min_p = {sampling.min_p:g}: set top_k to at most "
+            f"{self._mask_tokens} (or raise the server's --sampling-mask-max-tokens), or sample without truncation"
+        )
+
+    def _body(self, stream: Stream) -> dict[str, Any]:
+        sampling = stream.sampling
+        top_k = self._top_k(sampling)
+        greedy = sampling.temperature == 0
+        body: dict[str, Any] = {
+            "rid": stream.request_id,
+            "input_ids": stream.token_ids,
+            "stream": True,
+            "return_logprob": True,
+            # Whatever happens to the prefix cache, KV of one version is never found under another.
+            "extra_key": self._salt,
+            "sampling_params": {
+                "max_new_tokens": stream.budget_left,
+                "temperature": sampling.temperature,
+                "top_p": 1.0 if greedy else sampling.top_p,
+                "top_k": top_k or -1,
+                "min_p": 0.0 if greedy else sampling.min_p,
+                "repetition_penalty": 1.0,
+                "sampling_seed": stream.seed % 2**63,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                # With it, SGLang ignores our stop tokens as well; without it, the model's own end tokens stop too.
+                "ignore_eos": not sampling.stop_token_ids,
+                "skip_special_tokens": False,
+            },
+        }
+        if top_k is not None and top_k > 1:
+            body["return_sampling_mask"] = True
+        return body
+
+    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+        if "error" in event:
+            raise RequestError(str(event["error"]))
+        meta = event["meta_info"]
+        ended = meta["finish_reason"]
+        reason = ended["type"] if ended else None
+        if reason is not None and reason not in FINISH:
+            raise RequestError(f"the request ended with {reason!r}")
+        if reason == "abort" and ended.get("status_code"):
+            raise RequestError(f"HTTP {ended['status_code']}: {ended.get('message')}")
+        new = meta["completion_tokens"] - (stream.received - stream.begun)
+        # An event may repeat what came before: all of it without --incremental-streaming-output, and the last token in
+        # the farewell of a request that was aborted while it waited. The count tells what is new.
+        if new < 0 or new > len(event["output_ids"]):
+            raise RequestError(f"{new} tokens are new in an event that holds {len(event['output_ids'])}")
+        spans = [(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
+        finish = FINISH[reason] if reason else None
+        if finish is FinishReason.STOP and ended["matched"] not in stream.sampling.stop_token_ids:
+            finish = "again"
+        if not new:
+            return Delta((), (), finish, spans=spans)
+        ids = event["output_ids"][-new:]
+        scored = meta["output_token_logprobs"][-new:]
+        if [entry[1] for entry in scored] != ids:
+            raise RequestError("the log-probabilities are of other tokens than those sampled")
+        drawn = meta.get("output_token_sampling_logprobs")
+        logprobs = drawn[-new:] if drawn is not None else [entry[0] for entry in scored]
+        return Delta(ids, logprobs, finish, meta["weight_version"], spans)
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        await asyncio.gather(*(self._http.post("/abort_request", {"rid": id}) for id in request_ids))
+
+    async def _freeze(self) -> None:
+        await self._http.post("/pause_generation", {"mode": "in_place"})
+
+    async def _thaw(self) -> None:
+        await self._http.post("/continue_generation", {})
+
+    async def _load(self, version: int, weights: Any) -> None:
+        options = {
+            "weight_version": str(version),
+            # It would fail an update while the server tidies up after the last request. The salt keeps old KV out;
+            # flushing only makes room, and may fail.
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        if is_broadcast(weights):
+            await weights.send(
+                self.url, self._workers, self._join, lambda meeting: self._receive(meeting, weights, options)
+            )
+        else:
+            await self._http.post("/update_weights_from_disk", {"model_path": weights_directory(weights), **options})
+        if self.on_update == "recompute":
+            with suppress(RequestError):
+                await self._http.post("/flush_cache")
+
+    async def _join(self, meeting: Any) -> None:
+        group = {
+            "master_address": meeting.address,
+            "master_port": meeting.port,
+            "rank_offset": 1,
+            "world_size": meeting.world_size,
+            "group_name": meeting.name,
+            "backend": meeting.backend,
+        }
+        await self._http.post("/init_weights_update_group", group)
+
+    async def _receive(self, meeting: Any, weights: Any, options: dict[str, Any]) -> None:
+        info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
+        await self._http.post("/begin_weight_update", {})
+        await self._http.post("/update_weights_from_distributed", {**info, "group_name": meeting.name, **options})
+        await self._http.post("/end_weight_update", {})
+
+    async def _current_label(self) -> str | None:
+        return str((await self._http.get("/model_info"))["weight_version"])

@@ -1,0 +1,177 @@
+"""One sample's request to a server, and whether what comes back makes sense.
+
+Invariants:
+- every token of an event is checked (vocabulary, log-probability, budget) before any of it is handed on;
+- what stands before an event that makes no sense is handed on all the same;
+- the tokens themselves decide whether a response has ended, not what the server says of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from april.engines.servers.client import RequestError
+from april.rollout.engine import Chunk
+from april.rollout.trajectory import FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
+
+Finish = FinishReason | Literal["abort", "again"]
+"""How a stream ends. "again": the server stopped where the sample does not end, so another request goes on."""
+
+LOGPROB_SLACK = 1e-3
+"""How far above 0 rounding may carry a log-probability before it is taken for nonsense."""
+
+
+class Delta(NamedTuple):
+    """What one event of a stream adds.
+
+    `version` is the server's label for the weights that sampled it; `spans`, with the last event, its account of the
+    whole stream as (label, first token, end). None and empty where it gives none.
+    """
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish: Finish | None = None
+    version: str | None = None
+    spans: Sequence[tuple[str, int, int]] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request: what is asked for, and how far it has come."""
+
+    sample_id: str
+    request_id: str
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    budget: int
+    version: int
+    vocab_size: int
+    received: int = 0
+    begun: int = 0
+    """Tokens received before the request that runs now."""
+    sent: bool = False
+    attached: bool = True
+    """False while nobody has asked the sample to go on: what arrives is held back."""
+    forgotten: bool = False
+    """True once nobody wants what still arrives."""
+    after: Stream | None = None
+    """An earlier stream of the same sample, which has to end first."""
+    task: asyncio.Task[None] | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(version, first token) of every run of tokens from one version."""
+
+    @property
+    def open(self) -> bool:
+        return self.task is not None and not self.task.done()
+
+    @property
+    def budget_left(self) -> int:
+        return self.budget - self.received
+
+    def renew(self) -> None:
+        """Go on in another request."""
+        self.request_id += "+"
+        self.begun = self.received
+        self.spans.clear()
+
+    def take_in(
+        self,
+        events: Iterable[dict[str, Any]],
+        read: Callable[[dict[str, Any], Stream], Delta | None],
+        deliver: Callable[[Stream, Chunk], None],
+    ) -> Finish | None:
+        """Deliver what events that arrived together add, as one chunk for each version; says how the stream ended.
+
+        Raises:
+            RequestError: an event makes no sense, or says that the request failed.
+        """
+        ids: list[int] = []
+        logprobs: list[float] = []
+        finish: Finish | None = None
+        version = self.version
+        try:
+            for event in events:
+                delta = read(event, self)
+                if delta is None:
+                    continue
+                self._check(delta)
+                named = None if delta.version is None else parse_version(delta.version)
+                if named is not None and named != version and delta.token_ids:
+                    if ids:
+                        deliver(self, Chunk(self.sample_id, ids, logprobs, version))
+                        ids, logprobs = [], []
+                    version = self.version = named
+                if delta.token_ids and (not self.spans or self.spans[-1][0] != version):
+                    self.spans.append((version, self.received))
+                ids.extend(delta.token_ids)
+                logprobs.extend(delta.logprobs)
+                self.token_ids.extend(delta.token_ids)
+                self.received += len(delta.token_ids)
+                finish = self._finish(delta)
+                if finish is not None:
+                    self._compare(delta.spans)
+                    break
+        finally:
+            reason = finish if isinstance(finish, FinishReason) else None
+            if ids or reason is not None:
+                deliver(self, Chunk(self.sample_id, ids, logprobs, version, finish=reason))
+        return finish
+
+    def _check(self, delta: Delta) -> None:
+        ids, logprobs = delta.token_ids, delta.logprobs
+        if len(ids) != len(logprobs):
+            raise RequestError(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
+        vocab_size = self.vocab_size
+        for token in ids:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(f"token {token!r} came, which is outside the vocabulary")
+        for logprob in logprobs:
+            if not -math.inf < logprob <= LOGPROB_SLACK:
+                raise RequestError(f"log-probability {logprob!r} came")
+        total = self.received + len(ids)
+        if total > self.budget:
+            raise RequestError(f"{total} tokens came where {self.budget} were asked for")
+
+    def _finish(self, delta: Delta) -> Finish | None:
+        """The tokens themselves say whether the sample has ended; a server that aborts in that moment may not."""
+        if delta.token_ids and delta.token_ids[-1] in self.sampling.stop_token_ids:
+            return FinishReason.STOP
+        if self.received == self.budget:
+            return FinishReason.LENGTH
+        if isinstance(delta.finish, FinishReason):
+            raise RequestError(
+                f"the response ended ({delta.finish}) after {self.received} tokens, with no stop token, where "
+                f"{self.budget} were asked for"
+            )
+        return delta.finish
+
+    def _compare(self, spans: Sequence[tuple[str, int, int]]) -> None:
+        """Hold what came, and the versions given to it as it came, against the server's own account at the end."""
+        theirs = [(parse_version(label), start + self.begun) for label, start, end in spans if end > start]
+        total = self.begun + max((end for _, _, end in spans), default=self.received - self.begun)
+        named = all(version is not None for version, _ in theirs)
+        if total != self.received or (named and theirs and theirs != self.spans):
+            log.warning(
+                "sample %s: %d tokens of versions %s came where the server counts %s",
+                self.sample_id,
+                self.received,
+                self.spans,
+                spans,
+            )
+
+
+@functools.cache
+def parse_version(label: str) -> int | None:
+    """The policy version in a server's label ("12", "v12"); None if there is none ("default")."""
+    match = re.fullmatch(r"v?(\d+)", label)
+    return int(match[1]) if match else None

@@ -1,0 +1,156 @@
+"""vLLM's server as an engine: token ids in and out over `/inference/v1/generate`.
+
+Written to and run against vLLM 0.32. The server needs `VLLM_SERVER_DEV_MODE=1` (weight updates, pause),
+`--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs` (log-probabilities of the
+distribution tokens are drawn from); `april.engines.servers.launch.launch_vllm` starts one so.
+
+Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
+KV caches of different versions never mix: every request names its weights in the cache's salt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from april.engines.servers.client import RequestError
+from april.engines.servers.server import (
+    ServerEngine,
+    ServerInfo,
+    has_tied_head,
+    is_broadcast,
+    local_vocab_size,
+    weights_directory,
+)
+from april.engines.servers.stream import Delta, Finish, Stream
+from april.rollout.engine import Capacity, EngineError
+from april.rollout.trajectory import FinishReason, SamplingParams
+
+FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
+
+
+class VLLMEngine(ServerEngine):
+    """A running vLLM server. `await VLLMEngine.connect(url)`; see `ServerEngine` for the settings."""
+
+    name = "vLLM"
+    generate_path = "/inference/v1/generate"
+
+    async def _describe(self) -> ServerInfo:
+        model = (await self._http.get("/v1/models"))["data"][0]
+        self._model = model["id"]
+        try:
+            config = (await self._http.get("/server_info?config_format=json"))["vllm_config"]
+        except RequestError as error:
+            raise EngineError(
+                f"{self!r} cannot take new weights: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+            ) from error
+        await self._require_token_ids()
+        self._workers = (await self._http.get("/get_world_size"))["world_size"]
+        self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
+        self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
+        if not self._extended and config["device_config"]["device_type"] == "cpu" and has_tied_head(model["root"]):
+            raise EngineError(
+                f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "
+                "weights change: start it with --worker-extension-cls april.engines.servers.vllm_worker.WorkerExtension"
+            )
+        capacity = Capacity(
+            slots=config["scheduler_config"]["max_num_seqs"],
+            context_length=model["max_model_len"],
+            kv_tokens=config["cache_config"].get("kv_cache_size_tokens"),
+        )
+        vocab_size = self._vocab_size or local_vocab_size(model["root"]) or 0
+        return ServerInfo(capacity, vocab_size, await self._current_label())
+
+    async def _require_token_ids(self) -> None:
+        async with self._http.request("POST", self.generate_path, {"token_ids": []}) as response:
+            if response.status in (403, 404):
+                raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
+
+    def _inexact(self, sampling: SamplingParams) -> str | None:
+        plain = sampling.temperature == 1 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
+        if self._processed or plain or sampling.temperature == 0:
+            return None
+        return (
+            "reports log-probabilities before temperature and truncation, not those of the distribution tokens are "
+            "drawn from: start it with --logprobs-mode processed_logprobs, or sample at temperature 1 without top_p, "
+            "top_k and min_p"
+        )
+
+    def _body(self, stream: Stream) -> dict[str, Any]:
+        sampling = stream.sampling
+        return {
+            "model": self._model,
+            "request_id": stream.request_id,
+            "token_ids": stream.token_ids,
+            "stream": True,
+            # Whatever happens to the prefix cache, KV of one version is never found under another.
+            "cache_salt": self._salt,
+            "sampling_params": {
+                "max_tokens": stream.budget_left,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "min_p": sampling.min_p,
+                # No seed: vLLM would draw what follows an interrupt with the numbers that drew the first tokens, leave
+                # its fast samplers, and die of it on a CPU when a prompt is prefilled in parts (0.32).
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": True,
+                "logprobs": 0,
+                "detokenize": False,
+            },
+        }
+
+    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+        if "error" in event:
+            raise RequestError(str(event["error"]))
+        if not event["choices"]:
+            return None
+        choice = event["choices"][0]
+        ids = choice["token_ids"]
+        content = choice["logprobs"]["content"] if choice["logprobs"] else []
+        if [entry["token_id"] for entry in content] != ids:
+            raise RequestError("the log-probabilities are of other tokens than those sampled")
+        reason = choice["finish_reason"]
+        if reason is not None and reason not in FINISH:
+            raise RequestError(f"the request ended with {reason!r}")
+        spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
+        logprobs = [entry["logprob"] for entry in content]
+        return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        await self._http.post(
+            "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in request_ids]}
+        )
+
+    async def _freeze(self) -> None:
+        await self._http.post("/pause?mode=keep&clear_cache=false")
+
+    async def _thaw(self) -> None:
+        await self._http.post("/resume")
+
+    async def _load(self, version: int, weights: Any) -> None:
+        if is_broadcast(weights):
+            await weights.send(self.url, self._workers, self._join, lambda meeting: self._receive(version, weights))
+        else:
+            directory = weights_directory(weights)
+            await self._http.post(
+                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+            )
+            if self._extended:
+                await self._http.post("/collective_rpc", {"method": "refresh_output_layer"})
+            await self._http.post("/update_weight_version", {"new_version": str(version)})
+        if self.on_update == "recompute":
+            await self._http.post("/reset_prefix_cache")
+
+    async def _join(self, meeting: Any) -> None:
+        await self._http.post("/init_weight_transfer_engine", {"init_info": asdict(meeting)})
+
+    async def _receive(self, version: int, weights: Any) -> None:
+        info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
+        await self._http.post("/start_weight_update")
+        await self._http.post("/update_weights", {"update_info": info})
+        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def _current_label(self) -> str | None:
+        return str((await self._http.get("/weight_info"))["weight_version"])

@@ -1,0 +1,106 @@
+"""What april adds to vLLM's workers: the receiving side of `broadcast.py`, and output layers kept fresh.
+
+Runs in the server's workers, where `--worker-extension-cls` names `WorkerExtension`. It imports nothing of april: the
+server's environment need not have it. vLLM's own nccl backend needs GPUs and vLLM's communicator on the trainer's side;
+the one here, called `april`, is a plain torch group, gloo or nccl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    address: str
+    port: int
+    world_size: int
+    name: str
+    backend: str
+    timeout: float = 120.0
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    _group: Any = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        timeout = timedelta(seconds=init_info.timeout)
+        store, _, _ = next(
+            iter(rendezvous(f"tcp://{init_info.address}:{init_info.port}", rank, init_info.world_size, timeout=timeout))
+        )
+        store.set_timeout(timeout)
+        self._group, _ = c10d._new_process_group_helper(
+            init_info.world_size,
+            rank,
+            [],
+            c10d.Backend(init_info.backend),
+            c10d.PrefixStore(init_info.name, store),
+            group_name=init_info.name,  # type: ignore[arg-type]
+            timeout=timeout,
+        )
+        c10d._world.pg_group_ranks[self._group] = {i: i for i in range(init_info.world_size)}
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            dist.broadcast(tensor, src=0, group=self._group)
+            self.model.load_weights([(name, tensor)])
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        refresh_output_layer(self.model)
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+if "april" not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine("april", Receiver)
+
+
+def refresh_output_layer(model: Any) -> None:
+    """Have an output layer that is tied to the embeddings take up what the embeddings have become.
+
+    On a CPU, vLLM 0.32 computes with a repacked copy of the output layer, and when weights change it does not make
+    that copy anew unless the checkpoint has weights of the layer's own.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None and hasattr(head, "cpu_linear"):
+        head.quant_method.process_weights_after_loading(head)
+
+
+class WorkerExtension:
+    """The methods a worker gets."""
+
+    def refresh_output_layer(self) -> None:
+        refresh_output_layer(self.model_runner.get_model())  # type: ignore[attr-defined]

@@ -1,0 +1,212 @@
+"""Response lengths, learned while most responses are still unfinished.
+
+An interrupted response says only that its length exceeds what it has so far: it is censored, and leaving it out would
+take the tail for shorter than it is. The estimate is a life table, the product-limit estimator of Kaplan and Meier
+(1958) on bins of length, with delayed entry: each step, a response is at risk from the tokens it came with to the
+tokens it left with. What counts is therefore what the current policy does at each length, whoever began the response,
+and older steps are forgotten at a constant rate, so the estimate follows lengths that drift.
+
+Lengths within a group are correlated. The correlation is that of their normal scores (a Gaussian copula with the same
+correlation for every pair), from groups that were trained on: in the end every group is, so they are no biased choice.
+
+Invariant: survival starts at 1, never increases, and ends at the budget: no response is longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from april.rollout.trajectory import Group
+
+Floats = NDArray[np.float64]
+
+_SCORES = np.linspace(-6.0, 6.0, 2401)
+_PHI = np.array([NormalDist().cdf(z) for z in _SCORES])
+
+
+def _interpolate(x: Floats, at: Floats, values: Floats) -> Floats:
+    found: Floats = np.interp(x, at, values)
+    return found
+
+
+def _cdf(scores: Floats) -> Floats:
+    """The standard normal distribution function."""
+    return _interpolate(scores, _SCORES, _PHI)
+
+
+def _score(probability: Floats) -> Floats:
+    """Its inverse, within six standard deviations."""
+    return _interpolate(probability, _PHI, _SCORES)
+
+
+def _normal_scores(groups: int, size: int, even: int | None, rng: np.random.Generator) -> Floats:
+    """Normal scores, shape [groups, size], independent unless `even` is given: then `even` groups, one after the other,
+    have one in each of `even * size` equally likely ranges."""
+    if even is None:
+        return rng.standard_normal((groups, size))
+    blocks, ranges = -(-groups // even), even * size
+    order = rng.permuted(np.tile(np.arange(ranges), (blocks, 1)), axis=1)
+    return _score((order + rng.random(order.shape)) / ranges).reshape(-1, size)[:groups]
+
+
+class LengthModel:
+    """The distribution of response lengths under the current policy.
+
+    Args:
+        max_tokens: the response budget; longer responses are truncated to it.
+        half_life: steps after which an observation counts half.
+        bins: bins of length, about as many tokens wide as they are long, none narrower than a token.
+    """
+
+    def __init__(self, max_tokens: int, half_life: float = 6.0, bins: int = 256) -> None:
+        self.max_tokens = max_tokens
+        self.decay = 0.5 ** (1.0 / half_life)
+        inner = np.geomspace(1, max_tokens + 1, bins + 1) - 1
+        self.edges = np.unique(np.round(inner)).astype(float)
+        """Ends of the bins, shape [bins + 1]: a length x is in bin k if edges[k] < x <= edges[k + 1]."""
+        self._places = np.arange(len(self.edges), dtype=float)
+        self.at_risk = np.zeros(len(self.edges) - 1)
+        """Responses that passed through each bin, discounted; in fractions of a bin where they entered or left it."""
+        self.finished = np.zeros(len(self.edges) - 1)
+        """Those of them that finished in it."""
+        self.pairs = np.array([0.5, 1.0])
+        """Products of two normal scores of one group, and squares; it begins as half a correlation, worth one group."""
+
+    @classmethod
+    def for_batch(cls, max_tokens: int, samples: int) -> LengthModel:
+        """A model that remembers six steps of `samples` responses half, or more where those would be too few."""
+        return cls(max_tokens, half_life=max(6.0, 1500 / max(samples, 1)))
+
+    def observe(self, before: ArrayLike, after: ArrayLike, finished: ArrayLike) -> None:
+        """What one step saw of each response that was in the engine, each shape [n].
+
+        Args:
+            before: tokens it had when the step began.
+            after: tokens it had when the step ended, or when it finished.
+            finished: whether it finished.
+        """
+        start, end, done = np.asarray(before, float), np.asarray(after, float), np.asarray(finished, bool)
+        bin_of = np.maximum(np.searchsorted(self.edges, end, "left") - 1, 0)  # an empty response is in the first
+        stopped = done & (end < self.max_tokens)
+        left = np.where(stopped, self._places[1:][bin_of], self._place(end))
+        self.at_risk = self.decay * self.at_risk + self._passed(left) - self._passed(self._place(start))
+        self.finished = self.decay * self.finished
+        np.add.at(self.finished, bin_of[stopped], 1.0)
+
+    def observe_groups(self, lengths: ArrayLike) -> None:
+        """Lengths of complete groups, shape [groups, samples in a group]."""
+        values = np.asarray(lengths, float)
+        size = values.shape[1]
+        if size < 2:
+            return
+        scores = _score(self.cumulative(values))
+        squares = (scores**2).sum(1) / size
+        products = (scores.sum(1) ** 2 - (scores**2).sum(1)) / (size * (size - 1))
+        self.pairs = self.decay * self.pairs + [products.sum(), squares.sum()]
+
+    @property
+    def correlation(self) -> float:
+        """Correlation of two normal scores of one group, in [0, 0.99]."""
+        return float(np.clip(self.pairs[0] / max(self.pairs[1], 1e-9), 0.0, 0.99))
+
+    @property
+    def survival(self) -> Floats:
+        """Share of responses longer than each of `edges`, shape [bins + 1]; the last is the truncated share.
+
+        Where nothing was seen yet, the tail is taken to fall off like 1/x: half a response's worth of prior.
+        """
+        scale = self.max_tokens / 8
+        prior = 1 - (self.edges[:-1] + scale) / (self.edges[1:] + scale)
+        hazard = (self.finished + 0.5 * prior) / np.maximum(self.at_risk + 0.5, 1e-9)
+        return np.concatenate(([1.0], np.cumprod(1 - np.clip(hazard, 0.0, 1.0))))
+
+    @property
+    def mean(self) -> float:
+        """Expected response length."""
+        survival = self.survival
+        return float((np.diff(self.edges) * (survival[1:] + survival[:-1]) / 2).sum())
+
+    def cumulative(self, lengths: ArrayLike) -> Floats:
+        """Share of responses of at most these lengths; the middle of the jump for truncated ones."""
+        values, survival = np.asarray(lengths, float), self.survival
+        below = 1 - _interpolate(values, self.edges, survival)
+        return np.where(values >= self.max_tokens, 1 - survival[-1] / 2, below)
+
+    def quantile(self, probabilities: ArrayLike) -> Floats:
+        """Lengths below which these shares of the responses lie."""
+        survival = self.survival
+        # Where survival does not fall, any place would do; interp needs it to fall strictly.
+        falling = np.maximum.accumulate(1 - survival) + 1e-12 * self._places
+        return _interpolate(np.asarray(probabilities, float), falling, self.edges)
+
+    def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int | None = None) -> Floats:
+        """Lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget.
+
+        Args:
+            even: so many groups, one after the other, cover the distribution evenly (stratified sampling), so that any
+                stretch of many groups has nearly the mean and the tail of the whole. Many: samples of one group are
+                never in the same range. None for independent groups.
+        """
+        shared, own = _normal_scores(groups, 1, even, rng), _normal_scores(groups, group_size, even, rng)
+        scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
+        lengths: Floats = np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
+        return lengths
+
+    def remaining(self, group: Group) -> Floats:
+        """Expected tokens still to come of each of a group's samples, shape [samples]; 0 for a finished one.
+
+        Given the sample's own length so far, and given its siblings: finished ones by their lengths, unfinished ones
+        by what they have exceeded.
+        """
+        lengths = np.array([sample.length for sample in group.samples], dtype=float)
+        unfinished = np.array([sample.finish is None for sample in group.samples])
+        if not unfinished.any():
+            return np.zeros(len(lengths))
+        return np.where(unfinished, self._expected(lengths, unfinished), 0.0)
+
+    def _expected(self, lengths: Floats, unfinished: NDArray[np.bool_]) -> Floats:
+        survival, rho, others = self.survival, self.correlation, len(lengths) - 1
+        scores = _score(self.cumulative(lengths))
+        density, beyond = np.exp(-(scores**2) / 2) / np.sqrt(2 * np.pi), np.maximum(1 - _cdf(scores), 1e-9)
+        scores = np.where(unfinished, density / beyond, scores)
+        siblings = scores.sum() - scores
+        spread = 1 + (others - 1) * rho if others else 1.0
+        centre, variance = rho * siblings / spread, 1 - rho**2 * others / spread
+        edges = (_score(1 - survival) - centre[:, None]) / np.sqrt(variance)
+        tail = np.maximum(1 - _cdf(edges), 1e-12)  # [samples, bins + 1]: survival of each, its siblings known
+        areas = np.diff(self.edges) * (tail[:, 1:] + tail[:, :-1]) / 2
+        after = np.concatenate((np.cumsum(areas[:, ::-1], 1)[:, ::-1], np.zeros((len(lengths), 1))), 1)
+        here = self._place(lengths)
+        bins = np.minimum(here.astype(int), len(self.edges) - 2)
+        rows, within = np.arange(len(lengths)), here - bins
+        now = tail[rows, bins] * (1 - within) + tail[rows, bins + 1] * within
+        area = after[rows, bins] * (1 - within) + after[rows, bins + 1] * within
+        expected: Floats = np.clip(area / now, 0.0, self.max_tokens - lengths)
+        return expected
+
+    def _place(self, lengths: Floats) -> Floats:
+        """Lengths in units of bins."""
+        return _interpolate(lengths, self.edges, self._places)
+
+    def _passed(self, places: Floats) -> Floats:
+        """How many went through each bin before they reached these places, in fractions of a bin."""
+        whole = np.minimum(places.astype(int), len(self.at_risk))
+        beyond = np.cumsum(np.bincount(whole, minlength=len(self.at_risk) + 1)).astype(float)
+        within = np.bincount(whole, weights=places - whole, minlength=len(self.at_risk) + 1)
+        passed: Floats = float(len(places)) - beyond[:-1] + within[:-1]
+        return passed
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name).tolist() for name in ("edges", "at_risk", "finished", "pairs")}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`. With another response budget the lengths are learned anew."""
+        saved = {name: np.array(state[name], dtype=float) for name in ("edges", "at_risk", "finished", "pairs")}
+        self.pairs = saved["pairs"]
+        if np.array_equal(saved["edges"], self.edges):
+            self.at_risk, self.finished = saved["at_risk"], saved["finished"]

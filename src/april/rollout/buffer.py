@@ -1,0 +1,106 @@
+"""The groups under way: admitted, and neither trained on nor rejected yet.
+
+Invariants, checked by `Buffer.check` at the end of every step:
+- admitted = under way + trained + rejected, and no group is counted twice;
+- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from april.rollout.trajectory import Group
+
+
+class Rejection(StrEnum):
+    """Why a complete group is not trained on."""
+
+    FILTER = "filter"
+    """The dynamic-sampling filter turned it away: it carries no signal."""
+    REWARD = "reward"
+    """Its reward function failed, and the run is set to leave such groups out."""
+    ENGINE = "engine"
+    """A request of it kept failing."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Groups and tokens that met one fate."""
+
+    groups: int = 0
+    tokens: int = 0
+
+    def count(self, group: Group) -> None:
+        self.groups += 1
+        self.tokens += group.tokens
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Groups under way in the order of admission, and the count of those that left."""
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    admitted: int = 0
+    sampled_tokens: int = 0
+    trained: Tally = field(default_factory=Tally)
+    rejected: dict[Rejection, Tally] = field(default_factory=lambda: {reason: Tally() for reason in Rejection})
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups.values())
+
+    def admit(self, group: Group) -> None:
+        if group.id != self.admitted:
+            raise ValueError(f"group {group.id} was admitted out of turn: the next one is {self.admitted}")
+        self.groups[group.id] = group
+        self.admitted += 1
+
+    def train(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.trained.count(self.groups.pop(group.id))
+
+    def reject(self, group: Group, reason: Rejection) -> None:
+        self.rejected[reason].count(self.groups.pop(group.id))
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of the groups under way."""
+        return sum(group.tokens for group in self)
+
+    @property
+    def discarded_tokens(self) -> int:
+        """Sampled tokens that are in no group under way, trained or rejected. Always zero."""
+        rejected = sum(tally.tokens for tally in self.rejected.values())
+        return self.sampled_tokens - self.tokens - self.trained.tokens - rejected
+
+    def check(self) -> None:
+        rejected = sum(tally.groups for tally in self.rejected.values())
+        assert self.admitted == len(self) + self.trained.groups + rejected, "a group was lost or counted twice"
+        assert self.discarded_tokens == 0, f"{self.discarded_tokens} sampled tokens are in no sample"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "groups": [group.to_dict() for group in self],
+            "admitted": self.admitted,
+            "sampled_tokens": self.sampled_tokens,
+            "trained": [self.trained.groups, self.trained.tokens],
+            "rejected": {reason: [tally.groups, tally.tokens] for reason, tally in self.rejected.items()},
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Buffer:
+        groups = [Group.from_dict(saved) for saved in state["groups"]]
+        buffer = cls(
+            {group.id: group for group in groups},
+            state["admitted"],
+            state["sampled_tokens"],
+            Tally(*state["trained"]),
+            {reason: Tally(*state["rejected"].get(reason, (0, 0))) for reason in Rejection},
+        )
+        buffer.check()
+        return buffer

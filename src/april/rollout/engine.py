@@ -1,0 +1,107 @@
+"""What the core asks of whatever generates.
+
+An engine is a multiplexed stream: samples go in with `submit`, everything sampled for any of them comes out of `poll`
+as a batch of chunks. The scheduler owns each token as it arrives, so an abort, a dead server or a cut connection loses
+nothing that was sampled.
+
+Invariants every engine keeps:
+- every sampled token is handed out exactly once, by `poll` or by `interrupt`, in order within its sample;
+- after `interrupt` returns, nothing runs for the samples it named;
+- a cancelled `poll` loses nothing: what it would have returned comes from the next one;
+- an engine only reads a sample, and only inside `submit`: the scheduler appends the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from april.rollout.trajectory import FinishReason, Sample
+
+KVPolicy = Literal["recompute", "keep"]
+"""What happens to the KV cache of an unfinished sample when the weights change. `recompute`: it is dropped, and prompt
+and response so far are prefilled again under the new weights. `keep`: the sample goes on with the old KV cache."""
+
+
+class Chunk(NamedTuple):
+    """Tokens that one policy version sampled for one sample.
+
+    `finish` is set on the last chunk of a sample that ended. `error` says why an engine gave up on a request; the
+    sample stays unfinished, with every token already handed out, and may be submitted again.
+    """
+
+    sample_id: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    finish: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What an engine can hold.
+
+    Args:
+        slots: samples that decode together; more may be submitted, they wait inside the engine.
+        context_length: prompt and response tokens of one sample together.
+        kv_tokens: tokens whose KV cache fits, over all samples; None if not known.
+    """
+
+    slots: int
+    context_length: int
+    kv_tokens: int | None = None
+
+
+class EngineError(Exception):
+    """An engine that cannot go on. The samples it held keep every token handed out before."""
+
+
+class Engine(Protocol):
+    @property
+    def capacity(self) -> Capacity: ...
+
+    @property
+    def running(self) -> int:
+        """Samples that are decoding now, at most `capacity.slots`; the others in flight wait inside the engine."""
+        ...
+
+    def submit(self, sample: Sample) -> None:
+        """Start or resume a sample: the engine continues prompt and response so far up to the sample's budget.
+
+        Samples are served in the order of submission. A sample that was interrupted may be resumed on its KV cache,
+        if the engine still holds it.
+
+        Raises:
+            ValueError: the sample does not fit this engine (context length, vocabulary, sampling settings); the
+                message names the sample and the limit.
+        """
+        ...
+
+    async def poll(self) -> list[Chunk]:
+        """Wait until something was sampled and return all of it; at once with nothing if no sample is in flight.
+
+        Raises:
+            EngineError: the engine as a whole has failed.
+        """
+        ...
+
+    async def interrupt(self) -> list[Chunk]:
+        """Stop every sample in flight and return what was sampled for them but not handed out yet."""
+        ...
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """Go over to policy `version`. Called only while nothing is in flight.
+
+        `weights` says where they are, in a form the engine documents: nothing for an engine that shares the trainer's
+        parameters, a directory of safetensors for a server.
+        """
+        ...
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        """Give up what is held (KV caches, tokens not handed out) for interrupted samples, for all of them if none are
+        named. What is submitted under their ids from then on starts from its own tokens."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,201 @@
+"""Rewards computed beside generation.
+
+Invariants:
+- a reward function never blocks generation or an interrupt: it runs in a task, plain functions in a thread;
+- a plain function that never returns costs its own time limit, not that of other calls, nor the process its end;
+- a finished sample is scored exactly once as long as its function answers; a failure never costs the sample itself.
+
+For functions that can hang or take the process down, `april.tasks.isolation` runs them in worker processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+from april.rollout.trajectory import Group, Prompt, Sample
+
+RewardFunction = Callable[[Prompt, Sample], float | Awaitable[float]]
+"""Scores one finished sample."""
+GroupRewardFunction = Callable[[Prompt, Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
+"""Scores all samples of a complete group at once, in their order."""
+RewardErrorPolicy = Literal["raise", "zero", "reject"]
+"""What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
+
+
+THREADS = 8
+"""Plain functions that run at a time, and calls that may hang before no further one is begun."""
+
+
+class RewardError(Exception):
+    """A reward function failed, and the run is set to stop when one does."""
+
+
+class Verdict(NamedTuple):
+    """What came of scoring: the samples' rewards, or the error."""
+
+    group: Group
+    samples: Sequence[Sample]
+    rewards: Sequence[float]
+    error: str | None = None
+
+
+class RewardTasks:
+    """The reward computations under way. `take` returns the verdicts that arrived since it was last called."""
+
+    def __init__(
+        self,
+        function: RewardFunction | GroupRewardFunction,
+        scope: Literal["sample", "group"] = "sample",
+        timeout: float | None = None,
+    ) -> None:
+        if scope not in ("sample", "group"):
+            raise ValueError(f'reward_scope = {scope!r}: must be "sample" or "group"')
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"reward_timeout = {timeout}: must be positive seconds, or None for no limit")
+        self.function: Callable[..., Any] = function
+        self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        self.scope = scope
+        self.timeout = timeout
+        self._tasks: dict[asyncio.Task[None], Group] = {}
+        self._verdicts: deque[Verdict] = deque()
+        self._free = asyncio.Semaphore(THREADS)
+        self._hanging = 0
+        self._arrived = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def finished(self, group: Group, sample: Sample) -> None:
+        """A sample has finished, as the last of its group if the scope is "group": score it, or the group."""
+        self._start(group, [sample] if self.scope == "sample" else group.samples)
+
+    def missing(self, groups: Iterable[Group]) -> None:
+        """Score what has finished and has no reward, after a restart."""
+        scoring = {group.id for group in self._tasks.values()} | {verdict.group.id for verdict in self._verdicts}
+        for group in groups:
+            if group.id in scoring:
+                continue
+            if self.scope == "group":
+                if group.complete and not group.rewarded:
+                    self._start(group, group.samples)
+            else:
+                for sample in group.samples:
+                    if sample.finish is not None and sample.reward is None:
+                        self._start(group, [sample])
+
+    def _start(self, group: Group, samples: Sequence[Sample]) -> None:
+        task = asyncio.create_task(self._score(group, samples), name=f"reward {samples[0].id}")
+        self._tasks[task] = group
+
+    async def _score(self, group: Group, samples: Sequence[Sample]) -> None:
+        try:
+            value = await self._call(group.prompt, samples)
+            self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
+        except TimeoutError as error:
+            reason = str(error) or f"no reward within {self.timeout:g} s"
+            self._verdicts.append(Verdict(group, samples, (), reason))
+        except Exception as error:
+            self._verdicts.append(Verdict(group, samples, (), f"{type(error).__name__}: {error}"))
+        finally:
+            # Here and not in a callback of the task: a verdict and a computation under way never coexist.
+            self._tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        self._arrived.set()
+
+    async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
+        argument: Any = samples if self.scope == "group" else samples[0]
+        if self._async and self.timeout is None:
+            value = await self.function(prompt, argument)
+        elif self._async:
+            async with asyncio.timeout(self.timeout):
+                value = await self.function(prompt, argument)
+        else:
+            async with self._free:
+                value = await self._in_a_thread(prompt, argument)
+            if inspect.isawaitable(value):
+                async with asyncio.timeout(self.timeout):
+                    value = await value
+        return value if self.scope == "group" else [value]
+
+    async def _in_a_thread(self, prompt: Prompt, argument: Any) -> Any:
+        """The function in a thread of its own, which is left behind if it takes too long: no thread can be stopped."""
+        if self._hanging >= THREADS:
+            raise RewardError(
+                f"{THREADS} calls of the reward function hang already: run it in processes, which can be stopped "
+                "(reward_workers in a recipe, april.tasks.isolation.RewardWorkers in a program)"
+            )
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if outcome.cancelled():
+                self._hanging -= 1
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
+
+        def work() -> None:
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                value = self.function(prompt, argument)
+            except StopIteration as stop:  # no future takes it
+                error = RuntimeError(f"the reward function raised {stop!r}")
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name=f"reward {prompt.id}", daemon=True).start()
+        try:
+            async with asyncio.timeout(self.timeout):
+                return await outcome
+        except (asyncio.CancelledError, TimeoutError):
+            self._hanging += outcome.cancelled()
+            raise
+
+    def take(self) -> list[Verdict]:
+        verdicts = list(self._verdicts)
+        self._verdicts.clear()
+        self._arrived.clear()
+        return verdicts
+
+    async def wait(self) -> None:
+        """Until a verdict has arrived that was not taken."""
+        await self._arrived.wait()
+
+    async def close(self) -> None:
+        """Stop every computation under way. The samples stay unscored and are scored again after a restart."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+
+
+def check_rewards(rewards: Sequence[float], expected: int) -> list[float]:
+    """Rewards as finite floats, one per sample.
+
+    Raises:
+        ValueError: the count is wrong, or a reward is no finite number.
+    """
+    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+        raise ValueError(f"the reward function returned {rewards!r} where {expected} rewards were expected")
+    values = list(rewards)
+    if len(values) != expected:
+        raise ValueError(f"the reward function returned {len(values)} rewards for {expected} samples")
+    for value in values:
+        try:
+            finite = not isinstance(value, str) and math.isfinite(value)
+        except (TypeError, OverflowError):
+            finite = False
+        if not finite:
+            raise ValueError(f"the reward function returned {value!r}, which is no finite number")
+    return [float(value) for value in values]

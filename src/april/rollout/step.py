@@ -1,0 +1,184 @@
+"""What one rollout step brought, and what happened while it was collected."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.rollout.buffer import Rejection
+from april.rollout.trajectory import ENVIRONMENT, Group
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What admission wants of a step, why, and what it expects of it.
+
+    Args:
+        target: groups to have under way (N'), complete ones that wait included; at least `rollout_batch_size`.
+        reason: a sentence for the report.
+        consumed_tokens_per_second: expected of a step in the long run; None if nothing is expected.
+        staleness: expected mean staleness, in versions.
+    """
+
+    target: int
+    reason: str = "as set"
+    consumed_tokens_per_second: float | None = None
+    staleness: float | None = None
+
+
+@dataclass(slots=True)
+class Span:
+    """One sample's stay in the engine during one step. Times are seconds from the start of the step."""
+
+    sample_id: str
+    group_id: int
+    start: float
+    before: int
+    """Response tokens when it was submitted; above 0 means it was resumed."""
+    queued: float | None = None
+    """Seconds until its first new token; None if none came."""
+    first_tokens: int = 0
+    """Tokens that came with it."""
+    end: float = 0.0
+    after: int = 0
+    outcome: Literal["finished", "interrupted", "failed"] = "interrupted"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward function or an engine request that failed, with the prompt it failed on."""
+
+    kind: Literal["reward", "engine"]
+    sample_id: str
+    prompt_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A group that was left out because requests for it, or its reward, kept failing; `error` is the last failure."""
+
+    group_id: int
+    prompt_id: str
+    reason: Rejection
+    error: str
+
+
+@dataclass(slots=True)
+class Step:
+    """Exactly N complete, rewarded groups, and the account of how they came about.
+
+    `seconds` is the whole of `collect()` by the event loop's clock, `reward_wait_seconds` the part of it in which
+    generation was over and rewards were not. `occupancy` is the time-weighted share of the engine's slots that were
+    decoding.
+    """
+
+    version: int
+    plan: Plan
+    """What admission aimed at in this step, and why."""
+    groups: list[Group] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    rejections: list[tuple[int, Rejection]] = field(default_factory=list)
+    quarantined: list[Quarantine] = field(default_factory=list)
+    """Those of the rejected groups that a fault turned away, and which."""
+    seconds: float = 0.0
+    reward_wait_seconds: float = 0.0
+    interrupted_at: float | None = None
+    sampled_tokens: int = 0
+    occupancy: float = 0.0
+    surplus_groups: int = 0
+    """Complete groups that wait for the next step."""
+    buffered_groups: int = 0
+    """Groups under way after the step, surplus ones included."""
+    buffered_tokens: int = 0
+
+    @property
+    def target(self) -> int:
+        """Groups that admission wanted under way (N')."""
+        return self.plan.target
+
+    @property
+    def consumed_tokens(self) -> int:
+        return sum(group.tokens for group in self.groups)
+
+    @property
+    def resumed_samples(self) -> int:
+        return sum(span.before > 0 for span in self.spans)
+
+    @property
+    def interrupted_samples(self) -> int:
+        """Samples stopped after at least one token; those that never left the engine's queue are not counted."""
+        return sum(span.outcome == "interrupted" and span.after > 0 for span in self.spans)
+
+    @property
+    def staleness(self) -> NDArray[np.int64]:
+        """Staleness of each group in versions, shape [N]."""
+        return np.array([group.staleness(self.version) for group in self.groups], dtype=np.int64)
+
+    @property
+    def tokens_by_age(self) -> NDArray[np.int64]:
+        """Consumed policy tokens by age: entry k counts those sampled k versions before this step's."""
+        tokens: Counter[int] = Counter()
+        for sample in (sample for group in self.groups for sample in group.samples):
+            for segment in sample.segments:
+                tokens[segment.version] += len(segment.token_ids)
+        tokens.pop(ENVIRONMENT, None)
+        by_age = np.zeros(self.version - min(tokens, default=self.version) + 1, np.int64)
+        for version, count in tokens.items():
+            by_age[self.version - version] = count
+        return by_age
+
+    @property
+    def off_policy_token_share(self) -> float:
+        """Share of the consumed policy tokens that an older version than this step's sampled."""
+        ages = self.tokens_by_age
+        return float(ages[1:].sum() / max(ages.sum(), 1))
+
+    def metrics(self) -> dict[str, float]:
+        """The account of the step as numbers for a log: the names are the same wherever april runs."""
+        return {
+            "policy_version": self.version,
+            "staleness_mean": float(self.staleness.mean()),
+            "staleness_max": int(self.staleness.max()),
+            "off_policy_token_share": self.off_policy_token_share,
+            "engine_occupancy": self.occupancy,
+            "over_sampling_batch_size": self.target,
+            "groups_buffered": self.buffered_groups,
+            "tokens_buffered": self.buffered_tokens,
+            "groups_surplus": self.surplus_groups,
+            "groups_rejected": len(self.rejections),
+            "samples_interrupted": self.interrupted_samples,
+            "samples_resumed": self.resumed_samples,
+            "engine_failures": sum(failure.kind == "engine" for failure in self.failures),
+            "step_consumed_tokens": self.consumed_tokens,
+            "consumed_tokens_per_second": self.consumed_tokens / self.seconds,
+            "generated_tokens_per_second": self.sampled_tokens / self.seconds,
+            "rollout_seconds": self.seconds,
+            "reward_wait_seconds": self.reward_wait_seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The account of the step, without its groups, as JSON types; `from_dict` restores it."""
+        account = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}
+        records = ("spans", "failures", "quarantined")
+        return account | {
+            "plan": asdict(self.plan),
+            **{name: [asdict(item) for item in account[name]] for name in records},
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Step:
+        own = {
+            "plan": Plan(**state["plan"]),
+            "spans": [Span(**span) for span in state["spans"]],
+            "failures": [Failure(**failure) for failure in state["failures"]],
+            "rejections": [(id, Rejection(reason)) for id, reason in state["rejections"]],
+            "quarantined": [Quarantine(**{**one, "reason": Rejection(one["reason"])}) for one in state["quarantined"]],
+        }
+        return cls(**{**state, **own})

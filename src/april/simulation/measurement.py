@@ -1,0 +1,90 @@
+"""A workload on a real engine: what `simulate` does in virtual time, for real.
+
+Invariant: both get the same samples: as many prompts of the same lengths, the same seeds, and so the same lengths of
+responses. What is generated is random and means nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from april.engines.wrapped import WrappedEngine
+from april.rollout.engine import Engine
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group, Prompt, Sample
+from april.simulation.run import Outcome, StepRecord, scheduler_settings
+from april.simulation.workload import Workload
+
+Update = Callable[[int], Awaitable[None]]
+"""Brings the engine to a policy version, as a training step would."""
+
+
+class GivenLengths(WrappedEngine):
+    """Gives each sample of `groups` the length that the workload says it has: its budget ends it there.
+
+    All lengths are looked up beforehand, so that the layer costs an engine that is measured next to nothing.
+    """
+
+    def __init__(self, engine: Engine, workload: Workload, groups: Iterable[Group], update: Update) -> None:
+        super().__init__(engine)
+        samples = [sample for group in groups for sample in group.samples]
+        numbers, seeds = np.array([s.group_id for s in samples]), np.array([s.seed for s in samples], np.uint64)
+        lengths = workload.lengths(numbers, seeds).tolist()
+        self._sampling = {s.id: replace(s.sampling, max_tokens=n) for s, n in zip(samples, lengths, strict=True)}
+        self._update = update
+
+    def submit(self, sample: Sample) -> None:
+        super().submit(replace(sample, sampling=self._sampling[sample.id]))
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        await self._update(version)
+
+
+async def serve(
+    engine: Engine,
+    workload: Workload,
+    update: Update,
+    *,
+    steps: int,
+    warm_up: int = 0,
+    vocabulary: int = 64,
+    rng: np.random.Generator | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    seed: int = 0,
+    **scheduler: Any,
+) -> Outcome:
+    """Collect `steps` steps, with a weight update after each. Arguments as of `simulate`, but:
+
+    Args:
+        update: brings the engine to a version, counted from 0; called once before the first step.
+        vocabulary: prompts are drawn from the token ids 2 to this.
+        clock: seconds.
+    """
+    rng = rng or np.random.default_rng(0)
+    settings = scheduler_settings(workload, seed, scheduler)
+    count = steps * settings["rollout_batch_size"] + scheduler.get("over_sampling_batch_size", 0)
+    prompts = [
+        Prompt(tuple(rng.integers(2, vocabulary, len(prompt.token_ids)).tolist()), prompt.id)
+        for prompt in itertools.islice(workload.prompts(), count)
+    ]
+    size, sampling = settings["n_samples_per_prompt"], settings["sampling"]
+    groups = (Group.start(i, prompt, size, sampling, seed) for i, prompt in enumerate(prompts))
+    given = GivenLengths(engine, workload, groups, update)
+    records = []
+    async with RolloutScheduler(given, prompts, **settings) as rollouts:
+        await update(0)
+        for _ in range(steps):
+            began = clock()
+            step = await rollouts.collect()
+            collected = clock()
+            await rollouts.update_weights()
+            updated = clock()
+            records.append(replace(StepRecord.of(step, 0.0, updated - collected), seconds=collected - began))
+    engine.forget()
+    return Outcome(records, warm_up, preemptions=0, prefilled_tokens=0, peak_kv=0.0)

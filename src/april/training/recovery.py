@@ -1,0 +1,136 @@
+"""What may go wrong in an update, and what is done about it: memory that runs out, and numbers that are none.
+
+Invariants:
+- work that ran out of memory is done again as a whole, in smaller micro-batches, so nothing of it counts twice;
+- an update whose loss or gradient is not finite changes no parameter, and its batch is kept for inspection;
+- what is kept is safetensors and JSON, which hold numbers and text and nothing that could run.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from april.rollout.trajectory import Sample
+from april.training.batch import Batch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+KEPT = 10
+"""Batches of skipped updates that stay on disk, the newest ones."""
+
+
+class TrainingError(Exception):
+    """Training cannot go on."""
+
+
+class Memory:
+    """How many tokens go through the model at once: what the recipe says, and half of it whenever memory runs out.
+
+    Args:
+        tokens: of a micro-batch, padding included.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.shortages = 0
+        """Times that memory ran out."""
+
+    def fit(self, work: Callable[[], T], lengths: Sequence[int]) -> T:
+        """The result of `work`, which cuts rows of these `lengths` into micro-batches of `tokens`.
+
+        Raises:
+            TrainingError: memory runs out with one row at a time.
+        """
+        while True:
+            try:
+                return work()
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+            # Not before here: the exception holds the tensors that filled the memory.
+            self._shrink(min(lengths, default=1), reason)
+
+    def _shrink(self, shortest: int, reason: str) -> None:
+        if self.tokens < 2 * shortest:
+            raise TrainingError(
+                f"memory runs out with one sample at a time ({reason}): set training.gradient_checkpointing, lower "
+                "rollout.max_response_length, or leave less memory to the engine (engine.kv_cache_gb)"
+            )
+        self.tokens //= 2
+        self.shortages += 1
+        log.warning("memory ran out in training; micro-batches have %d tokens from now on: %s", self.tokens, reason)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator failed. On CPUs and some accelerators only the message says so."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+
+
+class Skipped:
+    """The updates that were not made because loss or gradient were no finite numbers.
+
+    Args:
+        directory: where their batches go; nothing is kept if None.
+        limit: how many in a row stop the training.
+    """
+
+    def __init__(self, directory: Path | None, limit: int) -> None:
+        self.directory = directory
+        self.limit = limit
+        self.in_a_row = 0
+
+    def made(self) -> None:
+        """An update was made."""
+        self.in_a_row = 0
+
+    def skip(self, name: str, batch: Batch, samples: Sequence[Sample], measured: Mapping[str, float]) -> None:
+        """Keep the batch of the update `name`, and what was measured on it.
+
+        Raises:
+            TrainingError: this was one too many.
+        """
+        self.in_a_row += 1
+        where = "" if self.directory is None else f"; the batch is in {self._keep(name, batch, samples, measured)}"
+        found = ", ".join(f"{key} {value:g}" for key, value in measured.items())
+        log.warning("update %s is skipped: %s%s", name, found, where)
+        if self.in_a_row >= self.limit:
+            raise TrainingError(
+                f"{self.in_a_row} updates in a row had no finite loss and gradient (the last: {found}){where}: lower "
+                "the learning rate, or look for rewards and log-probabilities that are not plausible"
+            )
+
+    def _keep(self, name: str, batch: Batch, samples: Sequence[Sample], measured: Mapping[str, float]) -> Path:
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory / f"{name}.safetensors"
+        tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
+        save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, path)
+        record: dict[str, Any] = {
+            "measured": {key: repr(value) for key, value in measured.items()},
+            "lengths": batch.lengths,
+            "samples": [
+                {"id": s.id, "prompt_tokens": len(s.prompt_ids), "tokens": s.length, "reward": s.reward}
+                for s in samples
+            ],
+        }
+        path.with_suffix(".json").write_text(json.dumps(record, indent=1))
+        for old in sorted(self.directory.glob("*.safetensors"))[:-KEPT]:
+            old.unlink()
+            old.with_suffix(".json").unlink(missing_ok=True)
+        return path

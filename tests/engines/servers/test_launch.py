@@ -1,0 +1,196 @@
+"""Starting servers: whatever happens, nothing is left of them, and the log says why."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from april.engines.servers.address import is_loopback
+from april.engines.servers.launch import Server, free_port, launch, launch_sglang, launch_vllm
+from april.rollout.engine import EngineError
+
+SERVER = """
+import http.server, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def start(tmp_path: Path, script: str, ready_timeout: float = 20.0):  # type: ignore[no-untyped-def]
+    port = free_port()
+    return launch("toy", [sys.executable, "-c", script, str(port)], port, tmp_path / "run", {"A": "1"}, ready_timeout)
+
+
+def child_of(log: Path) -> int:
+    return int(log.read_text().split()[1])
+
+
+async def gone(pid: int) -> bool:
+    """A killed process may take a moment to be reaped."""
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] == "Z":
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+async def test_the_whole_process_group_ends_with_the_block(tmp_path: Path) -> None:
+    async with start(tmp_path, SERVER) as server:
+        assert server.log == tmp_path / "run" / "toy.log"
+        async with aiohttp.ClientSession() as session, session.get(server.url + "/health") as response:
+            assert response.status == 200
+        child = child_of(server.log)
+        os.kill(child, 0)
+    assert server.process.returncode is not None
+    assert await gone(child)
+
+
+async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> None:
+    pids = []
+
+    async def use(error: Exception | None) -> None:
+        async with start(tmp_path, SERVER) as server:
+            pids.append(child_of(server.log))
+            if error is not None:
+                raise error
+            await asyncio.sleep(600)
+
+    with pytest.raises(RuntimeError, match="trainer"):
+        await use(RuntimeError("the trainer failed"))
+    task = asyncio.create_task(use(None))
+    while len(pids) < 2:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all([await gone(pid) for pid in pids])
+
+
+async def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from april.engines.servers.launch import free_port, launch
+
+async def main():
+    port = free_port()
+    command = [sys.executable, "-c", {SERVER!r}, str(port)]
+    async with launch("toy", command, port, Path({str(tmp_path)!r}), {{}}, 20.0) as server:
+        print(server.process.pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE)
+    assert owner.stdout is not None
+    server = int(await owner.stdout.readline())
+    child = child_of(tmp_path / "toy.log")
+    os.kill(child, 0)
+    owner.kill()
+    await owner.wait()
+    assert await gone(server)
+    assert await gone(child)
+
+
+async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.engines.servers.launch.GRACE", 0.2)
+    async with start(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVER) as server:
+        child = child_of(server.log)
+    assert server.process.returncode == -9
+    assert await gone(child)
+
+
+async def test_a_server_that_dies_while_starting_shows_its_log(tmp_path: Path) -> None:
+    script = "import sys\nfor i in range(100): print('line', i)\nsys.exit('no such model')"
+    with pytest.raises(EngineError, match="no such model") as caught:
+        async with start(tmp_path, script):
+            pass
+    message = str(caught.value)
+    assert "toy died while starting (exit status 1)" in message
+    assert str(tmp_path / "run" / "toy.log") in message
+    assert "line 99" in message
+    assert "line 50" not in message
+
+
+async def test_a_server_that_never_gets_ready(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"toy was not ready after 0\.5 s \(ready_timeout\)"):
+        async with start(tmp_path, "import time; time.sleep(600)", ready_timeout=0.5):
+            pass
+
+
+async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="toy could not be started"):
+        async with launch("toy", ["/nowhere/python"], 1, tmp_path, {}, 1.0):
+            pass
+
+
+CONFESSION = """
+import http.server, os, sys
+from pathlib import Path
+given = sys.argv + [text for arg in sys.argv if arg.endswith("yaml") for text in [Path(arg).read_text()]]
+print("settings:", given, os.environ.get("VLLM_API_KEY"), flush=True)
+port = int(sys.argv[sys.argv.index("--port") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer((sys.argv[sys.argv.index("--host") + 1], port), Handler).serve_forever()
+"""
+"""A server that logs all it knows: its options, the file of options, its key."""
+
+
+@pytest.mark.parametrize("launch_it", [launch_vllm, launch_sglang])
+async def test_a_key_reaches_the_server_and_neither_its_log_nor_the_list_of_processes(
+    tmp_path: Path, launch_it: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
+    python = tmp_path / "python"
+    (tmp_path / "server.py").write_text(CONFESSION)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
+    python.chmod(0o700)
+    key = "sk-sentinel"
+    async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0", api_key=key) as server:
+        arguments = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
+        assert b"0.0.0.0" in arguments
+        assert key.encode() not in b" ".join(arguments)
+        options = [Path(argument.decode()) for argument in arguments if argument.endswith(b".yaml")]
+        assert all(key in path.read_text() and path.parent.stat().st_mode & 0o077 == 0 for path in options)
+        assert server.url.startswith("http://127.0.0.1:")
+    assert not any(path.exists() for path in options)
+    log = server.log.read_text()
+    assert key not in log
+    assert "***" in log, "the server has the key, and tried to log it"
+
+
+@pytest.mark.parametrize("launch_it", [launch_vllm, launch_sglang])
+async def test_a_server_is_this_machines_own_unless_it_is_told_otherwise(
+    tmp_path: Path, launch_it: Callable[..., AbstractAsyncContextManager[Server]]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{CONFESSION.replace(chr(39), '')}' \"$@\"\n")
+    python.chmod(0o700)
+    async with launch_it("m", log_dir=tmp_path / "run", python=python) as server:
+        assert "'--host', '127.0.0.1'" in server.log.read_text()
+    with pytest.raises(ValueError, match=r"host = '0\.0\.0\.0': other machines reach a server there"):
+        async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0"):
+            pass
+
+
+def test_what_is_a_loopback_address() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.0.1", "localhost", "::1")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "example.org", "")))

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
+from april.rollout.admission.auto import AutoAdmission
+from april.rollout.admission.lengths import LengthModel
+from april.rollout.step import Plan, Span
+from april.rollout.trajectory import FinishReason
+from april.simulation.cost_model import CostModel
+from april.simulation.run import simulate
+from april.simulation.workload import Part, Workload
+
+COST = CostModel(
+    slots=64,
+    kv_tokens=1_000_000,
+    decode_batches=(1, 64),
+    decode_seconds=(0.010, 0.016),
+    kv_token_seconds=2e-8,
+    prefill_token_seconds=2e-5,
+)
+WORKLOAD = Workload("test", (Part(300, 1.0),), 4000, rollout_batch_size=8, n_samples_per_prompt=8)
+
+
+def engine(slots: int = 8, kv_tokens: int | None = None) -> StreamEngine:
+    return StreamEngine(lambda sample: iter(()), Capacity(slots, 1 << 20, kv_tokens))  # type: ignore[arg-type,return-value]
+
+
+def a_step(rng: np.random.Generator, batch_size: int, group_size: int, budget: int, shortest: int = 1) -> Step:
+    """A step in which every response got a slot at once and took 10 ms a token."""
+    groups = [
+        Group.start(i, Prompt((1, 2)), group_size, SamplingParams(max_tokens=budget), 0) for i in range(batch_size)
+    ]
+    step = Step(0, Plan(batch_size), groups, seconds=1.0)
+    for group in groups:
+        for sample in group.samples:
+            length = int(rng.integers(shortest, budget + 1))
+            sample.extend([5] * length, [-1.0] * length, 0, FinishReason.STOP)
+            step.spans.append(Span(sample.id, group.id, 0.0, 0, 0.01, 1, 0.01 * length, length, "finished"))
+    return step
+
+
+def learn(admission: AutoAdmission, step: Step) -> None:
+    spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+    admission.lengths.observe(*zip(*spans, strict=True))
+    admission.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
+    admission.observe(step)
+
+
+@given(
+    batch_size=st.integers(1, 40),
+    group_size=st.integers(1, 4),
+    slots=st.integers(1, 200),
+    kv_tokens=st.one_of(st.none(), st.integers(100, 10_000)),
+    bound=st.one_of(st.none(), st.integers(0, 5)),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=25, deadline=None)
+def test_the_choice_is_never_less_than_a_batch_nor_more_than_the_bound_allows(
+    batch_size: int, group_size: int, slots: int, kv_tokens: int | None, bound: int | None, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    admission = AutoAdmission(engine(slots, kv_tokens), LengthModel(100), group_size, bound)
+    for _ in range(3):
+        plan = admission.plan(batch_size)
+        assert batch_size <= plan.target
+        assert bound is None or plan.target <= batch_size * (bound + 1)
+        learn(admission, a_step(rng, batch_size, group_size, 100))
+
+
+def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
+    """All responses are equally long and the batch fills the slots: more under way would only wait."""
+    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5)
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        learn(admission, a_step(rng, 8, 4, 40, shortest=40))
+    assert admission.plan(8).target == 8
+    learn(admission, a_step(rng, 8, 4, 40))
+    learn(admission, a_step(rng, 8, 4, 40))
+    admission.steps = 8
+    assert admission.plan(8).target > 8, "of unequal lengths, more under way keep the slots busy"
+
+
+def test_it_asks_for_more_beyond_a_plateau_while_slots_are_free() -> None:
+    """All responses are equally long: groups beyond a batch bring nothing until they are a batch of their own."""
+    admission = AutoAdmission(engine(slots=500), LengthModel(50), 4, 3)
+    for _ in range(4):
+        learn(admission, a_step(np.random.default_rng(0), 8, 4, 40, shortest=40))
+    assert admission.plan(8).target >= 16
+
+
+def test_a_step_that_took_no_time_teaches_nothing() -> None:
+    """Enough complete groups had waited for it: what was submitted was interrupted at once."""
+    admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
+    learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
+    costs = admission.rates.costs.copy()
+    instant = a_step(np.random.default_rng(1), 6, 4, 100)
+    for span in instant.spans:
+        span.queued = span.end = 0.0
+    learn(admission, instant)
+    assert (admission.rates.costs == costs).all()
+
+
+def test_what_it_learned_is_saved_and_restored() -> None:
+    rng = np.random.default_rng(0)
+    one = AutoAdmission(engine(), LengthModel(100), 4, 5)
+    two = AutoAdmission(engine(), LengthModel(100), 4, 5)
+    for _ in range(3):
+        one.plan(6)
+        learn(one, a_step(rng, 6, 4, 100))
+    two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    two.lengths.load_state_dict(json.loads(json.dumps(one.lengths.state_dict())))
+    assert two.current == one.current
+    step = a_step(rng, 6, 4, 100)
+    learn(one, step)
+    learn(two, step)
+    assert one.plan(6) == two.plan(6)
+
+
+@pytest.mark.parametrize("ratio", [1.5, 2.5])
+def test_the_forecast_agrees_with_the_simulated_engine(ratio: float) -> None:
+    """From what the spans of a run say, and nothing else, it foretells the throughput of that run and of others."""
+    learned: list[AutoAdmission] = []
+
+    class Watching(AutoAdmission):
+        def __init__(self) -> None:
+            super().__init__(engine(64), LengthModel(4000), 8, 5)
+            learned.append(self)
+
+        def plan(self, batch_size: int) -> Plan:
+            return Plan(round(ratio * batch_size))
+
+        def observe(self, step: Step) -> None:
+            super().observe(step)
+            spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+            self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
+            self.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
+
+    simulate(WORKLOAD, COST, steps=25, over_sampling_batch_size=Watching())
+    workload, _, steps = learned[0]._workload(8)
+    truth = {n: simulate(WORKLOAD, COST, steps=40, over_sampling_batch_size=n) for n in (12, 16, 24)}
+    forecast = {n: workload.forecast(n, steps, steps // 3) for n in truth}
+    for n, expected in forecast.items():
+        got = truth[n].consumed_tokens_per_second
+        assert expected.consumed_tokens_per_second == pytest.approx(got, rel=0.2), "lengths of 25 steps of 8 prompts"
+        assert expected.staleness == pytest.approx(truth[n].mean_staleness, abs=0.25)
+        gain = expected.consumed_tokens_per_second / forecast[24].consumed_tokens_per_second
+        assert gain == pytest.approx(got / truth[24].consumed_tokens_per_second, rel=0.1), "what the choice rests on"
+
+
+def test_no_long_answer_is_left_out_and_no_prompt_starves() -> None:
+    """What partial rollouts train on has the lengths that a synchronous run of as many steps trains on."""
+    steps, bound = 60, 3
+    run = simulate(WORKLOAD, COST, steps=steps, warm_up=0, over_sampling_batch_size="auto", max_staleness=bound)
+    synchronous = simulate(WORKLOAD, COST, steps=steps, warm_up=0, partial_rollout=False)
+    assert distance(run.lengths, synchronous.lengths) < 0.02
+    assert run.max_staleness <= bound
+    early = np.concatenate([step.lengths for step in run.steps[:2]])
+    assert distance(early, synchronous.lengths) > 0.03, "the first steps do lack the long ones; the run makes up for it"
+
+
+def distance(one: np.ndarray, two: np.ndarray) -> float:
+    """Kolmogorov and Smirnov's: the largest difference of the two distribution functions."""
+    at = np.unique(np.concatenate((one, two)))
+    below = [np.searchsorted(np.sort(values), at, "right") / len(values) for values in (one, two)]
+    return float(np.abs(below[0] - below[1]).max())

@@ -1,0 +1,469 @@
+"""The journal alone: what it gives back after a crash at any record, and what it says about files it cannot use."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import shutil
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Chunk, FinishReason, Group, Prompt, RolloutScheduler, Sample, SamplingParams, Step
+from april.rollout import journal as journal_module
+from april.rollout.buffer import Buffer, Rejection
+from april.rollout.journal import (
+    Admitted,
+    DamageError,
+    Event,
+    Journal,
+    JournalError,
+    Rejected,
+    Rewarded,
+    Trained,
+    redo,
+    salvage,
+)
+from april.rollout.step import Plan
+from tests.scripted_engine import ScriptedEngine, response
+
+
+class Numbered:
+    """A stream of prompts that remembers its position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        for number in itertools.count(self.position):
+            self.position = number + 1
+            yield Prompt((1, 2, number), f"prompt {number}", {"number": number})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+async def score(prompt: Prompt, sample: Sample) -> float:
+    return float(sample.length % 2)
+
+
+def build(journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: bool = False) -> RolloutScheduler:
+    return RolloutScheduler(
+        ScriptedEngine(slots=5, seed=seed, failure_rate=failure_rate),
+        Numbered(),
+        score,
+        rollout_batch_size=2,
+        over_sampling_batch_size=5,
+        n_samples_per_prompt=2,
+        sampling=SamplingParams(max_tokens=30),
+        max_staleness=2,
+        dynamic_filter=(lambda group: sum(s.length for s in group.samples) % 3 > 0) if filtered else None,
+        max_retries=20,
+        retry_delay=0.0,
+        journal=journal,
+    )
+
+
+async def collect(rollouts: RolloutScheduler, steps: int) -> list[Step]:
+    collected = []
+    async with rollouts:
+        for _ in range(steps):
+            collected.append(await rollouts.collect())
+            await rollouts.update_weights()
+    return collected
+
+
+def content(step: Step) -> dict[str, Any]:
+    return {**step.to_dict(), "groups": [group.to_dict() for group in step.groups]}
+
+
+def numbers(path: Path) -> list[int]:
+    with closing(sqlite3.connect(path)) as database:
+        return [number for (number,) in database.execute("SELECT number FROM records ORDER BY number")]
+
+
+def cut(path: Path, after: int) -> None:
+    """Lose every record after the one whose last event is `after`."""
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DELETE FROM records WHERE number > ?", (after,))
+        database.commit()
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.booleans(), st.floats(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
+    seed: int, failure_rate: float, filtered: bool, where: float
+) -> None:
+    """Steps handed over come out again as they were, everything else goes on from its last token, nothing twice."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal.sqlite"
+        with closing(Journal(path, delay=0)) as journal:
+            before = asyncio.run(collect(build(journal, seed, failure_rate, filtered), 5))
+        records = [0, *numbers(path)]
+        cut(path, records[round(where * (len(records) - 1))])
+
+        with closing(Journal(path, delay=0)) as journal:
+            survived = Buffer()
+            everything: dict[str, list[int]] = {}
+            for event in journal.replay():
+                redo(event, survived)
+                if isinstance(event, Chunk):
+                    everything.setdefault(event.sample_id, []).extend(event.token_ids)
+            journal.position = 0
+            rollouts = build(journal, seed + 1, failure_rate, filtered)
+            engine = rollouts.engine
+            engine.ledger = everything
+            after = asyncio.run(collect(rollouts, 5))
+
+    handed_over = survived.trained.groups // 2
+    assert [content(step) for step in after[:handed_over]] == [content(step) for step in before[:handed_over]]
+    buffer = rollouts.buffer
+    trained = [group for step in after for group in step.groups]
+    present = [group.id for group in trained] + [group.id for group in buffer]
+    assert len(present) == len(set(present)) == buffer.admitted - buffer.rejected[Rejection.FILTER].groups
+    for group in [*trained, *buffer]:
+        assert group.prompt.metadata["number"] == group.id, "prompts are consumed once each, in order"
+        for sample in group.samples:
+            assert sample.response_ids == engine.ledger.get(sample.id, [])
+            assert sample.response_ids == response(sample.seed, 30)[: sample.length]
+    assert buffer.discarded_tokens == 0
+    assert buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+
+async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        rollouts = build(journal)
+        async with rollouts:
+            steps = []
+            for number in range(4):
+                if number == 2:
+                    state = json.loads(json.dumps(rollouts.state_dict()))
+                    journal.prune(journal.position)
+                steps.append(await rollouts.collect())
+                await rollouts.update_weights()
+            end = rollouts.state_dict()
+    with closing(Journal(path)) as journal:
+        again = build(journal)
+        again.load_state_dict(state)
+        assert journal.check() == 2
+        repeated = await collect(again, 2)
+        assert [content(step) for step in repeated] == [content(step) for step in steps[2:]]
+        assert again.state_dict()["prompts"] == end["prompts"] or not again.buffer.groups
+    with closing(Journal(path)) as journal, pytest.raises(DamageError, match="record of event 1 is missing"):
+        await build(journal).collect()
+
+
+async def test_a_loop_that_updates_the_weights_at_other_moments_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        await collect(build(journal), 2)
+    with closing(Journal(path)) as journal:
+        rollouts = build(journal)
+        await rollouts.collect()
+        with pytest.raises(Exception, match="trained on at policy version 1, but this is 0"):
+            await rollouts.collect()
+
+
+def events(count: int = 40) -> list[Event]:
+    """What happens to a few groups, one after the other."""
+    made: list[Event] = []
+    for id in range(count // 5):
+        group = Group.start(id, Prompt((1, 2), f"p{id}", {"answer": "ü"}), 1, SamplingParams(), seed=0)
+        made += [
+            Admitted(json.loads(json.dumps(group.to_dict())), {"position": id + 1}),
+            Chunk(f"{id}.0", [3, 4, 70000], [-0.25, -1.5, -1e-9], 0),
+            Chunk(f"{id}.0", [5], [-0.5], 1, FinishReason.STOP),
+            Rewarded(id, {0: 0.5}),
+            Rejected(id, Rejection.FILTER) if id % 2 else Trained([id], Step(1, Plan(2), seconds=0.1)),
+        ]
+    return made
+
+
+def write(path: Path, made: list[Event], each: int = 1) -> None:
+    with closing(Journal(path, delay=3600)) as journal:
+        for i, event in enumerate(made):
+            journal.record(event)
+            if i % each == each - 1:
+                journal.flush()
+
+
+def read(path: Path) -> list[Event]:
+    with closing(Journal(path)) as journal:
+        return list(journal.replay())
+
+
+def test_every_event_comes_back_as_it_was(tmp_path: Path) -> None:
+    made = events()
+    write(tmp_path / "j", made, each=7)
+    assert read(tmp_path / "j") == made
+
+
+def crashed(path: Path, made: list[Event]) -> None:
+    """Leave at `path` what a process that dies after writing leaves: a database and its write-ahead log."""
+    with closing(Journal(path.with_name("live"), delay=3600)) as journal:
+        for event in made:
+            journal.record(event)
+            journal.flush()
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{journal.path}{suffix}", f"{path}{suffix}")
+
+
+def test_what_was_flushed_survives_a_process_that_does_not_end(tmp_path: Path) -> None:
+    made = events()
+    crashed(tmp_path / "j", made)
+    assert read(tmp_path / "j") == made
+
+
+def test_a_log_cut_off_at_any_byte_gives_a_beginning_of_what_happened(tmp_path: Path) -> None:
+    made = events(20)
+    crashed(tmp_path / "j", made)
+    whole = (tmp_path / "j-wal").read_bytes()
+    lengths = set()
+    for size in [*range(0, len(whole), 509), len(whole) - 1]:
+        copy = tmp_path / f"cut-{size}"
+        shutil.copyfile(tmp_path / "j", copy)
+        Path(f"{copy}-wal").write_bytes(whole[:size])
+        found = read(copy)
+        assert found == made[: len(found)]
+        lengths.add(len(found))
+    assert len(lengths) == len(made), "each record but the last is the last whole one at some length"
+
+
+def damage(path: Path, position: int, value: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= value
+    path.write_bytes(data)
+
+
+def test_a_log_damaged_in_its_middle_is_not_taken_for_its_end(tmp_path: Path) -> None:
+    crashed(tmp_path / "j", events())
+    wal = tmp_path / "j-wal"
+    for position in (10, 25, 40, wal.stat().st_size // 2):
+        before = wal.read_bytes()
+        damage(wal, position, 255)
+        damaged = wal.read_bytes(), (tmp_path / "j").read_bytes()
+        with pytest.raises(DamageError, match="j-wal: damaged"):
+            read(tmp_path / "j")
+        assert (wal.read_bytes(), (tmp_path / "j").read_bytes()) == damaged, "it is left as it was found"
+        wal.write_bytes(before)
+    assert read(tmp_path / "j") == events()
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_damaged_files_give_a_beginning_or_a_clear_error(files: Path, data: st.DataObject) -> None:
+    """Random bytes in the database or its log: never a crash, never an event that did not happen."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal.sqlite"
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{files}{suffix}", f"{path}{suffix}")
+        victim = Path(f"{path}{data.draw(st.sampled_from(['', '-wal']))}")
+        for _ in range(data.draw(st.integers(1, 4))):
+            damage(victim, data.draw(st.integers(0, victim.stat().st_size - 1)), data.draw(st.integers(1, 255)))
+        if data.draw(st.booleans()):
+            size = data.draw(st.integers(0, victim.stat().st_size))
+            victim.write_bytes(victim.read_bytes()[:size])
+        found, error = read_or_error(path)
+        if error is not None:
+            assert str(path) in error, "the file is named"
+            salvage(path, None)
+            found = read(path)
+        made = events()
+        assert found == made[: len(found)]
+
+
+def read_or_error(path: Path) -> tuple[list[Event], str | None]:
+    try:
+        return read(path), None
+    except JournalError as error:
+        return [], str(error)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Half of the events in the database, half in its log."""
+    path = tmp_path_factory.mktemp("journal") / "j"
+    made = events()
+    write(path, made[: len(made) // 2])
+    live = path.with_name("live")
+    shutil.copyfile(path, live)
+    with closing(Journal(live, delay=3600)) as journal:
+        list(journal.replay())
+        for event in made[len(made) // 2 :]:
+            journal.record(event)
+            journal.flush()
+        for suffix in ("", "-wal"):
+            shutil.copyfile(f"{live}{suffix}", f"{path}{suffix}")
+    return path
+
+
+@given(st.text(max_size=40), st.sampled_from(["chunks", "admitted", "rewarded", "rejected", "trained", "?"]))
+@settings(max_examples=100, deadline=None)
+def test_records_of_any_content_are_read_or_refused(text: str, kind: str) -> None:
+    """Even one whose checksum is right."""
+    for body in (text, json.dumps(text), json.dumps([text, [[text, 1]]]), json.dumps({"groups": text, "step": {}})):
+        try:
+            for event in journal_module._events(Path("j"), (1, 1, kind, body, b"", b"", 0)):
+                redo(event, Buffer())
+        except (JournalError, LookupError, ValueError, TypeError):
+            pass
+
+
+def test_a_damaged_record_is_named_and_salvage_keeps_those_before_it(tmp_path: Path) -> None:
+    path, made = tmp_path / "journal.sqlite", events()
+    write(path, made)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("UPDATE records SET token_ids = x'00000000' WHERE number = 12")
+        database.commit()
+    with closing(Journal(path)) as journal:
+        mark = {"run": journal.run, "position": 5}
+        journal.seek(mark)
+        with pytest.raises(DamageError, match=r"journal.sqlite: record 12 is damaged"):
+            journal.check()
+    before = path.read_bytes()
+    kept, taken = salvage(path, mark)
+    assert kept.read_bytes() == before, "nothing is overwritten"
+    assert taken == 6
+    with closing(Journal(path)) as journal:
+        journal.seek(mark)
+        assert list(journal.replay()) == made[5:11]
+        journal.record(made[11])
+    with closing(Journal(path)) as journal:
+        journal.seek(mark)
+        assert list(journal.replay()) == made[5:12]
+
+
+def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "one", events())
+    with closing(Journal(tmp_path / "one")) as one, closing(Journal(tmp_path / "two")) as two:
+        with pytest.raises(DamageError, match="not the journal that belongs"):
+            two.seek({**one.mark, "position": 3})
+        with pytest.raises(DamageError, match="holds events 1 to 40, but the saved state stands at 41"):
+            one.seek({**one.mark, "position": 41})
+
+
+def test_a_journal_is_open_once(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path / "j")), pytest.raises(JournalError, match="open in another process"):
+        Journal(tmp_path / "j")
+    Journal(tmp_path / "j").close()
+
+
+def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer one is refused and left alone, an older one is brought up, and other files are no journals."""
+    path, made = tmp_path / "j", events()
+    write(path, made)
+    monkeypatch.setattr(journal_module, "FORMAT", 2)
+    monkeypatch.setattr(journal_module, "UPGRADES", {1: "ALTER TABLE run ADD COLUMN note TEXT"})
+    assert read(path) == made
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("PRAGMA user_version").fetchone() == (2,)
+        database.execute("SELECT note FROM run")
+    monkeypatch.undo()
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="newer april, in format 2; this one reads up to 1"):
+        Journal(path)
+    assert path.read_bytes() == before
+    other = tmp_path / "other"
+    with closing(sqlite3.connect(other)) as database:
+        database.execute("CREATE TABLE mine (x)")
+    with pytest.raises(DamageError, match="no journal of april"):
+        Journal(other)
+    other.write_text("hello " * 1000)
+    with pytest.raises(DamageError, match="file is not a database"):
+        Journal(other)
+    other.write_bytes(b"")
+    assert read(other) == [], "a file that a crash left empty is a new journal"
+
+
+def full_disk(journal: Journal) -> None:
+    (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
+    journal._database.execute(f"PRAGMA max_page_count = {pages}")
+
+
+async def test_a_full_disk_stops_the_step_and_keeps_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path)) as journal:
+        rollouts = build(journal)
+        async with rollouts:
+            steps = [await rollouts.collect()]
+            await rollouts.update_weights()
+            full_disk(journal)
+            with pytest.raises(JournalError, match=r"journal.sqlite: cannot be written: .*disk is full"):
+                await until_error(rollouts)
+            with pytest.raises(JournalError):
+                rollouts.state_dict()
+    with closing(Journal(path)) as journal:
+        again = build(journal)
+        again.engine = ScriptedEngine(slots=5)
+        assert content(await again.collect()) == content(steps[0])
+
+
+async def until_error(rollouts: RolloutScheduler) -> None:
+    for _ in range(50):
+        await rollouts.collect()
+        await rollouts.update_weights()
+
+
+async def test_a_slow_disk_holds_up_who_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "BACKLOG", 100)
+    release = threading.Event()
+    commit = Journal._commit
+
+    def slow(self: Journal, records: Any) -> None:
+        release.wait()
+        commit(self, records)
+
+    monkeypatch.setattr(Journal, "_commit", slow)
+    with closing(Journal(tmp_path / "j", delay=3600)) as journal:
+        await journal.room()
+        for _ in range(101):
+            journal.record(Rewarded(0, {0: 1.0}))
+        waiting = asyncio.ensure_future(journal.room())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        release.set()
+        await waiting
+        assert len(read_copy(journal, tmp_path)) == 101
+
+
+def read_copy(journal: Journal, directory: Path) -> list[Event]:
+    """What a crash now would leave."""
+    copy = directory / "copy"
+    for suffix in ("", "-wal"):
+        shutil.copyfile(f"{journal.path}{suffix}", f"{copy}{suffix}")
+    return read(copy)
+
+
+async def test_with_no_delay_everything_is_on_disk_before_generation_goes_on(tmp_path: Path) -> None:
+    with closing(Journal(tmp_path / "j", delay=0)) as journal:
+        for n, event in enumerate(events(), 1):
+            journal.record(event)
+            await journal.room()
+            assert len(read_copy(journal, tmp_path)) == n
+
+
+@pytest.mark.parametrize("say", [Journal.flush, lambda journal: asyncio.run(journal.room())])
+def test_what_cannot_be_written_is_an_error_and_not_a_hang(tmp_path: Path, say: Callable[[Journal], None]) -> None:
+    with closing(Journal(tmp_path / "j", delay=0)) as journal:
+        journal.record(Admitted({"prompt": object()}, None))
+        with pytest.raises(JournalError, match="not JSON serializable"):
+            say(journal)
+
+
+def test_a_negative_delay_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="journal_delay = -1"):
+        Journal(tmp_path / "j", delay=-1)

@@ -1,0 +1,185 @@
+"""Requests that fail: their samples go on from the last token, later, or their groups are quarantined."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from april import Chunk, EngineError, Group, Prompt, RolloutScheduler, Sample, SamplingParams
+from april.rollout.buffer import Rejection
+from april.rollout.retries import LONGEST, Retries
+from tests.scripted_engine import ScriptedEngine
+
+
+class Cursed(ScriptedEngine):
+    """Requests for the samples of some groups fail, after the tokens given; it remembers what it was told to forget."""
+
+    def __init__(self, groups: Iterable[int], after: int = 0, **settings: object) -> None:
+        super().__init__(**settings)  # type: ignore[arg-type]
+        self.cursed = set(groups)
+        self.after = after
+        self.forgotten: list[str] = []
+
+    async def poll(self) -> list[Chunk]:
+        chunks = []
+        for id in list(self._flight):
+            if int(id.split(".")[0]) in self.cursed and len(self.ledger.get(id, [])) >= self.after:
+                del self._flight[id]
+                chunks.append(Chunk(id, (), (), self.version, error=f"no luck with {id}"))
+        return chunks + await super().poll()
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        self.forgotten += sample_ids or ()
+
+
+def prompts() -> Iterator[Prompt]:
+    return (Prompt((1, 2, i), f"prompt {i}") for i in itertools.count())
+
+
+async def score(prompt: Prompt, sample: Sample) -> float:
+    return 1.0
+
+
+def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
+    defaults: dict[str, object] = {
+        "over_sampling_batch_size": 6,
+        "sampling": SamplingParams(max_tokens=60),
+        "retry_delay": 0.0,
+    }
+    return RolloutScheduler(
+        engine,
+        prompts(),
+        score,
+        rollout_batch_size=3,
+        n_samples_per_prompt=2,
+        **{**defaults, **settings},  # type: ignore[arg-type]
+    )
+
+
+def sample(id: int = 0) -> Sample:
+    return Group.start(id, Prompt((1,)), 1, SamplingParams(), 0).samples[0]
+
+
+async def test_each_failure_in_a_row_doubles_the_wait_and_the_last_one_gives_the_sample_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+    retries, failing = Retries(limit=8, delay=0.5), sample()
+    waits = []
+    for _ in range(8):
+        assert retries.failed(failing)
+        assert failing in retries
+        wait = retries.next
+        assert wait is not None
+        waits.append(wait)
+        now += wait - 0.01
+        assert retries.due() == []
+        now += 0.02
+        assert retries.due() == [failing]
+        assert retries.next is None
+    assert waits == pytest.approx([0.5, 1, 2, 4, 8, 16, LONGEST, LONGEST])
+    assert not retries.failed(failing)
+    assert len(retries) == 0
+
+
+async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> None:
+    retries, failing = Retries(limit=1, delay=0.0), sample()
+    for _ in range(5):
+        assert retries.failed(failing)
+        assert retries.due() == [failing]
+        retries.went_on(failing)
+    assert retries.failed(failing)
+    assert not retries.failed(failing)
+
+
+async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_replaced() -> None:
+    engine = Cursed({1}, slots=100)
+    rollouts = scheduler(engine, max_retries=2)
+    async with rollouts:
+        steps = []
+        for _ in range(3):
+            steps.append(await rollouts.collect())
+            await rollouts.update_weights()
+    quarantined = [q for step in steps for q in step.quarantined]
+    assert [(q.group_id, q.prompt_id, q.reason) for q in quarantined] == [(1, "prompt 1", Rejection.ENGINE)]
+    assert quarantined[0].error.startswith("no luck with 1.")
+    assert [id for step in steps for id, _ in step.rejections] == [1]
+    assert all(len(step.groups) == 3 for step in steps)
+    assert 1 not in {group.id for step in steps for group in step.groups}
+    assert max(engine.submissions.count(id) for id in ("1.0", "1.1")) == 3, "once, and two more times"
+    assert set(engine.forgotten) == {"1.0", "1.1"}, "the engine holds nothing for samples that never come back"
+
+
+async def test_a_sample_that_waits_for_its_next_attempt_holds_nobody_up() -> None:
+    engine = Cursed({0}, slots=100)
+    rollouts = scheduler(engine, retry_delay=1e9)
+    async with rollouts:
+        step = await rollouts.collect()
+        assert len(step.groups) == 3
+        assert not step.quarantined
+        assert engine.submissions.count("0.0") == 1
+        await rollouts.update_weights()
+        await rollouts.collect()
+        assert engine.submissions.count("0.0") == 2, "a new step does not wait"
+
+
+async def test_a_failed_request_goes_on_from_its_last_token() -> None:
+    engine = Cursed({0, 1, 2, 3}, after=3, slots=100)
+    rollouts = scheduler(engine, max_retries=1)
+    async with rollouts:
+        for _ in range(2):
+            await rollouts.collect()
+            await rollouts.update_weights()
+    assert "4.0" in engine.ledger
+    assert len(engine.submissions) > len(set(engine.submissions)), "submit asserts that it gets every token back"
+
+
+async def test_an_engine_that_is_given_up_loses_no_token_of_its_last_batch() -> None:
+    engine = Cursed({1, 2, 3, 4, 5}, slots=100)
+    rollouts = scheduler(engine, max_retries=0, over_sampling_batch_size=5)
+    with pytest.raises(EngineError, match=r"keep failing; the last one, sample .*: no luck"):
+        async with rollouts:
+            await rollouts.collect()
+    assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())) > 0
+    rollouts.buffer.check()
+
+
+async def test_evaluation_counts_failures_the_same_way() -> None:
+    engine = Cursed({1 << 48}, slots=100)
+    rollouts = scheduler(engine, max_retries=4)
+    async with rollouts:
+        with pytest.raises(EngineError, match=f"evaluation sample {1 << 48}.0 kept failing: no luck"):
+            await rollouts.evaluate([Prompt((7,), "held out")])
+    assert len(engine.submissions) == 5
+
+
+@pytest.mark.parametrize("settings", [{"max_retries": -1}, {"retry_delay": -0.1}])
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        scheduler(ScriptedEngine(), **settings)
+
+
+async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> None:
+    """A step that waits for tokens, verdicts and retries at once is cancelled at each of its first moments."""
+
+    async def slow(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return 1.0
+
+    for moments in range(1, 80):
+        engine = ScriptedEngine(slots=100, failure_rate=0.2, seed=moments)
+        rollouts = scheduler(engine, dynamic_filter=lambda group: group.id % 2 == 0, max_retries=100)
+        rollouts._rewards.function = slow
+        async with rollouts:
+            step = asyncio.create_task(rollouts.collect())
+            for _ in range(moments):
+                await asyncio.sleep(0)
+            step.cancel()
+            await asyncio.wait([step])
+            assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())), moments
+            rollouts.buffer.check()
+            assert len((await rollouts.collect()).groups) == 3

@@ -1,0 +1,502 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import (
+    EngineError,
+    Group,
+    Prompt,
+    RejectionError,
+    RewardError,
+    RolloutScheduler,
+    Sample,
+    SamplingParams,
+    StalenessError,
+    Step,
+)
+from april.rollout.buffer import Rejection
+from april.rollout.order import ORDERS
+from tests.scripted_engine import ScriptedEngine, logprob, response
+
+
+def prompts() -> Iterator[Prompt]:
+    return (Prompt((1, 2, i), f"prompt {i}", {"number": i}) for i in itertools.count())
+
+
+async def score(prompt: Prompt, sample: Sample) -> float:
+    return float(sample.length % 2)
+
+
+def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
+    defaults: dict[str, object] = {
+        "rollout_batch_size": 3,
+        "over_sampling_batch_size": 6,
+        "n_samples_per_prompt": 2,
+        "sampling": SamplingParams(max_tokens=60),
+        "retry_delay": 0.0,
+    }
+    return RolloutScheduler(engine, prompts(), **{"reward": score, **defaults, **settings})  # type: ignore[arg-type]
+
+
+async def run(scheduler: RolloutScheduler, steps: int) -> list[Step]:
+    collected = []
+    async with scheduler:
+        for _ in range(steps):
+            collected.append(await scheduler.collect())
+            await scheduler.update_weights()
+    return collected
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 4),
+        "extra": st.integers(0, 8),
+        "group_size": st.integers(1, 4),
+        "max_staleness": st.one_of(st.none(), st.integers(0, 3)),
+        "slots": st.integers(1, 20),
+        "seed": st.integers(0, 1000),
+        "failure_rate": st.sampled_from([0.0, 0.05]),
+        "filtered": st.booleans(),
+        "reward_delay": st.integers(0, 3),
+        "auto": st.sampled_from([False, False, True]),
+        "order": st.sampled_from(sorted(ORDERS)),
+        "first_come": st.booleans(),
+    }
+)
+
+
+def build(s: dict[str, object], engine_seed: int = 0) -> tuple[ScriptedEngine, RolloutScheduler]:
+    batch_size, bound = s["batch_size"], s["max_staleness"]
+    over_sampling = batch_size + s["extra"]
+    if bound is not None:
+        over_sampling = min(over_sampling, batch_size * (bound + 1))
+
+    async def slow_score(prompt: Prompt, sample: Sample) -> float:
+        for _ in range(s["reward_delay"] * (sample.seed % 3)):
+            await asyncio.sleep(0)
+        return float(sample.length % 2)
+
+    engine = ScriptedEngine(s["slots"], s["seed"] + engine_seed, s["failure_rate"])
+    return engine, scheduler(
+        engine,
+        reward=slow_score,
+        rollout_batch_size=batch_size,
+        over_sampling_batch_size="auto" if s["auto"] else over_sampling,
+        n_samples_per_prompt=s["group_size"],
+        max_staleness=bound,
+        order=s["order"],
+        first_come=s["first_come"] and bound is None,
+        dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if s["filtered"] else None,
+        max_retries=20,
+        seed=s["seed"],
+    )
+
+
+@given(SETTINGS)
+@settings(max_examples=150, deadline=None)
+def test_every_step_has_n_complete_groups_and_nothing_is_lost(s: dict[str, object]) -> None:
+    """Conservation, exactly-once and the staleness bound, under random schedules, failures, filters and bounds."""
+    engine, rollouts = build(s)
+    steps = asyncio.run(run(rollouts, 8))
+    buffer = rollouts.buffer
+
+    trained = [group for step in steps for group in step.groups]
+    rejected = [id for step in steps for id, _ in step.rejections]
+    ids = [group.id for group in trained] + [group.id for group in buffer] + rejected
+    assert sorted(ids) == list(range(buffer.admitted)), "every admitted group is in exactly one place"
+    assert all(len(step.groups) == s["batch_size"] for step in steps)
+    assert all(group.complete and group.rewarded for group in trained)
+
+    ledger = dict(engine.ledger)
+    for group in [*trained, *buffer]:
+        assert group.prompt.metadata["number"] == group.id, "prompts are consumed once each, in order"
+        for sample in group.samples:
+            assert sample.response_ids == ledger.pop(sample.id, []), "every token handed out is in its sample"
+            whole = response(sample.seed, 60)
+            assert sample.response_ids == whole[: sample.length]
+            assert (sample.finish is not None) == (sample.length == len(whole))
+            expected = [logprob(t, v) for t, v in zip(sample.response_ids, sample.versions, strict=True)]
+            assert sample.logprobs.tolist() == pytest.approx(expected)
+    assert {int(id.split(".")[0]) for id in ledger} <= set(rejected)
+    assert buffer.discarded_tokens == 0
+    assert buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+    if s["max_staleness"] is not None:
+        assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
+
+
+@given(SETTINGS, st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object], stop_after: int) -> None:
+    """What was saved and restored is trained on as if the run had never stopped.
+
+    Where rewards take time, those of the last step are still being computed when the run stops and begin anew when it
+    goes on, so that a group may be complete a step earlier or later: then its content is compared, not its step. With
+    `first_come` and a filter, too: it is not saved in which order groups were complete whose rewards are missing.
+    N' is set: what is chosen automatically depends on how long things take, too.
+    """
+    s = {**s, "auto": False}
+
+    async def straight() -> list[Step]:
+        engine, rollouts = build(s)
+        collected = []
+        async with rollouts:
+            for n in range(7):
+                if n == stop_after:  # an engine started anew deals its tokens out in other portions
+                    engine._rng.seed(99)
+                collected.append(await rollouts.collect())
+                await rollouts.update_weights()
+        return collected
+
+    async def interrupted() -> list[Step]:
+        engine, rollouts = build(s)
+        rollouts.prompts = Counted()
+        rollouts._prompts = iter(rollouts.prompts)
+        collected = []
+        async with rollouts:
+            for _ in range(stop_after):
+                collected.append(await rollouts.collect())
+                await rollouts.update_weights()
+            state = rollouts.state_dict()
+        revived, again = build(s)
+        revived._rng.seed(99)
+        revived.ledger, revived.version = engine.ledger, engine.version
+        again.prompts = Counted()
+        again.load_state_dict(state)
+        async with again:
+            for _ in range(7 - stop_after):
+                collected.append(await again.collect())
+                await again.update_weights()
+        return collected
+
+    def content(steps: list[Step]) -> list[list[dict[str, object]]]:
+        return [[group.to_dict() for group in step.groups] for step in steps]
+
+    def tokens(group: dict[str, object]) -> list[list[int]]:
+        return [[id for _, ids, _ in sample["segments"] for id in ids] for sample in group["samples"]]
+
+    expected, found = content(asyncio.run(straight())), content(asyncio.run(interrupted()))
+    verdicts_order = s["first_come"] and s["filtered"] and s["max_staleness"] is None
+    if s["reward_delay"] == 0 and not verdicts_order:
+        assert found == expected
+    assert found[:stop_after] == expected[:stop_after]
+    for step_expected, step_found in zip(expected, found, strict=True):
+        assert len(step_found) == len(step_expected)
+    responses = [{group["id"]: tokens(group) for step in steps for group in step} for steps in (expected, found)]
+    for id in responses[0].keys() & responses[1].keys():
+        assert responses[0][id] == responses[1][id]
+
+
+class Counted:
+    """A stream of prompts that remembers its position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Prompt]:
+        while True:
+            self.position += 1
+            yield Prompt((1, 2, self.position - 1), f"prompt {self.position - 1}", {"number": self.position - 1})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+async def test_synchronous_rollouts_are_on_policy() -> None:
+    engine = ScriptedEngine()
+    rollouts = scheduler(engine, partial_rollout=False)
+    for step in await run(rollouts, 5):
+        assert step.off_policy_token_share == 0
+        assert step.staleness.tolist() == [0, 0, 0]
+        assert step.buffered_groups == 0
+        assert not step.interrupted_samples
+
+
+async def test_unfinished_groups_go_on_first_and_oldest_first() -> None:
+    engine = ScriptedEngine(slots=100)
+    rollouts = scheduler(engine)
+    async with rollouts:
+        await rollouts.collect()
+        unfinished = [s.id for group in rollouts.buffer for s in group.samples if s.finish is None]
+        assert unfinished, "the workload is meant to leave something unfinished"
+        engine.submissions.clear()
+        await rollouts.update_weights()
+        await rollouts.collect()
+    assert engine.submissions[: len(unfinished)] == unfinished
+
+
+async def test_surplus_complete_groups_wait_and_go_first() -> None:
+    engine = ScriptedEngine(slots=100)
+    rollouts = scheduler(engine, sampling=SamplingParams(max_tokens=1))
+    async with rollouts:
+        first = await rollouts.collect()
+        assert first.surplus_groups == 3, "all six finish at once, three are trained on"
+        waiting = [group.id for group in rollouts.buffer]
+        await rollouts.update_weights()
+        second = await rollouts.collect()
+    assert [group.id for group in second.groups] == waiting
+    assert second.staleness.tolist() == [1, 1, 1]
+
+
+async def test_a_slow_reward_does_not_hold_up_the_interrupt() -> None:
+    """Generation stops when enough groups are complete, whether they are scored yet or not."""
+    engine = ScriptedEngine(slots=100)
+    release = asyncio.Event()
+    interrupted = asyncio.Event()
+
+    async def slow(prompt: Prompt, sample: Sample) -> float:
+        await release.wait()
+        return 1.0
+
+    interrupt = engine.interrupt
+
+    async def watched() -> list:  # type: ignore[type-arg]
+        interrupted.set()
+        return await interrupt()
+
+    engine.interrupt = watched  # type: ignore[method-assign]
+    rollouts = scheduler(engine, reward=slow)
+    async with rollouts:
+        step = asyncio.create_task(rollouts.collect())
+        await asyncio.wait_for(interrupted.wait(), 10)
+        assert not step.done()
+        release.set()
+        assert all(group.rewarded for group in (await step).groups)
+
+
+def test_a_synchronous_reward_function_runs_beside_generation() -> None:
+    import threading
+
+    threads = set()
+
+    def plain(prompt: Prompt, sample: Sample) -> float:
+        threads.add(threading.current_thread())
+        return 1.0
+
+    asyncio.run(run(scheduler(ScriptedEngine(), reward=plain), 2))
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+async def test_whole_group_rewards() -> None:
+    async def rank(prompt: Prompt, samples: list[Sample]) -> list[float]:
+        longest = max(samples, key=lambda s: s.length)
+        return [float(s is longest) for s in samples]
+
+    for step in await run(scheduler(ScriptedEngine(), reward=rank, reward_scope="group"), 3):
+        assert all(sum(s.reward for s in group.samples) == 1 for group in step.groups)
+
+
+def failing(prompt: Prompt, sample: Sample) -> float:
+    if prompt.metadata["number"] == 1:
+        raise RuntimeError("cannot parse this answer")
+    return 1.0
+
+
+async def test_a_failing_reward_names_its_prompt_and_stops_the_run_losing_nothing() -> None:
+    engine = ScriptedEngine()
+    rollouts = scheduler(engine, reward=failing)
+    async with rollouts:
+        with pytest.raises(RewardError, match=r"prompt 1.*cannot parse this answer"):
+            await run_until_error(rollouts)
+        rollouts.buffer.check()
+        assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+        rollouts.state_dict()
+
+
+async def run_until_error(rollouts: RolloutScheduler) -> None:
+    for _ in range(10):
+        await rollouts.collect()
+        await rollouts.update_weights()
+
+
+async def test_a_failing_reward_can_count_as_zero() -> None:
+    steps = await run(scheduler(ScriptedEngine(), reward=failing, on_reward_error="zero"), 6)
+    rewards = {group.id: [s.reward for s in group.samples] for step in steps for group in step.groups}
+    assert rewards.pop(1) == [0.0, 0.0]
+    assert all(values == [1.0, 1.0] for values in rewards.values())
+    failures = [f for step in steps for f in step.failures]
+    assert {(f.kind, f.prompt_id) for f in failures} == {("reward", "prompt 1")}
+
+
+async def test_a_group_whose_reward_fails_can_be_left_out() -> None:
+    rollouts = scheduler(ScriptedEngine(), reward=failing, on_reward_error="reject")
+    steps = await run(rollouts, 6)
+    assert 1 not in {group.id for step in steps for group in step.groups}
+    assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
+
+
+async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
+    async def hanging(prompt: Prompt, sample: Sample) -> float:
+        await asyncio.Event().wait()
+        return 0.0
+
+    with pytest.raises(RewardError, match="no reward within"):
+        await run(scheduler(ScriptedEngine(), reward=hanging, reward_timeout=0.05), 1)
+
+
+async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_being_called() -> None:
+    """More hang than there are threads; every other sample is scored all the same, until too many hang."""
+    never, called = threading.Event(), Counter[str]()
+
+    def hanging(prompt: Prompt, sample: Sample) -> float:
+        called["hang" if sample.group_id < 3 else "fine"] += 1
+        if sample.group_id < 3:
+            never.wait()
+        return 1.0
+
+    settings = {"over_sampling_batch_size": 3, "reward_timeout": 2.0, "on_reward_error": "reject"}
+    rollouts = scheduler(ScriptedEngine(), reward=hanging, **settings)
+    steps = await run(rollouts, 1)
+    assert called["hang"] == 6
+    quarantined = {q.group_id: q.error for step in steps for q in step.quarantined}
+    assert quarantined == dict.fromkeys(range(3), "no reward within 2 s")
+
+    stuck = scheduler(
+        ScriptedEngine(),
+        reward=lambda prompt, sample: never.wait(),
+        reward_timeout=0.01,
+        on_reward_error="reject",
+        max_rejected_groups=20,
+    )
+    with pytest.raises(RejectionError):
+        await run(stuck, 1)
+    assert 8 <= stuck._rewards._hanging < 16, "those that were running already, and no more"
+    never.set()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, 1j, object(), b"1"])
+async def test_a_reward_of_a_wrong_kind_is_a_failure(value: object) -> None:
+    with pytest.raises(RewardError, match="no finite number"):
+        await run(scheduler(ScriptedEngine(), reward=lambda prompt, sample: value), 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1", [1.0]])
+async def test_a_reward_that_is_no_finite_number_is_a_failure(value: object) -> None:
+    with pytest.raises(RewardError, match="no finite number"):
+        await run(scheduler(ScriptedEngine(), reward=lambda prompt, sample: value), 1)
+
+
+async def test_a_rejected_group_is_replaced_by_one_new_prompt() -> None:
+    rollouts = scheduler(ScriptedEngine(slots=100), dynamic_filter=lambda group: group.id % 2 == 0)
+    async with rollouts:
+        step = await rollouts.collect()
+        assert all(group.id % 2 == 0 for group in step.groups)
+        assert len(rollouts.buffer) + 3 <= 6
+        assert rollouts.buffer.admitted == 6 + len(step.rejections)
+
+
+async def test_a_filter_that_rejects_everything_ends_in_an_error() -> None:
+    rollouts = scheduler(ScriptedEngine(), dynamic_filter=lambda group: False, max_rejected_groups=20)
+    with pytest.raises(RejectionError, match="21 groups"):
+        await run(rollouts, 1)
+
+
+async def test_an_engine_that_only_fails_ends_in_an_error() -> None:
+    with pytest.raises(EngineError, match="scripted failure"):
+        await run(scheduler(ScriptedEngine(broken=True)), 1)
+
+
+async def test_a_dead_engine_loses_nothing_and_the_step_can_be_tried_again() -> None:
+    engine = ScriptedEngine()
+    rollouts = scheduler(engine)
+    polls = 0
+
+    def die(_: RolloutScheduler) -> None:
+        nonlocal polls
+        polls += 1
+        engine.dead = polls == 4
+
+    rollouts.on_progress = die
+    async with rollouts:
+        with pytest.raises(EngineError):
+            await rollouts.collect()
+        assert rollouts.in_flight == 0
+        engine.dead = False
+        engine._flight.clear()
+        step = await rollouts.collect()
+    assert len(step.groups) == 3
+    assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+
+async def test_cancelling_a_step_keeps_every_token() -> None:
+    engine = ScriptedEngine()
+    rollouts = scheduler(engine)
+    async with rollouts:
+        step = asyncio.create_task(rollouts.collect())
+        for _ in range(6):
+            await asyncio.sleep(0)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        assert rollouts.in_flight == 0
+        assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())) > 0
+        rollouts.buffer.check()
+        assert len((await rollouts.collect()).groups) == 3
+
+
+async def test_evaluation_bypasses_the_buffer_and_repeats_itself() -> None:
+    engine = ScriptedEngine(failure_rate=0.05)
+    rollouts = scheduler(engine)
+    held_out = [Prompt((7, i), f"held out {i}") for i in range(4)]
+    async with rollouts:
+        await rollouts.collect()
+        before = rollouts.state_dict()
+        first = await rollouts.evaluate(held_out, 3)
+        engine.ledger = {id: t for id, t in engine.ledger.items() if int(id.split(".")[0]) < 1 << 48}
+        second = await rollouts.evaluate(held_out, 3)
+        assert rollouts.state_dict() == before
+    assert [g.prompt for g in first] == held_out
+    assert all(group.complete and len(group.samples) == 3 for group in first)
+
+    def ids(groups: list[Group]) -> list[list[int]]:
+        return [s.response_ids for g in groups for s in g.samples]
+
+    assert ids(first) == ids(second)
+
+
+async def test_a_second_weight_update_that_would_break_the_bound_is_refused() -> None:
+    rollouts = scheduler(ScriptedEngine(slots=100), max_staleness=1)
+    async with rollouts:
+        await rollouts.collect()
+        await rollouts.update_weights()
+        with pytest.raises(StalenessError, match="max_staleness = 1"):
+            await rollouts.update_weights()
+
+
+async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
+    rollouts = RolloutScheduler(
+        ScriptedEngine(), [Prompt((1,)), Prompt((2,))], score, rollout_batch_size=3, n_samples_per_prompt=1
+    )
+    with pytest.raises(ValueError, match="prompts ran out: 2 complete groups where a step needs 3"):
+        await run(rollouts, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"over_sampling_batch_size": 2}, "less than rollout_batch_size"),
+        ({"over_sampling_batch_size": 7, "max_staleness": 1}, "cannot keep max_staleness = 1"),
+        ({"n_samples_per_prompt": 0}, "n_samples_per_prompt"),
+        ({"rollout_batch_size": 0}, "rollout_batch_size"),
+        ({"on_reward_error": "ignore"}, "on_reward_error"),
+        ({"reward_scope": "batch"}, "reward_scope"),
+        ({"reward_timeout": 0}, "reward_timeout"),
+        ({"order": "alphabetical"}, "choose from oldest"),
+        ({"first_come": True}, "first_come cannot keep max_staleness = 5"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scheduler(ScriptedEngine(), **settings)
