@@ -23,8 +23,8 @@ from record import save, spread
 from april import RolloutScheduler
 from april.config.recipe import Recipe, load_recipe
 from april.engines.embedded import EmbeddedEngine
+from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
-from april.tasks.task import build_task
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
 

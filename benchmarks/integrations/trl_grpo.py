@@ -41,7 +41,8 @@ from april.engines.embedded import EmbeddedEngine
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.trl import GRPOTrainer, PartialRollouts
-from april.tasks.task import Problem, build_task, encode
+from april.tasks.build import build_task
+from april.tasks.task import Problem, encode
 from april.training.policy import load_policy, stop_tokens
 from april.training.trainer import Trainer
 

@@ -13,9 +13,10 @@ import time
 import pytest
 
 from april.rollout.rewards import RewardError
+from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
-from april.tasks.scoring import Scorer
-from april.tasks.task import Problem, TaskSpec, build_task
+from april.tasks.scoring import SpecScorer
+from april.tasks.task import Problem, TaskSpec
 
 FOREVER = 1e9
 
@@ -206,7 +207,7 @@ async def test_a_task_is_scored_by_workers_that_build_their_own_scorer():
 
 
 async def test_math_verify_runs_in_workers():
-    scorer = Scorer(TaskSpec("reasoning_gym", "gcd", reward="math-verify"))
+    scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward="math-verify"))
     async with RewardWorkers(scorer, workers=1) as workers:
         assert await workers(Problem("p", "?", "1/2"), ["\\boxed{0.5}", "2"]) == [1.0, 0.0]
 
@@ -216,7 +217,7 @@ async def test_a_reward_function_of_the_users_that_hangs(tmp_path, monkeypatch):
         "import time\ndef reward(response, answer):\n    time.sleep(1e9 if response == 'hang' else 0)\n    return 1.0\n"
     )
     monkeypatch.chdir(tmp_path)
-    scorer = Scorer(TaskSpec("reasoning_gym", "gcd", reward="hanging:reward"))
+    scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward="hanging:reward"))
     async with RewardWorkers(scorer, workers=1, time_limit=1) as workers:
         with pytest.raises(TimeoutError):
             await workers(Problem("p", "?"), ["hang"])

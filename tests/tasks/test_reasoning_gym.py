@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.tasks.build import build_task
 from april.tasks.reasoning_gym import pack, unpack
-from april.tasks.task import Problem, TaskSpec, build_task
+from april.tasks.task import Problem, TaskSpec
 
 MIXTURE = {"datasets": [{"name": "gcd", "weight": 1, "config": {}}, {"name": "arc_1d", "weight": 1, "config": {}}]}
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from april.tasks.build import build_task
 from april.tasks.records import hold_out
-from april.tasks.task import Problem, TaskSpec, build_task
+from april.tasks.task import Problem, TaskSpec
 
 RECORDS = [{"prompt": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
 

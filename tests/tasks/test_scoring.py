@@ -8,7 +8,7 @@ import pytest
 
 from april.rollout.rewards import RewardError
 from april.tasks.math import math_verify
-from april.tasks.scoring import RewardFunction, Scorer, load_function
+from april.tasks.scoring import RewardFunction, SpecScorer, load_function
 from april.tasks.task import Problem, TaskSpec
 
 PROBLEM = Problem("p1", "2 + 2?", "4", {"level": 3, "source": "book"})
@@ -65,8 +65,8 @@ def my_rewards(tmp_path, monkeypatch):
     __import__("sys").modules.pop("my_rewards", None)
 
 
-def scorer(reward: str, **settings) -> Scorer:
-    return Scorer(TaskSpec("reasoning_gym", "gcd", reward=reward, **settings))
+def scorer(reward: str, **settings) -> SpecScorer:
+    return SpecScorer(TaskSpec("reasoning_gym", "gcd", reward=reward, **settings))
 
 
 @pytest.mark.parametrize(

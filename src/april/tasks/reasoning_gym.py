@@ -21,8 +21,7 @@ from typing import Any
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from april.tasks.scoring import Scorer
-from april.tasks.task import Problem, Split, Task, TaskSpec
+from april.tasks.task import Problem, Scorer, Split, Task, TaskSpec
 
 SEEDS = 2**31
 """Seeds of one split."""
@@ -31,7 +30,7 @@ SEEDS = 2**31
 class ReasoningGymTask(Task):
     """Any reasoning-gym dataset, by its name, with its own parameters, question text and scorer."""
 
-    def __init__(self, spec: TaskSpec) -> None:
+    def __init__(self, spec: TaskSpec, scorer: Scorer) -> None:
         self.spec = spec
         self.name = spec.name or ""
         self.size = 10_000 if spec.size is None else spec.size
@@ -40,7 +39,7 @@ class ReasoningGymTask(Task):
             raise ValueError(f"seed = {spec.seed}: seed and size together must stay below {SEEDS}")
         self._train = open_dataset(self.name, spec.params, spec.seed, self.size)
         self._eval = open_dataset(self.name, spec.params, SEEDS + spec.seed, max(self.eval_size, 1))
-        self.scorer = Scorer(spec)
+        self.scorer = scorer
 
     def __len__(self) -> int:
         return self.size

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from april.tasks.scoring import Scorer
-from april.tasks.task import Messages, Problem, Split, Task, TaskSpec
+from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +24,12 @@ logger = logging.getLogger(__name__)
 class RecordsTask(Task):
     """The records of `spec.path`; columns that are neither prompt, answer nor id become the problem's metadata."""
 
-    def __init__(self, spec: TaskSpec) -> None:
+    def __init__(self, spec: TaskSpec, scorer: Scorer) -> None:
         if spec.reward in ("task", "math-verify") and spec.answer_column is None:
             raise ValueError(f"answer_column = None: reward = {spec.reward!r} compares with an answer; name its column")
         path = Path(spec.path or "")
         self.name = path.stem
-        self.scorer = Scorer(spec)
+        self.scorer = scorer
         problems = read_problems(path, spec, "path")
         if spec.eval_path:
             held_out = read_problems(Path(spec.eval_path), spec, "eval_path")

@@ -22,8 +22,8 @@ from april.tasks.task import Problem, TaskSpec
 ScoreFunction = Callable[[Problem, Sequence[str]], Any]
 
 
-class Scorer:
-    """Scores responses to one problem: `scorer(problem, responses) -> rewards`, in their order.
+class SpecScorer:
+    """The scorer that `spec` describes: `scorer(problem, responses) -> rewards`, in their order.
 
     Args:
         spec: its settings `reward`, `reward_scope`, `extract` and `answer_tag`, and for a dataset's own scorer `name`
@@ -52,8 +52,8 @@ class Scorer:
             self.scope = function.scope
             self._score = function if function.scope == "group" else _single(function)
 
-    def __reduce__(self) -> tuple[type[Scorer], tuple[TaskSpec]]:
-        return Scorer, (self.spec,)
+    def __reduce__(self) -> tuple[type[SpecScorer], tuple[TaskSpec]]:
+        return SpecScorer, (self.spec,)
 
     def __call__(self, problem: Problem, responses: Sequence[str]) -> list[float]:
         """One finite reward per response.

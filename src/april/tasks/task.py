@@ -11,12 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from april.rollout.trajectory import Prompt
-
-if TYPE_CHECKING:
-    from april.tasks.scoring import Scorer
 
 Split = Literal["train", "eval"]
 Messages = list[dict[str, str]]
@@ -44,6 +41,17 @@ class Problem:
     def question(self) -> str:
         """The prompt as text: for a conversation, its last message."""
         return self.prompt if isinstance(self.prompt, str) else self.prompt[-1]["content"]
+
+
+class Scorer(Protocol):
+    """Scores responses to one problem. It pickles, so that a worker process has its own."""
+
+    scope: Literal["sample", "group"]
+    """"group" if all responses to a problem must be scored at once."""
+
+    def __call__(self, problem: Problem, responses: Sequence[str]) -> list[float]:
+        """One finite reward per response."""
+        ...
 
 
 class Task(Protocol):
@@ -136,22 +144,6 @@ class TaskSpec:
             return prompt
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [{"role": "system", "content": self.system_prompt}, *messages]
-
-
-def build_task(spec: TaskSpec) -> Task:
-    """The task that `spec` describes.
-
-    Raises:
-        ValueError: a setting or a file is wrong; the message names the setting, or the file and line.
-    """
-    # Imported here so that a task pays only for the library it needs: reasoning-gym alone takes seconds to import.
-    if spec.kind == "reasoning_gym":
-        from april.tasks.reasoning_gym import ReasoningGymTask
-
-        return ReasoningGymTask(spec)
-    from april.tasks.records import RecordsTask
-
-    return RecordsTask(spec)
 
 
 def encode(problem: Problem, tokenizer: Any, chat_template: ChatTemplate = "auto") -> Prompt:

@@ -10,8 +10,7 @@ from april.config.recipe import RolloutSettings
 from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Group, Prompt, Sample
 from april.tasks.isolation import STATM, RewardWorkers
-from april.tasks.scoring import Scorer
-from april.tasks.task import Problem
+from april.tasks.task import Problem, Scorer
 
 
 class Rewards:

@@ -37,8 +37,9 @@ from april.rollout.journal import Journal, JournalError
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
 from april.rollout.trajectory import FinishReason, Group, Prompt
+from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
-from april.tasks.task import Task, build_task, encode
+from april.tasks.task import Task, encode
 from april.training.checkpoint import ADAPTER, CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
 from april.training.learner import Learner
 from april.training.output import locked

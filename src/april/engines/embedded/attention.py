@@ -107,7 +107,7 @@ def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: t
 class _Write:
     """Puts keys and values of the step's tokens `start` to `stop` into the cache, at the flat `index`."""
 
-    def __init__(self, tier: Tier, start: int, stop: int, index: torch.Tensor) -> None:
+    def __init__(self, tier: Tier[Sequence], start: int, stop: int, index: torch.Tensor) -> None:
         self._span = slice(start, stop)
         self._index = index
         self._keys, self._values = tier.flat()
@@ -120,7 +120,7 @@ class _Write:
 class _Decode:
     """Tokens `start` to `stop` of the step: the decoding sequences of a tier, one each, at `positions` [sequences]."""
 
-    def __init__(self, tier: Tier, start: int, stop: int, keys: int, positions: torch.Tensor) -> None:
+    def __init__(self, tier: Tier[Sequence], start: int, stop: int, keys: int, positions: torch.Tensor) -> None:
         self._span = slice(start, stop)
         self._length = keys
         self._positions = positions[:, None]
@@ -150,7 +150,7 @@ class _Prefill:
     the chunks are the whole sequences so far, so that the step's own keys and values are all there is to see.
     """
 
-    tier: Tier
+    tier: Tier[Sequence]
     start: int
     stop: int
     chunks: int
@@ -194,7 +194,7 @@ class Step:
         sampled: the tokens whose logits are wanted, in the order of `sequences`; None for all of them.
     """
 
-    def __init__(self, cache: KVCache, chunks: Iterable[tuple[Sequence, int]], device: torch.device) -> None:
+    def __init__(self, cache: KVCache[Sequence], chunks: Iterable[tuple[Sequence, int]], device: torch.device) -> None:
         decoding = [tier for tier in cache.tiers if tier.decoding]
         self.sequences = [sequence for tier in decoding for sequence in tier.decoding]
         tokens = [sequence.tokens[-1] for sequence in self.sequences]
@@ -235,7 +235,7 @@ class Step:
             self._prefills.append(prefill)
             start = stop
 
-    def _write(self, tier: Tier, start: int, stop: int) -> None:
+    def _write(self, tier: Tier[Sequence], start: int, stop: int) -> None:
         heads = torch.arange(tier.shape.heads, device=self._rows.device)
         rows, positions = self._rows[start:stop, None], self.positions[0, start:stop, None]
         index = ((rows * tier.shape.heads + heads) * tier.length + positions).flatten()
@@ -250,7 +250,7 @@ class Step:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
-def _aligned(keys: int, tier: Tier) -> int:
+def _aligned(keys: int, tier: Tier[Sequence]) -> int:
     """Some kernels want masks whose rows are multiples of eight; a tier's length is one."""
     return min(-(-keys // 8) * 8, tier.length)
 

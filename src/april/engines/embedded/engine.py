@@ -88,7 +88,9 @@ class EmbeddedEngine:
         self.capacity = Capacity(max_running, context, budget // token_bytes)
         self.version = 0
         self._epoch = 0
-        self._cache = KVCache(self._policy.shape, context, budget, self._policy.dtype, self._policy.device)
+        self._cache: KVCache[Sequence] = KVCache(
+            self._policy.shape, context, budget, self._policy.dtype, self._policy.device
+        )
         self._in_flight: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
         self._admitted: dict[Sequence, None] = {}
@@ -321,7 +323,7 @@ class EmbeddedEngine:
             self._place(sequence, needed)
         return True
 
-    def _place(self, sequence: Sequence, tier: Tier) -> None:
+    def _place(self, sequence: Sequence, tier: Tier[Sequence]) -> None:
         """A row of `tier` for a sequence that has none, with its prompt copied from one that has it, or soon will."""
         self._cache.place(sequence, tier)
         sequence.kv_epoch = self._epoch
@@ -413,7 +415,7 @@ class EmbeddedEngine:
             del self._residents[sequence.prompt]
 
 
-def _tier(sequence: Sequence) -> Tier:
+def _tier(sequence: Sequence) -> Tier[Sequence]:
     assert sequence.tier is not None
     return sequence.tier
 

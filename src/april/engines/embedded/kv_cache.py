@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Generic, TypeVar
 
 import torch
-
-from april.engines.embedded.sequence import Sequence
 
 _SHORTEST = 64
 _FEWEST_ROWS = 8
@@ -34,7 +33,19 @@ class KVShape:
         return self.layers * self.heads * (self.key_size + self.value_size) * dtype.itemsize
 
 
-class Tier:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Resident:
+    """What has a row: number `row` of `tier`, where keys and values of its first `kv_length` tokens stand."""
+
+    kv_length: int = 0
+    tier: Tier[Any] | None = None
+    row: int = -1
+
+
+R = TypeVar("R", bound=Resident)
+
+
+class Tier(Generic[R]):
     """Rows of one length."""
 
     def __init__(self, length: int, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
@@ -43,8 +54,8 @@ class Tier:
         self.row_bytes = length * shape.bytes(dtype)
         self.keys = torch.zeros(shape.layers, 0, shape.heads, length, shape.key_size, dtype=dtype, device=device)
         self.values = torch.zeros(shape.layers, 0, shape.heads, length, shape.value_size, dtype=dtype, device=device)
-        self.decoding: list[Sequence] = []
-        self.held: list[Sequence] = []
+        self.decoding: list[R] = []
+        self.held: list[R] = []
 
     @property
     def used(self) -> int:
@@ -71,7 +82,7 @@ class Tier:
         """Keys and values of each layer as [rows * KV heads * length, head size]."""
         return self.keys.flatten(1, 3).unbind(0), self.values.flatten(1, 3).unbind(0)
 
-    def append(self, sequence: Sequence) -> None:
+    def append(self, sequence: R) -> None:
         """Give `sequence` the first free row, held."""
         row = self.used
         # Masked positions still count as 0 times what is there, which must not be what is not a number.
@@ -80,7 +91,7 @@ class Tier:
         sequence.tier, sequence.row = self, row
         self.held.append(sequence)
 
-    def decode(self, sequence: Sequence) -> None:
+    def decode(self, sequence: R) -> None:
         """Move a held sequence to the end of the decoding run."""
         boundary = self.held[0]
         if boundary is not sequence:
@@ -94,7 +105,7 @@ class Tier:
         self.held = self.decoding + self.held
         self.decoding = []
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: R) -> None:
         """Free the row of `sequence`; the last of its run, and the last held one, fill the holes."""
         hole = sequence.row
         if hole < len(self.decoding):
@@ -114,7 +125,7 @@ class Tier:
                 self._move(last, hole)
         sequence.tier, sequence.row = None, -1
 
-    def copy(self, source: Sequence, row: int, length: int) -> None:
+    def copy(self, source: R, row: int, length: int) -> None:
         """Copy the first `length` keys and values of `source`, wherever it is, to `row`."""
         if length == 0:
             return
@@ -123,11 +134,11 @@ class Tier:
         self.keys[:, row, :, :length].copy_(tier.keys[:, source.row, :, :length])
         self.values[:, row, :, :length].copy_(tier.values[:, source.row, :, :length])
 
-    def _move(self, sequence: Sequence, row: int) -> None:
+    def _move(self, sequence: R, row: int) -> None:
         self.copy(sequence, row, sequence.kv_length)
         sequence.row = row
 
-    def _swap(self, a: Sequence, b: Sequence) -> None:
+    def _swap(self, a: R, b: R) -> None:
         for tensor in (self.keys, self.values):
             kept = tensor[:, a.row, :, : a.kv_length].clone()
             tensor[:, a.row, :, : b.kv_length].copy_(tensor[:, b.row, :, : b.kv_length])
@@ -135,7 +146,7 @@ class Tier:
         a.row, b.row = b.row, a.row
 
 
-class KVCache:
+class KVCache(Generic[R]):
     """Tiers up to `context_length` tokens within `budget` bytes.
 
     Growing a tier needs room for its new rows beside the old ones for a moment, keys and values in turn.
@@ -145,9 +156,9 @@ class KVCache:
         self, shape: KVShape, context_length: int, budget: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.budget = budget
-        self.tiers = [Tier(length, shape, dtype, device) for length in tier_lengths(context_length)]
+        self.tiers: list[Tier[R]] = [Tier(length, shape, dtype, device) for length in tier_lengths(context_length)]
 
-    def tier_for(self, length: int) -> Tier:
+    def tier_for(self, length: int) -> Tier[R]:
         return next(tier for tier in self.tiers if tier.length >= length)
 
     @property
@@ -162,16 +173,16 @@ class KVCache:
         """Bytes that a decoding sequence asks for when it next outgrows its tier, at most."""
         return max((b.row_bytes for a, b in pairwise(self.tiers) if a.decoding), default=0)
 
-    def fits(self, tier: Tier, reserve: int = 0) -> bool:
+    def fits(self, tier: Tier[R], reserve: int = 0) -> bool:
         return self.used_bytes + tier.row_bytes + reserve <= self.budget
 
-    def place(self, sequence: Sequence, tier: Tier) -> None:
+    def place(self, sequence: R, tier: Tier[R]) -> None:
         """Give `sequence` a row of `tier`, held; the caller has seen that it `fits`."""
         if tier.used == tier.rows:
             self._grow(tier)
         tier.append(sequence)
 
-    def outgrow(self, sequence: Sequence, tier: Tier) -> None:
+    def outgrow(self, sequence: R, tier: Tier[R]) -> None:
         """Move `sequence`, with what it has in the cache, to a row of `tier`; it keeps decoding if it was."""
         old = sequence.tier
         assert old is not None
@@ -190,7 +201,7 @@ class KVCache:
             if tier.rows > tier.used:
                 tier.resize(tier.used)
 
-    def _grow(self, tier: Tier) -> None:
+    def _grow(self, tier: Tier[R]) -> None:
         wanted = max(_FEWEST_ROWS, tier.used + 1, tier.used * 3 // 2)
         if self.allocated_bytes + (wanted - tier.rows) * tier.row_bytes > self.budget:
             self.release()

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from april.engines.embedded.kv_cache import Resident
 from april.rollout.engine import Chunk
 from april.rollout.trajectory import FinishReason, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from april.engines.embedded.kv_cache import Tier
 
 _BLOCK = 64
 _WORDS_PER_COUNTER = 4
@@ -38,7 +35,7 @@ def uniforms(seed: int, start: int = 0) -> Iterator[float]:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(Resident):
     """A sample that is waiting, running or parked.
 
     Args:
@@ -56,10 +53,7 @@ class Sequence:
     limit: int
     stop: frozenset[int]
     uniforms: Iterator[float]
-    kv_length: int = 0
     kv_epoch: int = -1
-    tier: Tier | None = None
-    row: int = -1
     leader: Sequence | None = None
     pending: list[float] = field(default_factory=list)
     finish: FinishReason | None = None

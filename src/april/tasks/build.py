@@ -1,0 +1,22 @@
+"""From settings to a task."""
+
+from __future__ import annotations
+
+from april.tasks.scoring import SpecScorer
+from april.tasks.task import Task, TaskSpec
+
+
+def build_task(spec: TaskSpec) -> Task:
+    """The task that `spec` describes.
+
+    Raises:
+        ValueError: a setting or a file is wrong; the message names the setting, or the file and line.
+    """
+    # Imported here so that a task pays only for the library it needs: reasoning-gym alone takes seconds to import.
+    if spec.kind == "reasoning_gym":
+        from april.tasks.reasoning_gym import ReasoningGymTask
+
+        return ReasoningGymTask(spec, SpecScorer(spec))
+    from april.tasks.records import RecordsTask
+
+    return RecordsTask(spec, SpecScorer(spec))
