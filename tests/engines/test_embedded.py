@@ -222,9 +222,9 @@ async def test_a_copy_in_another_type_follows_the_model() -> None:
 async def test_a_group_is_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = engine(max_running=16)
     forwarded: list[int] = []
-    logits = subject._policy.logits
+    logits = subject._model.logits
     monkeypatch.setattr(
-        subject._policy, "logits", lambda tokens, *rest: forwarded.append(tokens.shape[1]) or logits(tokens, *rest)
+        subject._model, "logits", lambda tokens, *rest: forwarded.append(tokens.shape[1]) or logits(tokens, *rest)
     )
     done = await run(subject, samples(groups=2, size=8, max_tokens=1, prompt=40))
     # Each prompt once, and its last token again for each of the group's other samples.
@@ -384,7 +384,7 @@ async def test_the_model_is_left_as_it_is() -> None:
     assert all(parameter.requires_grad and parameter.grad is None for parameter in policy.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
     own = {parameter.data_ptr() for parameter in policy.parameters()}
-    assert {parameter.data_ptr() for parameter in subject._policy.module.parameters()} == own
+    assert {parameter.data_ptr() for parameter in subject._model.module.parameters()} == own
     policy(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())
     policy.eval()

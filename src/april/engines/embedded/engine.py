@@ -23,7 +23,7 @@ import torch
 
 from april.engines.embedded.attention import Step
 from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
-from april.engines.embedded.model import NamedTensors, Policy
+from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
@@ -63,7 +63,7 @@ class EmbeddedEngine:
         max_running: int = 64,
         context_length: int | None = None,
         kv_cache_bytes: int | None = None,
-        on_update: KVPolicy = "keep",
+        on_update: KVPolicy = "recompute",
         prefill_chunk: int = 1024,
         dtype: torch.dtype | None = None,
         stream_interval: int = 1,
@@ -77,19 +77,19 @@ class EmbeddedEngine:
                 raise ValueError(f"{name} = {value}: must be at least 1")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
-        self._policy = Policy(model, dtype)
+        self._model = ServedModel(model, dtype)
         self._on_update = on_update
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
         self._unseen = 0
-        token_bytes = self._policy.shape.bytes(self._policy.dtype)
-        budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._policy.device)
+        token_bytes = self._model.shape.bytes(self._model.dtype)
+        budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._model.device)
         context = self._context_length(context_length, budget, token_bytes)
         self.capacity = Capacity(max_running, context, budget // token_bytes)
         self.version = 0
         self._epoch = 0
         self._cache: KVCache[Sequence] = KVCache(
-            self._policy.shape, context, budget, self._policy.dtype, self._policy.device
+            self._model.shape, context, budget, self._model.dtype, self._model.device
         )
         self._in_flight: dict[str, Sequence] = {}
         self._waiting: deque[Sequence] = deque()
@@ -102,8 +102,8 @@ class EmbeddedEngine:
         self._settings: dict[SamplingParams, SamplingParams] = {}
 
     def _context_length(self, asked: int | None, budget: int, token_bytes: int) -> int:
-        longest = self._policy.longest_context() if asked is None else asked
-        known = getattr(self._policy.config, "max_position_embeddings", longest)
+        longest = self._model.longest_context() if asked is None else asked
+        known = getattr(self._model.config, "max_position_embeddings", longest)
         if not 2 <= longest <= known:
             raise ValueError(f"context_length = {asked}: must be 2 to {known}, what the model was configured for")
         held = [length for length in tier_lengths(longest) if length * token_bytes <= budget]
@@ -111,7 +111,7 @@ class EmbeddedEngine:
             least = tier_lengths(longest)[0] * token_bytes
             raise ValueError(f"kv_cache_bytes = {budget}: one short sample takes {least} bytes; raise it")
         context = longest if asked is not None else min(longest, held[-1])
-        self._policy.check_context(context)
+        self._model.check_context(context)
         return context
 
     @property
@@ -136,7 +136,7 @@ class EmbeddedEngine:
         self._waiting.append(sequence)
 
     def _validate(self, sample: Sample, tokens: list[int], limit: int) -> None:
-        context, vocabulary = self.capacity.context_length, self._policy.vocabulary
+        context, vocabulary = self.capacity.context_length, self._model.vocabulary
         if sample.finish is not None:
             raise ValueError(f"sample {sample.id} has finished ({sample.finish}): there is nothing to continue")
         if sample.id in self._in_flight:
@@ -201,7 +201,7 @@ class EmbeddedEngine:
         """
         if self._in_flight:
             raise EngineError("weights change only while nothing is in flight: interrupt first")
-        self._policy.load(weights)
+        self._model.load(weights)
         self.version = version
         self._epoch += 1
         if self._on_update == "recompute":
@@ -229,8 +229,8 @@ class EmbeddedEngine:
         """One forward pass; true if it sampled anything."""
         self._admit()
         chunks = self._chunks()
-        step = Step(self._cache, chunks, self._policy.device)
-        logits = self._policy.logits(step.tokens, step.positions, step, step.sampled)
+        step = Step(self._cache, chunks, self._model.device)
+        logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         for sequence, size in chunks:
             sequence.kv_length += size
         self._lead()

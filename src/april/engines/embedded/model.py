@@ -25,7 +25,7 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _PROBE_TOKENS = 12
 
 
-class Policy:
+class ServedModel:
     """`model` over its own parameters, or over a copy of them in `dtype` where that differs.
 
     Raises:
