@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from april.commands import cli
+from april.commands import main as command_line
 from april.config.recipe import ModelSettings
 from april.reporting.metrics import read_metrics
 from april.reporting.step_log import StepLog
@@ -216,7 +216,7 @@ def live(
             sys.argv = ["april", "train", *(["--resume", str(run)] if resume else [str(base / "recipe.toml")])]
             sys.argv += [] if resume else ["--output", str(run)]
             try:
-                cli.main()
+                command_line.main()
             except SystemExit as ended:
                 status = int(ended.code or 0)
             (base / "passed").open("w").write(str(points.passed))

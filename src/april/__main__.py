@@ -1,3 +1,3 @@
-from april.commands.cli import main
+from april.commands.main import main
 
 main()

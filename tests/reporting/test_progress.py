@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS
-from april.commands.listing import print_algorithms
+from april.commands.algorithms import print_algorithms
 from april.reporting.progress import HEADER_EVERY, Progress
 from tests.reporting.conftest import simulate
 

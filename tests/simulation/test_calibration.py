@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
-from tests import tiny
 
 TRUE = CostModel(
     slots=16,
@@ -105,32 +101,3 @@ def test_a_context_too_short_for_the_sweep_is_an_error_and_no_endless_wait() -> 
 
     with pytest.raises(EngineError, match="give the engine a longer context"):
         run(main())
-
-
-@pytest.mark.parametrize(("output", "message"), [("", "is a directory"), ("recipe.toml/x.json", "nothing can be")])
-def test_where_the_cost_model_goes_is_looked_at_before_anything_is_measured(
-    tmp_path: Path, output: str, message: str
-) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[model]\npath = "no/such"\n[task]\nkind = "reasoning_gym"\nname = "gcd"\n')
-    command = [sys.executable, "-m", "april", "calibrate", "recipe.toml", "--output", str(tmp_path / output)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert message in done.stderr
-
-
-def test_calibrate_writes_a_cost_model_of_the_embedded_engine(tmp_path: Path) -> None:
-    tiny.save(tmp_path / "model")
-    recipe = (
-        '[model]\npath = "model"\n[task]\nkind = "reasoning_gym"\nname = "gcd"\n'
-        "[rollout]\nmax_response_length = 64\n[engine]\nmax_running = 4\ncontext_length = 256\n"
-    )
-    (tmp_path / "recipe.toml").write_text(recipe)
-    command = [sys.executable, "-m", "april", "calibrate", "recipe.toml", "--repeats", "1", "--longest", "64"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    cost = CostModel.load(tmp_path / "cost_model.json")
-    assert cost.slots == 4
-    assert cost.decode_batches == (1, 2, 4)
-    assert cost.source.startswith("measured: embedded")
-    assert "written: cost_model.json" in done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.commands import cli
+from april.commands.main import main
 from april.reporting.metrics import read_metrics
 from april.training import trainer as trainer_module
 from april.training.checkpoint import checkpoints
@@ -76,7 +76,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 def resume(run: Path, *flags: str) -> int:
     sys.argv = ["april", "train", "--resume", str(run), *flags]
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     return int(ended.value.code or 0)
 
 
@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
     assert resume(run) == 2
     said = capsys.readouterr().err
     assert f"{newest / 'model.safetensors'}: damaged" in said
-    assert f"april train --resume {run} --salvage, which goes back to {former.name}" in said
+    assert f"april resume {run} --salvage, which goes back to {former.name}" in said
     assert content(run) == before, "nothing is overwritten"
     assert resume(run, "--salvage") == 0
     kept = run / "checkpoints" / f"{newest.name}.damaged-1"
@@ -229,7 +229,7 @@ def test_two_runs_in_one_directory_are_refused(
         assert f"another run is going on there (process {os.getpid()} on " in said
         sys.argv = ["april", "train", str(recipe), "--output", str(run), "--if-exists", "rename"]
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main()
         assert ended.value.code == 2
         assert "another run is going on" in capsys.readouterr().err
         assert not run.with_name("run.1").exists()
@@ -289,7 +289,7 @@ def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
     assert resume(run) == 130
     said = capsys.readouterr().err
     assert "given up before the run was saved" in said
-    assert f"april train --resume {run}" in said
+    assert f"april resume {run}" in said
     monkeypatch.undo()
     assert resume(run) == 0
     assert steps(run) == [0, 1, 2, 3, 4]

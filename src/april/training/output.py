@@ -67,7 +67,7 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
         return
     if if_exists == "error":
         raise ConfigError(
-            f"reporting.output = {str(directory)!r}: there is a run already; go on with it by april train --resume "
+            f"reporting.output = {str(directory)!r}: there is a run already; go on with it by april resume "
             f"{directory}, choose another --output, or keep it under another name by --if-exists rename"
         )
     with locked(directory):

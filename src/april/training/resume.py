@@ -98,7 +98,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         except DamageError as error:
             if repair == "none":
                 raise DamageError(
-                    f"{error}\nTo go on with what is whole: april train --resume {run} --salvage, which goes back to "
+                    f"{error}\nTo go on with what is whole: april resume {run} --salvage, which goes back to "
                     f"{checkpoint.name if checkpoint else 'the beginning'} and on from there as far as the journal can "
                     "be read, and keeps the damaged file"
                 ) from None
@@ -116,7 +116,7 @@ def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | 
             before = found[-2].name if len(found) > 1 else "the beginning"
             if repair == "none":
                 raise DamagedCheckpointError(
-                    f"{error}\nTo go on from the state before: april train --resume {run} --salvage, which goes back "
+                    f"{error}\nTo go on from the state before: april resume {run} --salvage, which goes back "
                     f"to {before} and on from there with the journal, and keeps the damaged checkpoint"
                 ) from None
             damaged = found.pop()

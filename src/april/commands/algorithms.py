@@ -1,4 +1,4 @@
-"""The algorithms and corrections that a recipe can name, for people to read."""
+"""`april algorithms`: the algorithms and corrections that a recipe can name, for people to read."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from rich.padding import Padding
 from rich.text import Text
 
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
+from april.commands.arguments import help_asked_for
+from april.config.recipe import ConfigError
+
+USAGE = "usage: april algorithms\n\nThe algorithms and corrections a recipe can name, with settings and sources."
+
+
+def run(args: list[str]) -> int:
+    """`april algorithms`."""
+    if help_asked_for(args):
+        print(USAGE)
+        return 0
+    if args:
+        raise ConfigError(f"april algorithms takes no arguments, and {args[0]} is one")
+    print_algorithms()
+    return 0
 
 
 def print_algorithms(console: Console | None = None) -> None:

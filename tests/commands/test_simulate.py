@@ -1,6 +1,7 @@
+"""`april simulate`, as a user runs it."""
+
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -9,10 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-from april.simulation.page import print_points
-from april.simulation.plan import Point
 
 RECIPE = """
 [model]
@@ -107,34 +104,6 @@ def test_gpus_that_only_train_leave_the_engines_fewer_gpus_and_more_kv_cache(tmp
     assert two["rollout_seconds"] > one["rollout_seconds"], "and half of them generate"
 
 
-def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
-    point = Point(
-        name="N' = 12,288",
-        over_sampling_batch_size=12_288,
-        synchronous=False,
-        automatic=False,
-        consumed_tokens_per_second=9_876_543.2,
-        generated_tokens_per_second=9_876_543.2,
-        step_seconds=1234.5,
-        rollout_seconds=1000.0,
-        occupancy=0.000349,
-        mean_staleness=3.456,
-        p99_staleness=12.0,
-        max_staleness=12,
-        off_policy_token_share=0.5,
-        peak_kv=1.0,
-        preemptions=0,
-        cost_per_million_tokens=1234.5,
-    )
-    console = Console(file=io.StringIO(), width=80)
-    print_points([point], point, console)
-    heads, _, figures = (line.rstrip() for line in console.file.getvalue().splitlines())
-    assert heads.split() == ["consumed/s", "generated/s", "step", "slots", "stale", "p99", "KV", "cost"]
-    assert figures.split("  ")[0] == "N' = 12,288"
-    for figure in ("9,876,543", "1,234 s", "0.0%", "3.46", " 12 ", "100.0%", "1,234"):
-        assert figure in figures
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -147,6 +116,7 @@ def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
         (("--output", "recipe.toml/here"), "--output: nothing can be written to recipe.toml/here"),
         (("--cost-model", "none.json"), "none.json: cannot read this cost model"),
         (("--", "--over-sampling-batch-size", "99"), "over_sampling_batch_size = 99"),
+        (("--over-sampling-batch-size", "99"), "over_sampling_batch_size = 99"),
     ],
 )
 def test_a_mistake_is_one_clear_line(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,85 @@
+"""What a command line says: a recipe with the flags that override it, and a command's own options beside them."""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import tyro
+
+from april.config.recipe import ConfigError, Recipe, check_recipe, load_recipe, setting_line
+
+Options = TypeVar("Options")
+FLAGS = (
+    "Flags of april train may stand among these, and change the recipe; one that is listed here too is meant for april "
+    "train after --."
+)
+
+
+def read_recipe(args: Sequence[str], program: str, description: str = "") -> Recipe:
+    """The checked recipe that `RECIPE [FLAGS]` describe.
+
+    Raises:
+        ConfigError: something about it is wrong; each line names the setting and where it stands.
+    """
+    path = Path(args[0]) if args and not args[0].startswith("-") else None
+    flags = args[1:] if path else args
+    recipe = override(load_recipe(path) if path else Recipe(), flags, f"{program} {path or 'RECIPE'}", description)
+    try:
+        check_recipe(recipe)
+    except ConfigError as error:
+        if path is None:
+            raise
+        raise ConfigError("\n".join(_located(line, path, flags) for line in str(error).splitlines())) from None
+    return recipe
+
+
+def override(recipe: Recipe, flags: Sequence[str], program: str, description: str) -> Recipe:
+    """The recipe with what the flags say instead."""
+    return tyro.cli(Recipe, prog=program, description=description, args=flags, default=recipe)
+
+
+def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
+    """The problem with the line of the recipe that it stands on, unless a flag has overridden that."""
+    name = problem.split(" ")[0].rstrip(":")
+    flag = "--" + name.rpartition(".")[2].replace("_", "-")
+    line = None if flag in flags else setting_line(path, name)
+    return f"{path}:{line}: {problem}" if line else problem
+
+
+def read_options(kind: type[Options], program: str, args: Sequence[str]) -> tuple[str, Options, list[str]]:
+    """The recipe's path, a command's own options, and the flags of `april train` among them or, after --, behind them.
+
+    Raises:
+        ConfigError: an option has a value that it cannot have, or no recipe is named.
+    """
+    path, own = (args[0], args[1:]) if args and not args[0].startswith("-") else (None, args)
+    if path is None and not help_asked_for(args):
+        raise ConfigError(f"name the recipe first: {program} RECIPE")
+    own, flags = (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
+    about = f"{inspect.getdoc(kind)}\n\n{FLAGS}"
+    options, others = tyro.cli(
+        kind, prog=f"{program} {path or 'RECIPE'}", args=own, description=about, return_unknown_args=True
+    )
+    return path or "", options, [*others, *flags]
+
+
+def help_asked_for(args: Sequence[str]) -> bool:
+    return any(argument in ("-h", "--help") for argument in args)
+
+
+def ready_for_output(directory: Path) -> None:
+    """Make the directory and see that it takes a file: before the work, not when its result is lost.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output: nothing can be written to {directory}: {error.strerror}") from None

@@ -1,0 +1,60 @@
+"""`april calibrate RECIPE`: the recipe's engine, measured, as a cost model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from april.commands.arguments import read_options, read_recipe, ready_for_output
+from april.commands.failure import fail
+from april.config.recipe import ConfigError
+from april.rollout.engine import EngineError
+from april.simulation.calibration import calibrate_recipe
+from april.simulation.cost_model import CostModel
+
+
+@dataclass(kw_only=True)
+class Options:
+    """Measure the recipe's engine for some seconds to minutes and write a cost model for april simulate.
+
+    Takes the engine the recipe's [engine] names: embedded, or vLLM and SGLang by their urls, or started for the
+    purpose. Nothing else should use it meanwhile."""
+
+    output: Path = Path("cost_model.json")
+    """Where the cost model is written."""
+    longest: int = 512
+    """The longest prompt that is prefilled, in tokens."""
+    repeats: int = 3
+    """Times each measurement is made; the median counts."""
+
+    def __post_init__(self) -> None:
+        for name in ("longest", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least 1")
+        if self.output.is_dir():
+            raise ConfigError(f"--output {self.output}: this is a directory; name a file")
+
+
+def run(args: list[str]) -> int:
+    """`april calibrate RECIPE [OPTIONS] [FLAGS OF april train]`."""
+    path, options, flags = read_options(Options, "april calibrate", args)
+    recipe = read_recipe([path, *flags], "april calibrate")
+    ready_for_output(options.output.parent)
+    try:
+        measured = asyncio.run(calibrate_recipe(recipe, options.longest, options.repeats))
+    except (EngineError, ValueError, OSError) as error:
+        return fail(f"{type(error).__name__}: {error}")
+    cost = measured.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")
+    cost.save(options.output)
+    _print_costs(cost)
+    print(f"written: {options.output}")
+    return 0
+
+
+def _print_costs(cost: CostModel) -> None:
+    largest = cost.decode_batches[-1]
+    print(f"decode step: {1e3 * cost.base()[1]:.3g} ms alone, {1e3 * cost.base()[largest]:.3g} ms at {largest} samples")
+    print(f"prefill: {cost.prefill_token_seconds * 1e6:.3g} us a token; a request: {cost.request_seconds * 1e3:.3g} ms")
+    print(f"interrupt: {cost.interrupt_seconds * 1e3:.3g} ms; weight update: {cost.update_seconds * 1e3:.3g} ms")
+    print(f"mean error of the fit: {', '.join(f'{name} {error:.1%}' for name, error in cost.errors.items())}")

@@ -1,0 +1,136 @@
+"""`april compare RECIPE`: one recipe in several arms, each run in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from april.commands.arguments import read_options, read_recipe
+from april.commands.failure import fail
+from april.config.recipe import Recipe
+from april.reporting.comparison import compare_runs
+
+KEPT = (
+    "consumed_tokens_per_second",
+    "rollout_seconds",
+    "train_seconds",
+    "mean_staleness",
+    "max_staleness_seen",
+    "off_policy_token_share",
+    "discarded_tokens",
+    "accuracy_before",
+    "versions",
+)
+"""Of a run's summary, what the comparison keeps as it is."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
+    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way."""
+
+    output: Path = Path("runs/compare")
+    """Where the runs and compare.json are kept. Runs that are already complete there are not run again."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds; each is one run per arm."""
+    target_accuracy: float = 0.8
+    """Held-out accuracy whose time is compared."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the comparison.
+
+    Args:
+        arm: its name.
+        seed: of everything random.
+        directory: of the run.
+        flags: of `april train`.
+    """
+
+    arm: str
+    seed: int
+    directory: Path
+    flags: tuple[str, ...]
+
+    @property
+    def summary(self) -> Path:
+        return self.directory / "summary.json"
+
+
+def run(args: list[str]) -> int:
+    """`april compare RECIPE [OPTIONS] [FLAGS OF april train]`."""
+    path, options, flags = read_options(Options, "april compare", args)
+    arms = arms_of(read_recipe([path, *flags], "april compare"))
+    records = []
+    for each in _runs(arms, options, flags):
+        if not each.summary.is_file():
+            print(f"{each.arm}, seed {each.seed}: {each.directory}", flush=True)
+            if status := _train_in_subprocess(path, each.flags):
+                return fail(f"{each.arm}, seed {each.seed} ended with status {status}; the other runs are kept", status)
+        records.append(comparison_record(each, options.target_accuracy))
+    _write(options.output, args, records)
+    return 0
+
+
+def arms_of(recipe: Recipe) -> dict[str, list[str]]:
+    """The flags of each arm, by its name."""
+    slots, under_way = recipe.engine.max_running, recipe.over_sampling_batch_size
+    groups = 2 * recipe.rollout.rollout_batch_size if under_way == "auto" else under_way
+    unlimited = groups * recipe.rollout.n_samples_per_prompt
+    return {
+        "synchronous": ["--no-partial-rollout", "--max-running", str(slots)],
+        "partial": ["--partial-rollout", "--max-running", str(slots)],
+        "synchronous, unlimited slots": ["--no-partial-rollout", "--max-running", str(unlimited)],
+    }
+
+
+def _runs(arms: dict[str, list[str]], options: Options, flags: Sequence[str]) -> Iterator[Run]:
+    """Every arm with every seed, the arms of one seed one after the other."""
+    for seed in options.seeds:
+        for arm, own in arms.items():
+            directory = options.output / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+            place = ["--seed", str(seed), "--output", str(directory), "--if-exists", "rename"]
+            yield Run(arm, seed, directory, (*flags, *own, *place))
+
+
+def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
+    """A run of its own process, so that no arm finds caches, threads or memory of another."""
+    command = [sys.executable, "-m", "april", "train", recipe, *flags]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ, check=False).returncode
+
+
+def comparison_record(run: Run, target: float) -> dict[str, Any]:
+    """What the comparison keeps of one run."""
+    summary = json.loads(run.summary.read_text())
+    reached = [seconds for _, seconds, accuracy in summary["accuracies"] if accuracy >= target]
+    return {
+        "arm": run.arm,
+        "seed": run.seed,
+        **{name: summary[name] for name in KEPT},
+        "generated_tokens_per_second": summary["generated_tokens"] / summary["rollout_seconds"],
+        "time_to_target": reached[0] if reached else None,
+        "final_accuracy": summary["accuracy_after"],
+        "slots": summary["recipe"]["engine"]["max_running"],
+    }
+
+
+def _write(output: Path, args: Sequence[str], records: list[dict[str, Any]]) -> None:
+    """Print the table, and write it with what it rests on."""
+    output.mkdir(parents=True, exist_ok=True)
+    machine = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
+    document = {
+        "command": " ".join(["april", "compare", *args]),
+        "machine": machine,
+        "runs": records,
+        "table": compare_runs(records),
+    }
+    (output / "compare.json").write_text(json.dumps(document, indent=2))
+    print(f"written: {output / 'compare.json'}")

@@ -1,0 +1,68 @@
+"""The command line: `april COMMAND`, each command in the file of its name.
+
+Invariant: a user's mistake ends in one clear line on stderr and exit code 2, without a traceback and before anything
+expensive has started; a run that fails later says how to go on with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+
+from april import __version__
+from april.commands.failure import fail
+from april.config.recipe import ConfigError
+
+COMMANDS = {
+    "train": ("RECIPE", "train a policy by reinforcement learning"),
+    "resume": ("DIR", "go on with a run that was stopped, or died"),
+    "compare": ("RECIPE", "the same recipe synchronous and with partial rollouts, side by side"),
+    "calibrate": ("RECIPE", "measure the recipe's engine and write a cost model for simulate"),
+    "simulate": ("RECIPE", "what the recipe would do on a cluster: throughput, staleness, cost"),
+    "report": ("DIR", "write a run's HTML report anew"),
+    "algorithms": ("", "the algorithms and corrections a recipe can name, with sources"),
+}
+"""What each takes first, and what it does. `april.commands.NAME.run` runs it."""
+
+
+def main() -> None:
+    """Run a command of `sys.argv` and exit with its status."""
+    raise SystemExit(run(sys.argv[1:]))
+
+
+def run(args: list[str]) -> int:
+    """Run the command that `args` begin with, and return its exit status."""
+    command, *rest = args or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return 0
+    if command == "--version":
+        print(f"april {__version__}")
+        return 0
+    if command not in COMMANDS:
+        return fail(f"there is no command {command!r}; {_nearest(command)}")
+    try:
+        status: int = import_module(f"april.commands.{command}").run(rest)
+    except ConfigError as error:
+        return fail(str(error))
+    return status
+
+
+def _nearest(command: str) -> str:
+    near = get_close_matches(command, COMMANDS, n=1)
+    return f"did you mean {near[0]}?" if near else "april --help lists the commands"
+
+
+def usage() -> str:
+    """The help of `april` itself."""
+    lines = [f"  {f'{name} {argument}':<18} {purpose}" for name, (argument, purpose) in COMMANDS.items()]
+    return "\n".join(
+        (
+            "april: active partial rollouts for reinforcement learning of language models\n",
+            "usage: april COMMAND [OPTIONS]\n",
+            "commands:",
+            *lines,
+            "\napril COMMAND --help says more about each; april --version says which april this is.",
+        )
+    )

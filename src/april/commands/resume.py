@@ -1,0 +1,78 @@
+"""`april resume DIR`: go on with a run that was stopped, or died."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from april.commands.arguments import override
+from april.commands.failure import fail
+from april.commands.trainer import run_trainer
+from april.config.recipe import ConfigError, Recipe, check_recipe
+from april.rollout.journal import JournalError
+from april.training.checkpoint import CheckpointError
+from april.training.resume import Repair, check_run, check_unchanged, saved_recipe
+
+OPTION = "--resume"
+REPAIRS: dict[str, Repair] = {"--salvage": "salvage", "--rewind": "rewind"}
+DESCRIPTION = """Go on with the run in DIR, from its newest checkpoint and the journal after it, by the recipe it had.
+
+Each flag below changes its setting of the same name from here on; the defaults shown are the run's own. Two more say
+what becomes of the state on disk: --salvage leaves out what is damaged, and keeps it under another name; --rewind goes
+back to the newest checkpoint and leaves out what came after it.
+
+april train --resume DIR does the same."""
+
+
+def asked_for(args: Sequence[str]) -> bool:
+    """Whether flags of `april train` ask for a run to be resumed."""
+    return any(argument == OPTION or argument.startswith(f"{OPTION}=") for argument in args)
+
+
+def arguments(args: Sequence[str]) -> list[str]:
+    """The arguments of `april resume` that say what those of `april train` do.
+
+    Raises:
+        ConfigError: no directory follows the option.
+    """
+    at = next(i for i, argument in enumerate(args) if asked_for([argument]))
+    given = args[at].removeprefix(OPTION).removeprefix("=")
+    directory, rest = ([given], args[at + 1 :]) if given else (args[at + 1 : at + 2], args[at + 2 :])
+    if not directory or directory[0].startswith("-"):
+        raise ConfigError("--resume needs the directory of a run")
+    if at and not args[0].startswith("-"):
+        raise ConfigError(
+            f"a run is resumed with the recipe it began with: leave out {args[0]}, change settings by flags"
+        )
+    return [*directory, *args[:at], *rest]
+
+
+def run(args: list[str]) -> int:
+    """`april resume DIR [--salvage | --rewind] [FLAGS]`."""
+    if args[:1] in (["-h"], ["--help"]):
+        override(Recipe(), ["--help"], "april resume DIR", DESCRIPTION)
+    if not args or args[0].startswith("-"):
+        raise ConfigError("name the directory of a run first: april resume DIR")
+    directory, flags = Path(args[0]), [flag for flag in args[1:] if flag not in REPAIRS]
+    repairs = {REPAIRS[flag] for flag in args[1:] if flag in REPAIRS}
+    if len(repairs) > 1:
+        raise ConfigError("--salvage and --rewind: choose one")
+    try:
+        recipe = _prepared(directory, flags, repairs.pop() if repairs else "none")
+    except (CheckpointError, JournalError) as error:
+        return fail(str(error))
+    return run_trainer(recipe, resume=True)
+
+
+def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe:
+    """The recipe to go on with, the state on disk being whole, or repaired as told."""
+    before = saved_recipe(run)
+    before.reporting.output = str(run)
+    recipe = override(copy.deepcopy(before), flags, f"april resume {run}", DESCRIPTION)
+    check_recipe(recipe)
+    for line in check_run(run, repair):
+        print(f"april: {line}", file=sys.stderr)
+    check_unchanged(run, before, recipe)
+    return recipe

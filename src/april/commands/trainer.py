@@ -1,0 +1,67 @@
+"""A training run in this process, from the console's side: what is shown, how it ended, and how it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from april.commands.failure import fail
+from april.config.recipe import Recipe
+from april.reporting.progress import Progress
+from april.rollout.engine import EngineError
+from april.rollout.journal import JournalError
+from april.rollout.rewards import RewardError
+from april.rollout.scheduler import RejectionError
+from april.rollout.staleness import StalenessError
+from april.training.checkpoint import CheckpointError
+from april.training.recovery import TrainingError
+from april.training.resume import RECIPE
+from april.training.trainer import Trainer
+
+FAILURES = (
+    RewardError,
+    EngineError,
+    RejectionError,
+    StalenessError,
+    CheckpointError,
+    JournalError,
+    TrainingError,
+    OSError,
+    ValueError,
+)
+"""How a run may fail; anything else is a fault of april's, and shows its traceback."""
+INTERRUPTED = 130
+
+
+def run_trainer(recipe: Recipe, resume: bool = False) -> int:
+    """Train, say how it ended, and return the exit status."""
+    directory = Path(recipe.reporting.output)
+    title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
+    try:
+        with Progress(recipe.training.steps, title=title) as progress:
+            summary = asyncio.run(Trainer(recipe, resume, progress).run())
+    except FAILURES as error:
+        return _failed(f"{type(error).__name__}: {error}", 1, directory)
+    except KeyboardInterrupt:
+        return _failed("given up before the run was saved", INTERRUPTED, directory)
+    if summary is None:
+        print(f"Stopped. To go on: april resume {directory}")
+        return INTERRUPTED
+    _print_result(summary, directory)
+    return 0
+
+
+def _failed(message: str, status: int, directory: Path) -> int:
+    fail(message)
+    if (directory / RECIPE).is_file():
+        print(f"april: to go on from what is on disk: april resume {directory}", file=sys.stderr)
+    return status
+
+
+def _print_result(summary: dict[str, Any], directory: Path) -> None:
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    if after is not None:
+        print(f"accuracy {before:.3f} -> {after:.3f} in {summary['steps']} steps and {summary['seconds']:.0f} s")
+    print(f"report: {directory / 'report.html'}")

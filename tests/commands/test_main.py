@@ -1,0 +1,73 @@
+"""The dispatcher, and the words that every command shares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from april.commands.main import COMMANDS
+from april.commands.resume import arguments
+from april.config.recipe import ConfigError
+from tests.commands.conftest import status
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_says_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(command, "--help") == 0
+    said = capsys.readouterr().out
+    assert f"april {command}" in said
+
+
+def test_help_lists_the_commands_and_a_slip_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("--help") == status() == 0
+    said = capsys.readouterr().out
+    assert all(said.count(f"\n  {command}") == 2 for command in COMMANDS)
+    assert status("trian") == 2
+    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--resume", "run"], ["run"]),
+        (["--resume=run", "--steps", "4"], ["run", "--steps", "4"]),
+        (["--steps", "4", "--resume", "run", "--rewind"], ["run", "--steps", "4", "--rewind"]),
+    ],
+)
+def test_resume_stands_anywhere_among_the_flags_of_train(given: list[str], meant: list[str]) -> None:
+    assert arguments(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--resume"], "needs the directory of a run"),
+        (["--resume", "--steps", "4"], "needs the directory of a run"),
+        (["recipe.toml", "--resume", "run"], "leave out recipe.toml"),
+    ],
+)
+def test_a_run_is_resumed_by_its_directory_alone(given: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        arguments(given)
+
+
+@pytest.mark.parametrize("command", ["compare", "simulate", "calibrate"])
+def test_the_recipe_comes_first(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(command, "--steps", "8") == 2
+    assert f"name the recipe first: april {command} RECIPE" in capsys.readouterr().err
+
+
+def test_flags_of_train_are_taken_among_the_options_of_compare(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--steps", "1", "--seeds", "5", "--eval-interval", "0", "--output", str(tmp_path / "compared"))
+    assert status("compare", str(recipe), *flags) == 0
+    document = json.loads((tmp_path / "compared" / "compare.json").read_text())
+    assert [run["arm"] for run in document["runs"]] == ["synchronous", "partial", "synchronous, unlimited slots"]
+    assert [run["slots"] for run in document["runs"]] == [12, 12, 18]
+    summary = json.loads((tmp_path / "compared" / "partial-5" / "summary.json").read_text())
+    assert summary["steps"] == 1
+    assert status("compare", str(recipe), "--stesp", "1") == 2
+    assert "--steps" in capsys.readouterr().err

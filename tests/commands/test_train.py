@@ -1,0 +1,74 @@
+"""What `april train` says to a recipe that cannot be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands.conftest import status
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "message"),
+    [
+        (("rollout_batch_size = 3", "rollout_batch_size = 9"), (), "recipe.toml:10: rollout.over_sampling_batch_size"),
+        ((), ("--over-sampling-batch-size", "2"), "less than rollout_batch_size = 3"),
+        ((), ("--max-staleness", "0"), "cannot keep max_staleness = 0"),
+        (
+            ("over_sampling_batch_size = 6", 'over_sampling_batch_size = "many"'),
+            (),
+            "as an integer; or: Input should be 'auto'",
+        ),
+        ((), ("--policy", "april-paper", "--on-update", "keep"), 'set engine.on_update = "recompute"'),
+        ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
+        (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
+        (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),
+        (("steps = 6", 'steps = "six"'), (), "training.steps = 'six'"),
+        (("steps = 6", "steps = "), (), "no valid TOML"),
+        ((), ("--task.name", "gdc"), "gcd"),
+        ((), ("--model.path", "/nowhere"), "no such directory"),
+        ((), ("--task.kind", "records", "--task.path", "nothing.jsonl"), "no such file"),
+        ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
+        ((), ("--correction", "tiss"), "correction"),
+        ((), ("--correction-cap", "2"), "correction_cap does not apply to correction = 'behaviour'"),
+        ((), ("--correction", "tis", "--correction-tau", "1"), "choose one of m2po"),
+        ((), ("--correction", "icepop", "--correction-low", "9"), "correction_low = 9 is above correction_high = 5"),
+        ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),
+        ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),
+        ((), ("--rollout-batch-siz", "3"), "--rollout-batch-size"),
+        ((), ("--temperature", "hot"), "--temperature"),
+        ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
+        ((), ("--trackers", "wandb"), "april-rl[wandb]"),
+        ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
+        ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
+        (
+            (),
+            ("--max-prompt-length", "105"),
+            "gcd/eval/0' has a prompt of 106 tokens, and 105 is the limit",
+        ),
+        ((), ("--urls", "http://me:secret@host:1", "--engine", "vllm"), "engine.urls holds a password"),
+        ((), ("--urls", "host:1", "--engine", "vllm"), "engine.urls has 'host:1': write each as"),
+        ((), ("--urls", "http://host:1"), 'engine.urls is set but engine = "embedded"'),
+        ((), ("--engine", "sglang", "--server-python", "/none"), "engine.server_python = '/none': no such interpreter"),
+        ((), ("--engine", "vllm-inproc"), "needs vLLM in this environment"),
+        ((), ("--engine", "vllm-inproc", "--on-update", "keep"), "computes anew only"),
+        ((), ("--server-args=--host=0.0.0.0",), "set engine.server_host instead"),
+        ((), ("--server-args=--api-key=x",), "everybody on the machine sees the options of a process"),
+        ((), ("--server-host", "0.0.0.0"), "set the environment variable APRIL_ENGINE_API_KEY"),
+        ((), ("--reward-memory-gb", "0"), "rollout.reward_memory_gb = 0.0: must be positive"),
+    ],
+)
+def test_bad_settings_are_one_clear_line_before_anything_starts(
+    recipe: Path,
+    tmp_path: Path,
+    change: tuple[str, str],
+    flags: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if change:
+        recipe.write_text(recipe.read_text().replace(*change))
+    assert status("train", str(recipe), *flags) == 2
+    assert message in "".join(capsys.readouterr())
+    assert not (tmp_path / "run").exists()
