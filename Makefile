@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-servers test-verl lint format clean
+.PHONY: help setup quickstart test test-servers test-verl lint format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
 	@echo "make test          set up .venv, lint, type-check and test"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
+	@echo "make docs          build the documentation's site, into build/site"
 	@echo "make lint          ruff, mypy and the import contract only"
 
 # constraints.txt is the tested lock. It pins torch's CPU build; see the comment in it for machines without one at hand.
@@ -26,7 +27,7 @@ setup: $(VENV)/.installed
 quickstart: setup
 	HF_HUB_OFFLINE=1 $(BIN)/april train examples/gcd/recipe.toml --output runs/quickstart --if-exists rename
 
-test: setup lint
+test: setup lint docs
 	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers
 
 # Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
@@ -43,6 +44,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Fails on a broken link, a missing page and a name that is not there.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: setup
 	$(BIN)/ruff check --fix .
