@@ -19,11 +19,12 @@ import pytest
 import pytest_asyncio
 import torch
 
-from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+from april.engines.servers.launch import Server, free_port, launch, launch_sglang, launch_vllm
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import SGLangEngine
 from april.engines.servers.vllm import VLLMEngine
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from tests.servers.documented import documented
 from tests.servers.tiny import Oracle, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -40,13 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of server: how it is started here, and the engine that speaks to it.
+    """A kind of server: the title of its command in docs/engines.md, how april starts it, and the engine that speaks
+    to it.
 
     `layers` make its policies slow enough that sampling a token takes longer than sending it, on whichever machine:
     or a request would be over before a test has seen its first token.
     """
 
     name: str
+    title: str
     layers: int
     engine: type[ServerEngine]
     start: Callable[..., AbstractAsyncContextManager[Server]]
@@ -72,18 +75,36 @@ SGLANG = [
 ]
 
 
+# What keeps them small in these tests.
+SMALL = {
+    "vllm": [*VLLM, "--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)],
+    "sglang": [*SGLANG, "--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS)],
+}
+
+
+def environment(core: int) -> dict[str, str]:
+    """Variables of a server on a CPU, and the core that vLLM runs on: each would take the first one."""
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[core % len(CPU_CORES)]), "SGLANG_USE_CPU_ENGINE": "1"}
+    return {**ENVIRONMENT, **bound}
+
+
+def start_by_hand(name: str, title: str, model: Path, log_dir: Path) -> AbstractAsyncContextManager[Server]:
+    """A server started with the command under `title` in docs/engines.md, as a user types it."""
+    variables, command = documented(title, model, python_of(name))
+    port = free_port()
+    command += [*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32", "--port", str(port)]
+    own = str(ROOT / "src")  # where the server's environment finds april
+    return launch(name, command, port, log_dir, {**environment(0), **variables, "PYTHONPATH": own}, 900.0)
+
+
 def start_vllm(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
     return launch_vllm(
         model,
         log_dir=log_dir,
         python=python_of("vllm"),
-        arguments=[
-            *VLLM,
-            *("--skip-tokenizer-init", "--dtype", "float32"),
-            *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(SLOTS)),
-        ],
+        arguments=[*SMALL["vllm"], "--skip-tokenizer-init", "--dtype", "float32"],
         broadcast=True,
-        environment={**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[core % len(CPU_CORES)])},
+        environment=environment(core),
         **settings,
     )
 
@@ -93,17 +114,16 @@ def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> 
         model,
         log_dir=log_dir,
         python=python_of("sglang"),
-        arguments=[
-            *SGLANG,
-            *("--skip-tokenizer-init", "--dtype", "float32"),
-            *("--context-length", str(CONTEXT), "--max-running-requests", str(SLOTS)),
-        ],
-        environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
+        arguments=[*SMALL["sglang"], "--skip-tokenizer-init", "--dtype", "float32"],
+        environment=environment(core),
         **settings,
     )
 
 
-KINDS = [Kind("vllm", 24, VLLMEngine, start_vllm), Kind("sglang", 10, SGLangEngine, start_sglang)]
+KINDS = [
+    Kind("vllm", "vLLM with april's worker extension", 24, VLLMEngine, start_vllm),
+    Kind("sglang", "SGLang", 10, SGLangEngine, start_sglang),
+]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,8 +152,8 @@ def oracles(models: list[Path], kind: Kind) -> list[Oracle]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def server(kind: Kind, models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    """The session's server of each kind, started on policy 0."""
-    async with kind.start(models[0], tmp_path_factory.mktemp("logs")) as server:
+    """The session's server of each kind, started by hand on policy 0."""
+    async with start_by_hand(kind.name, kind.title, models[0], tmp_path_factory.mktemp("logs")) as server:
         yield server
 
 

@@ -160,8 +160,13 @@ class ServerEngine(ABC):
         try:
             info = await self._describe()
             await self._thaw()
-        except (*FAILURES, LookupError, TypeError) as error:
+        except FAILURES as error:
             raise EngineError(f"no {self.name} server answers at {self.url}: {describe(error)}") from error
+        except (LookupError, TypeError, AttributeError) as error:
+            raise EngineError(
+                f"what answers at {self.url} is not {self.name} as april knows it, see docs/engines.md for the version "
+                f"it is written to: {describe(error)}"
+            ) from error
         if not info.vocab_size:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
         self.capacity, self._vocab_size, self._label = info.capacity, info.vocab_size, info.label

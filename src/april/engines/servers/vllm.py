@@ -49,7 +49,8 @@ class VLLMEngine(ServerEngine):
         self._workers = (await self._http.get("/get_world_size"))["world_size"]
         self._processed = config["model_config"]["logprobs_mode"] == "processed_logprobs"
         self._extended = config["parallel_config"]["worker_extension_cls"].endswith("vllm_worker.WorkerExtension")
-        if not self._extended and config["device_config"]["device_type"] == "cpu" and has_tied_head(model["root"]):
+        on_cpu = "cpu" in config["device_config"].values()
+        if not self._extended and on_cpu and has_tied_head(model["root"]):
             raise EngineError(
                 f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "
                 "weights change: start it with --worker-extension-cls april.engines.servers.vllm_worker.WorkerExtension"
