@@ -5,7 +5,7 @@ nothing can be skipped), with the log-probabilities recorded as they were drawn.
 PPO clip on the recorded probabilities, mean over the batch's tokens, no KL term, gradient clipping, AdamW. The script
 checks that the two gradients agree.
 
-- `april`: `Learner.train`: advantages, packed micro-batches, diagnostics by token age and all;
+- `april`: `LocalLearner.train`: advantages, packed micro-batches, diagnostics by token age and all;
 - `trl`: `GRPOTrainer.compute_loss` on micro-batches that TRL's own functions shuffle and split, without gradient
   checkpointing, then the same clipping and optimizer. Preparing the tensors is not in its time.
 
@@ -41,7 +41,7 @@ from april.config.recipe import Recipe, load_recipe
 from april.engines.embedded import EmbeddedEngine
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
-from april.training.learner import Learner
+from april.training.local import LocalLearner
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
 from april.training.trainer import carries_signal
@@ -73,7 +73,7 @@ async def rollouts(recipe: Recipe) -> Step:
 class April:
     def __init__(self, model: Any, recipe: Recipe, step: Step, size: int) -> None:
         recipe.training.max_tokens_per_micro_batch = size
-        self.learner = Learner(model, recipe)
+        self.learner = LocalLearner(model, recipe)
         self.model, self.step, self.number = model, step, 0
 
     def run(self) -> float:
@@ -118,7 +118,7 @@ class TRL:
             model.parameters(), lr=self.training.learning_rate, betas=self.training.betas, weight_decay=0.0
         )
         torch.manual_seed(0)
-        batch = tensors(samples, Learner(copy.deepcopy(model), recipe).prepare(step).advantages)
+        batch = tensors(samples, LocalLearner(copy.deepcopy(model), recipe).prepare(step).advantages)
         self.parts = split_tensor_dict(shuffle_sequence_dict(batch), parts)
 
     def run(self) -> float:

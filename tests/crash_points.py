@@ -48,7 +48,7 @@ from april.reporting.metrics import read_metrics
 from april.reporting.step_log import StepLog
 from april.rollout.journal import Journal
 from april.rollout.step import Step
-from april.training.learner import Learner
+from april.training.local import LocalLearner
 from april.training.policy import load_policy
 from tests import tiny
 
@@ -206,13 +206,13 @@ def live(
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
                 os.dup2(os.open(base / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
             points = kind(run, at, happen)
-            train = Learner.train
+            train = LocalLearner.train
 
-            def noted(self: Learner, step: Step, number: int) -> dict[str, float]:
+            def noted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
                 note(base, step, number)
                 return train(self, step, number)
 
-            Learner.train = noted  # type: ignore[method-assign]
+            LocalLearner.train = noted  # type: ignore[method-assign]
             sys.argv = ["april", "train", *(["--resume", str(run)] if resume else [str(base / "recipe.toml")])]
             sys.argv += [] if resume else ["--output", str(run)]
             try:

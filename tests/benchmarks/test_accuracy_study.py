@@ -73,7 +73,7 @@ def test_a_training_that_fails_is_a_result(tmp_path: Path, monkeypatch: pytest.M
     def fail(*_: Any) -> None:
         raise study.TrainingError("the gradient's norm is nan")
 
-    monkeypatch.setattr("april.training.learner.Learner.train", fail)
+    monkeypatch.setattr("april.training.local.LocalLearner.train", fail)
     record = study.run(PARTIAL)
     assert record["error"] == "the gradient's norm is nan"
     assert analysis.final_accuracy(record) == 0

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from april.algorithms import objective
 from april.config.recipe import load_recipe
 from april.engines.servers.launch import Server
-from april.training import learner
 from april.training.trainer import Trainer
 from tests import tiny
 from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, python_of
@@ -71,7 +71,7 @@ class Mismatches:
 @pytest.fixture
 def mismatches(monkeypatch: pytest.MonkeyPatch) -> Mismatches:
     seen = Mismatches()
-    correct = learner.correct
+    correct = objective.correct
 
     def watched(kind: Any, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, **rest: Any):  # type: ignore[no-untyped-def]
         for found, chosen in ((seen.on_policy, ages == 0), (seen.off_policy, ages > 0)):
@@ -79,7 +79,7 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> Mismatches:
                 found.append(float((prox - behaviour)[mask & chosen].abs().max()))
         return correct(kind, logp, prox, behaviour, mask, ages, **rest)
 
-    monkeypatch.setattr(learner, "correct", watched)
+    monkeypatch.setattr(objective, "correct", watched)
     return seen
 
 

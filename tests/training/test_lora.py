@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from april.config.recipe import ConfigError, LoraSettings, Recipe
 from april.engines.embedded import EmbeddedEngine
-from april.training.learner import Learner
-from april.training.policy import save_policy
-from april.training.serving import WeightHandover
+from april.training.local import LocalLearner
 from tests import tiny
 from tests.engines import architectures
-from tests.training.test_learner import naive_objective, recipe, rollout
+from tests.training.steps import recipe, rollout
+from tests.training.test_local import naive_objective
 
 peft = pytest.importorskip("peft")
 IDS = torch.arange(5, 30)[None]
@@ -29,8 +28,8 @@ def settings(**algorithm: object) -> Recipe:
     return made
 
 
-def trained(steps: int = 2, **algorithm: object) -> Learner:
-    learner = Learner(tiny.model(sharpness=1.0), settings(**algorithm))
+def trained(steps: int = 2, **algorithm: object) -> LocalLearner:
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings(**algorithm), tiny.tokenizer())
     for number in range(1, steps + 1):
         learner.train(rollout(number), number)
     return learner
@@ -72,7 +71,7 @@ def test_the_settings_are_the_adapters() -> None:
     chosen.lora = LoraSettings(rank=3, alpha=12, target_modules=("q_proj", "v_proj"))
     model = architectures.model("qwen2")  # with biases beside the adapted weights
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    adapters = Learner(model, chosen).adapters
+    adapters = LocalLearner(model, chosen).adapters
     state = adapters.state_dict()
     assert {name.split(".")[-4] for name in state} == {"q_proj", "v_proj"}
     for name, tensor in state.items():
@@ -87,12 +86,11 @@ def test_the_settings_are_the_adapters() -> None:
 
 
 async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Path) -> None:
-    learner = Learner(tiny.model(sharpness=3.0), settings(kl_coef=0.0))
+    learner = LocalLearner(tiny.model(sharpness=3.0), settings(kl_coef=0.0), tiny.tokenizer(), tmp_path)
     engine = EmbeddedEngine(learner.served)
-    handover = WeightHandover(settings(), learner.model, tiny.tokenizer(), tmp_path, learner.adapters)
     for version in range(1, 4):
         learner.train(rollout(version), version)
-        await engine.update_weights(version, handover(version))
+        await engine.update_weights(version, learner.weights(version))
         samples = await architectures.run(engine, architectures.samples())
         architectures.assert_behaviour(learner.model, samples, tolerance=1e-4)
     old = tiny.model(sharpness=3.0)
@@ -101,11 +99,11 @@ async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Pat
 
 
 def test_the_reference_is_the_policy_without_adapters() -> None:
-    learner = Learner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
     assert learner.reference is None
     assert learner.train(rollout(1), 1)["kl_reference"] == pytest.approx(0, abs=1e-6)
     batch = learner.prepare(rollout(1))
-    plain = Learner(tiny.model(sharpness=1.0), recipe(kl_coef=0.1))
+    plain = LocalLearner(tiny.model(sharpness=1.0), recipe(kl_coef=0.1))
     torch.testing.assert_close(batch.reference, plain.prepare(rollout(1)).reference, atol=1e-5, rtol=1e-5)
     assert learner.train(rollout(1), 2)["kl_reference"] > 0
 
@@ -114,7 +112,7 @@ def test_the_reference_is_the_policy_without_adapters() -> None:
 def test_adapters_make_better_samples_likelier(checkpointing: bool) -> None:
     chosen = settings(correction="none")
     chosen.training.gradient_checkpointing = checkpointing
-    learner, step = Learner(tiny.model(sharpness=1.0), chosen), rollout(2)
+    learner, step = LocalLearner(tiny.model(sharpness=1.0), chosen), rollout(2)
     before = naive_objective(learner, step)
     for number in range(1, 6):
         learner.train(step, number)
@@ -123,8 +121,7 @@ def test_adapters_make_better_samples_likelier(checkpointing: bool) -> None:
 
 def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Path) -> None:
     learner = trained()
-    save_policy(tmp_path, learner.model, tiny.tokenizer(), learner.adapters)
-    learner.adapters.save(tmp_path / "adapter")
+    learner.save(tmp_path)
     expected = logits(learner.model)
     torch.testing.assert_close(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)), expected, atol=1e-5, rtol=1e-5
@@ -139,7 +136,7 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
     torch.save(straight.state_dict(), buffer)
     buffer.seek(0)
     torch.manual_seed(123)
-    restored = Learner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
+    restored = LocalLearner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
     restored.load_state_dict(torch.load(buffer, weights_only=True))
     assert straight.train(step, 3) == restored.train(step, 3)
 
@@ -147,15 +144,15 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
 def test_a_checkpoint_of_other_settings_is_refused() -> None:
     state = trained().state_dict()
     with pytest.raises(ValueError, match="resume with the algorithm, kl_coef and lora settings"):
-        Learner(tiny.model(sharpness=1.0), recipe()).load_state_dict(state)
+        LocalLearner(tiny.model(sharpness=1.0), recipe()).load_state_dict(state)
     other = settings()
     other.lora.rank = 2
     with pytest.raises(ValueError, match="adapters are of other settings"):
-        Learner(tiny.model(sharpness=1.0), other).load_state_dict({**state, "optimizer": {}})
+        LocalLearner(tiny.model(sharpness=1.0), other).load_state_dict({**state, "optimizer": {}})
 
 
 def test_modules_that_do_not_exist_are_named() -> None:
     chosen = settings()
     chosen.lora.target_modules = ("q_prj",)
     with pytest.raises(ConfigError, match=r"lora.target_modules = \('q_prj',\)"):
-        Learner(tiny.model(), chosen)
+        LocalLearner(tiny.model(), chosen)

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from april.algorithms import logprobs
-from april.training.learner import Learner
+from april.training.local import LocalLearner
 from tests import tiny
-from tests.training.test_learner import recipe, rollout
+from tests.training.steps import recipe, rollout
 
 VOCABULARY = 3000
 
@@ -36,7 +36,7 @@ def largest(chunk: int, monkeypatch: pytest.MonkeyPatch, **settings: object) -> 
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     chosen = recipe(**settings)
     chosen.training.max_tokens_per_micro_batch = 100_000
-    learner, step = Learner(tiny.model(sharpness=1.0, vocab_size=VOCABULARY), chosen), rollout(1)
+    learner, step = LocalLearner(tiny.model(sharpness=1.0, vocab_size=VOCABULARY), chosen), rollout(1)
     with Largest() as seen:
         learner.train(step, 1)
     tokens = sum(int(sample.loss_mask.sum()) for group in step.groups for sample in group.samples)
@@ -53,14 +53,14 @@ def test_the_logits_of_the_batch_never_exist(settings: dict[str, object], monkey
     assert whole > logits / 2, "this would see them if they did"
 
 
-@pytest.mark.parametrize("loss", ["loss", "value_loss"])
-def test_gradient_checkpointing_keeps_less_for_the_backward_pass(loss: str) -> None:
+@pytest.mark.parametrize("trained", ["policy", "critic"])
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(trained: str) -> None:
     """Of the policy and of its critic, of a model in the mode in which `from_pretrained` leaves it."""
     held = {}
     for checkpointing in (False, True):
         chosen = recipe(algorithm="ppo")
         chosen.training.gradient_checkpointing = checkpointing
-        learner = Learner(tiny.model(sharpness=1.0, num_hidden_layers=6).eval(), chosen)
+        learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=6).eval(), chosen)
         kept = []
 
         def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
@@ -70,6 +70,6 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(loss: str) -> N
         with learner.packed():
             batch = learner.prepare(rollout(1))
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                getattr(learner, loss)(batch, 1)
+                getattr(learner, trained)(batch)
         held[checkpointing] = sum(kept)
     assert held[True] < held[False] / 4

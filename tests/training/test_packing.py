@@ -10,14 +10,14 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits
-from april.training.batch import Batch
-from april.training.forward import check_head, token_scores
-from april.training.learner import Learner
+from april.training.forward import PolicyModel, check_head
+from april.training.local import LocalLearner
 from april.training.packing import PADDING_SHARE, Packing, attends_packed, can_pack, packed_attention
 from tests import tiny
 from tests.engines import architectures
-from tests.training.test_learner import recipe, rollout
+from tests.training.steps import recipe, rollout
 
 
 def ragged(lengths: tuple[int, ...], vocabulary: int) -> Batch:
@@ -42,9 +42,9 @@ def test_packed_and_padded_agree(architecture: str) -> None:
         model.zero_grad()
         if packed:
             with packed_attention(model):
-                logp, entropy = token_scores(model, batch, 0.7)
+                logp, entropy = PolicyModel(model, 0.7)(batch)
         else:
-            logp, entropy = token_scores(model, batch, 0.7)
+            logp, entropy = PolicyModel(model, 0.7)(batch)
         (logp.sum() + entropy.square().sum()).div(100).backward()
         results.append((logp.detach(), entropy.detach(), [p.grad.clone() for p in model.parameters()]))
     (logp, entropy, gradients), (packed_logp, packed_entropy, packed_gradients) = results
@@ -68,7 +68,7 @@ def test_what_an_architecture_does_to_its_logits_is_done(architecture: str, sett
     architectures.sharpen(model, 0.2)
     batch = ragged((12, 12), architectures.VOCABULARY)
     logits = model(input_ids=batch.input_ids).logits[:, :-1]
-    found, wanted = token_scores(model, batch, 0.7), logprobs_from_logits(logits, batch.input_ids[:, 1:], 0.7)
+    found, wanted = PolicyModel(model, 0.7)(batch), logprobs_from_logits(logits, batch.input_ids[:, 1:], 0.7)
     for mine, own in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine[batch.mask], own[batch.mask], atol=1e-5, rtol=1e-5)
     plain = logprobs_from_logits(logits, batch.input_ids[:, 1:])[0]
@@ -82,9 +82,9 @@ def test_scores_of_attention_are_capped_packed_too() -> None:
         model = architectures.model("gemma2", attn_logit_softcapping=cap, query_pre_attn_scalar=8)
         architectures.sharpen(model, 0.5)
         batch = ragged((31, 17, 5), architectures.VOCABULARY)
-        padded, _ = token_scores(model, batch, 1.0)
+        padded, _ = PolicyModel(model)(batch)
         with packed_attention(model):
-            packed, _ = token_scores(model, batch, 1.0)
+            packed, _ = PolicyModel(model)(batch)
         torch.testing.assert_close(packed, padded, atol=1e-4, rtol=1e-4)
         results.append(packed)
     assert (results[0] - results[1]).abs().max() > 0.1, "the cap matters here"
@@ -98,9 +98,9 @@ def test_positions_begin_anew_in_each_sequence() -> None:
     assert can_pack(model)
     batch = ragged((31, 30, 17, 5), 101)
     with torch.no_grad(), packed_attention(model):
-        packed, _ = token_scores(model, batch, 1.0)
+        packed, _ = PolicyModel(model)(batch)
     with torch.no_grad():
-        padded, _ = token_scores(model, batch, 1.0)
+        padded, _ = PolicyModel(model)(batch)
     torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
 
 
@@ -133,9 +133,9 @@ def test_no_sequence_sees_another() -> None:
     model = tiny.model()
     batch = ragged((20, 20, 12, 7), 101)
     with torch.no_grad(), packed_attention(model):
-        before, _ = token_scores(model, batch, 1.0)
+        before, _ = PolicyModel(model)(batch)
         batch.input_ids[1] = (batch.input_ids[1] + 1) % 101
-        after, _ = token_scores(model, batch, 1.0)
+        after, _ = PolicyModel(model)(batch)
     changed = (before != after).any(-1)
     assert changed.tolist() == [False, True, False, False]
 
@@ -170,14 +170,14 @@ def test_a_model_that_cannot_be_packed_is_padded() -> None:
     )
     model = transformers.MambaForCausalLM(config)
     assert not can_pack(model)
-    learner = Learner(model, recipe())
+    learner = LocalLearner(model, recipe())
     assert learner.train(rollout(1), 1)["grad_norm"] > 0
 
 
 def test_packing_changes_no_update() -> None:
     updates = []
     for packs in (True, False):
-        learner = Learner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.1))
+        learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.1))
         assert learner.packs
         learner.packs = packs
         updates.append(learner.train(rollout(1), 1))
@@ -189,5 +189,5 @@ def test_gradient_checkpointing_recomputes_packed() -> None:
     for checkpointing in (True, False):
         chosen = recipe()
         chosen.training = dataclasses.replace(chosen.training, gradient_checkpointing=checkpointing)
-        updates.append(Learner(tiny.model(sharpness=1.0), chosen).train(rollout(1), 1))
+        updates.append(LocalLearner(tiny.model(sharpness=1.0), chosen).train(rollout(1), 1))
     assert updates[0] == pytest.approx(updates[1], abs=1e-6)

@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from april import Step
-from april.training.learner import Learner
+from april.algorithms.batch import Batch
+from april.training.local import LocalLearner
 from april.training.recovery import KEPT, Memory, TrainingError
 from tests import tiny
-from tests.training.test_learner import recipe, rollout
+from tests.training.steps import recipe, rollout
 
 SHORTAGES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -23,30 +24,28 @@ SHORTAGES = [
 ]
 
 
-def short_of_memory(learner: Learner, room: int, error: RuntimeError) -> list[int]:
+def short_of_memory(learner: LocalLearner, room: int, error: RuntimeError) -> list[int]:
     """Let backward passes of more than `room` tokens fail halfway: the last layer has its gradient, the first has not.
 
     Returns the sizes of the micro-batches, as they come.
     """
     sizes: list[int] = []
-    loss = learner.loss
 
-    def counted(batch: Any, denominator: float) -> Any:
-        sizes.append(batch.input_ids.numel())
-        return loss(batch, denominator)
+    def counted(_: Any, inputs: tuple[Batch]) -> None:
+        sizes.append(inputs[0].input_ids.numel())
 
     def halfway(gradient: torch.Tensor) -> None:
         if sizes[-1] > room:
             raise error
 
-    learner.loss = counted  # type: ignore[method-assign]
+    learner.policy.register_forward_pre_hook(counted)
     learner.model.base_model.layers[0].input_layernorm.weight.register_hook(halfway)
     return sizes
 
 
 @pytest.mark.parametrize("error", SHORTAGES, ids=lambda error: str(error)[:12])
 def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: RuntimeError) -> None:
-    step, learners = rollout(3), [Learner(tiny.model(sharpness=2.0), recipe()) for _ in range(2)]
+    step, learners = rollout(3), [LocalLearner(tiny.model(sharpness=2.0), recipe()) for _ in range(2)]
     sizes = short_of_memory(learners[1], room=120, error=error)
     plain, split = (learner.train(step, 1) for learner in learners)
     assert max(sizes) > 120, "there was a shortage"
@@ -63,7 +62,7 @@ def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: Run
 
 
 def test_memory_that_does_not_hold_one_sample_ends_the_training_with_what_to_do() -> None:
-    learner = Learner(tiny.model(), recipe())
+    learner = LocalLearner(tiny.model(), recipe())
     before = [p.clone() for p in learner.model.parameters()]
     short_of_memory(learner, room=0, error=SHORTAGES[0])
     with pytest.raises(TrainingError, match=r"one sample at a time .*gradient_checkpointing"):
@@ -84,7 +83,7 @@ def broken_reward(step: Step) -> None:
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path: Path) -> None:
-    learner = Learner(tiny.model(), recipe(), tmp_path / "skipped")
+    learner = LocalLearner(tiny.model(), recipe(), directory=tmp_path)
     step = rollout(6)
     broken_reward(step)
     before = [p.clone() for p in learner.model.parameters()]
@@ -105,7 +104,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path: Pa
 def test_only_skipped_updates_in_a_row_stop_the_training(tmp_path: Path) -> None:
     settings = recipe()
     settings.training.max_skipped_updates = 2
-    learner = Learner(tiny.model(), settings, tmp_path)
+    learner = LocalLearner(tiny.model(), settings, directory=tmp_path)
     good, bad = rollout(6), rollout(6)
     broken_reward(bad)
     for number in range(3):
@@ -119,10 +118,11 @@ def test_only_skipped_updates_in_a_row_stop_the_training(tmp_path: Path) -> None
 def test_of_many_skipped_updates_the_newest_are_kept(tmp_path: Path) -> None:
     settings = recipe()
     settings.training.max_skipped_updates = 100
-    learner = Learner(tiny.model(), settings, tmp_path)
+    learner = LocalLearner(tiny.model(), settings, directory=tmp_path)
     bad = rollout(6)
     broken_reward(bad)
     for number in range(1, KEPT + 6):
         learner.train(bad, number)
-    assert sorted(path.stem for path in tmp_path.glob("*.json")) == [f"step-{n:06d}-0" for n in range(6, KEPT + 6)]
-    assert len(list(tmp_path.iterdir())) == 2 * KEPT
+    kept = tmp_path / "skipped"
+    assert sorted(path.stem for path in kept.glob("*.json")) == [f"step-{n:06d}-0" for n in range(6, KEPT + 6)]
+    assert len(list(kept.iterdir())) == 2 * KEPT

@@ -45,8 +45,7 @@ class DamagedCheckpointError(CheckpointError):
 def save_checkpoint(
     directory: Path,
     step: int,
-    policy: Callable[[Path], None],
-    learner: dict[str, Any],
+    learner: Callable[[Path], None],
     state: dict[str, Any],
     keep: int,
 ) -> Path:
@@ -54,8 +53,7 @@ def save_checkpoint(
 
     Args:
         directory: where checkpoints are kept, one folder each.
-        policy: writes the policy into a folder.
-        learner: the learner's state, tensors in plain containers.
+        learner: writes the policy and its own state into a folder (`Learner.save`).
         state: everything else, as JSON types.
 
     Raises:
@@ -69,8 +67,7 @@ def save_checkpoint(
         for stray in directory.glob(".*.partial"):
             shutil.rmtree(stray)
         partial.mkdir(parents=True)
-        policy(partial)
-        torch.save(learner, partial / OPTIMIZER)
+        learner(partial)
         (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
         _seal(partial)
         partial.rename(path)
@@ -151,21 +148,38 @@ def checkpoints(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def load_state(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The learner's state and everything else of the checkpoint at `path`.
+def load_state(path: Path) -> dict[str, Any]:
+    """Everything of the checkpoint at `path` that is not the learner's.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
-        state = json.loads((path / STATE).read_text())
-        learner = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
-    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
+        state: dict[str, Any] = json.loads((path / STATE).read_text())
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
     if state.get("format") not in range(1, FORMAT + 1):
         raise CheckpointError(f"{path}: format {state.get('format')}, but this version of april reads up to {FORMAT}")
+    return state
+
+
+def save_tensors(path: Path, learner: dict[str, Any]) -> None:
+    """Write a learner's state, tensors in plain containers, into the checkpoint at `path`."""
+    torch.save(learner, path / OPTIMIZER)
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """What `save_tensors` wrote.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        learner = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
+    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
+        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
     # Format 1 named parts that a run does not have.
-    return {name: part for name, part in learner.items() if part is not None}, state
+    return {name: part for name, part in learner.items() if part is not None}
 
 
 def load_mark(path: Path) -> dict[str, Any] | None:

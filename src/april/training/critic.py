@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from april.training.batch import Batch
+from april.algorithms.batch import Batch
 from april.training.forward import hidden_states
 
 

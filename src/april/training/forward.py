@@ -1,7 +1,10 @@
-"""A model's forward pass over a training batch.
+"""The policy's forward pass over a training batch, as one module.
 
-Invariant: nothing of the vocabulary's size is held for more than a chunk of positions, and nothing is computed by the
-language-model head for positions that are not trained on.
+Invariants:
+- everything that is computed with the policy's parameters happens inside one call of the module, so that a wrapper that
+  shards or replicates it (FSDP2's `fully_shard`, DDP) meets every use of a parameter in its hooks;
+- nothing of the vocabulary's size is held for more than a chunk of positions, and nothing is computed by the
+  language-model head for positions that are not trained on.
 """
 
 from __future__ import annotations
@@ -9,11 +12,39 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
-from april.training.batch import Batch
 from april.training.packing import Packing, attends_packed
+
+
+class PolicyModel(nn.Module):
+    """A causal LM, trunk and head, that scores tokens instead of returning logits.
+
+    Args:
+        model: a Hugging Face causal LM.
+        temperature: what logits are divided by; positive.
+    """
+
+    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.
+
+        The language-model head runs on the masked positions only, a chunk at a time.
+        """
+        mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config
+        hidden = hidden_states(self.model.base_model, batch)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        scaled = self.temperature / _logit_scale(config)
+        targets = batch.input_ids[:, 1:][mask]
+        scores = token_logprobs(hidden, head.weight, targets, scaled, bias=head.bias, softcap=softcap)
+        logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
+        return logp, entropy
 
 
 def hidden_states(trunk: Any, batch: Batch) -> Tensor:
@@ -33,30 +64,15 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
 
 
-def token_scores(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """log p and entropy of each token under the policy, [B, T - 1] each, 0 outside the mask.
-
-    The language-model head runs on the masked positions only, a chunk at a time.
-    """
-    mask, head = batch.mask, model.get_output_embeddings()
-    hidden = hidden_states(model.base_model, batch)
-    softcap = getattr(model.config, "final_logit_softcapping", None)
-    scaled = temperature / _logit_scale(model)
-    targets = batch.input_ids[:, 1:][mask]
-    scores = token_logprobs(hidden, head.weight, targets, scaled, bias=head.bias, softcap=softcap)
-    logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
-    return logp, entropy
-
-
-def _logit_scale(model: Any) -> float:
+def _logit_scale(config: Any) -> float:
     """What an architecture multiplies its head's output with (Cohere, Granite)."""
-    multiplied, divided = (getattr(model.config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
+    multiplied, divided = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
     return float(multiplied / divided)
 
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """See that `token_scores` are those of the model's own logits.
+    """See that the scores of `PolicyModel` are those of the model's own logits; the model is whole, not sharded.
 
     Raises:
         ValueError: the architecture computes logits in a way not known here.
@@ -66,7 +82,7 @@ def check_head(model: Any) -> None:
     ids = (torch.arange(1, 9, device=device) * 7 % vocabulary)[None]
     mask = torch.ones(1, ids.shape[1] - 1, dtype=torch.bool, device=device)
     zeros = torch.zeros(mask.shape, device=device)
-    found, _ = token_scores(model, Batch(ids, (ids.shape[1],), mask, zeros, zeros.long()), 1.0)
+    found, _ = PolicyModel(model)(Batch(ids, (ids.shape[1],), mask, zeros, zeros.long()))
     expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
     tolerance = 1e-3 if model.get_output_embeddings().weight.dtype == torch.float32 else 0.1
     if not float((found - expected).abs().max()) <= tolerance * (1 + float(expected.abs().max())):

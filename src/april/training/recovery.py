@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from april.algorithms.batch import Batch
 from april.rollout.trajectory import Sample
-from april.training.batch import Batch
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
 
 
-class Skipped:
+class SkippedUpdates:
     """The updates that were not made because loss or gradient were no finite numbers.
 
     Args:

@@ -40,12 +40,12 @@ from april.rollout.trajectory import FinishReason, Group, Prompt
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, encode
-from april.training.checkpoint import ADAPTER, CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
-from april.training.learner import Learner
+from april.training.checkpoint import CheckpointError, checkpoints, load_mark, load_state, save_checkpoint
+from april.training.local import LocalLearner
 from april.training.output import locked
-from april.training.policy import load_policy, save_policy, stop_tokens
+from april.training.policy import load_policy
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
-from april.training.serving import WeightHandover, engine_of
+from april.training.serving import engine_of
 from april.training.task_reward import Rewards
 
 
@@ -98,11 +98,11 @@ class Trainer:
         except ValueError as error:
             raise ConfigError(f"task.{error}") from None
         checkpoint = newest_checkpoint(self.directory) if self.resume else None
-        self.model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else checkpoint)
-        self.learner = Learner(self.model, recipe, self.directory / "skipped")
+        model, self.tokenizer = load_policy(recipe.model, None if recipe.lora.rank else checkpoint)
+        self.learner = LocalLearner(model, recipe, self.tokenizer, self.directory)
         prompts = self._prompts(task)
         held_out = self._held_out(task, prompts.max_prompt_length)
-        learner_state, state = load_state(checkpoint) if checkpoint else (None, None)
+        state = load_state(checkpoint) if checkpoint else None
         resumed = state["totals"]["step"] if state else -1 if self.resume else None
         async with AsyncExitStack() as stack:
             stack.enter_context(locked(self.directory))
@@ -112,13 +112,12 @@ class Trainer:
             self.rewards = await stack.enter_async_context(Rewards(task.scorer, self.tokenizer, recipe.rollout))
             self.engine = await stack.enter_async_context(engine_of(recipe, self.learner.served, self.directory))
             self.scheduler = await stack.enter_async_context(self._scheduler(prompts))
-            if state is not None and learner_state is not None:
-                self.learner.load_state_dict(learner_state)
+            if checkpoint is not None and state is not None:
+                self.learner.load(checkpoint)
                 self.scheduler.load_state_dict(state["rollout"])
                 self.totals = Totals(**state["totals"])
-            self.weights = WeightHandover(recipe, self.model, self.tokenizer, self.directory, self.learner.adapters)
             version = self.scheduler.version
-            await self.engine.update_weights(version, self.weights(version))
+            await self.engine.update_weights(version, self.learner.weights(version))
             config, name = recipe.to_dict(), self.directory.name
             write_whole(self.directory / RECIPE, json.dumps(config, indent=2))  # from here on there is a run to resume
             trackers, project = recipe.reporting.trackers, recipe.reporting.project
@@ -142,7 +141,7 @@ class Trainer:
     def _prompt_limit(self) -> int | None:
         """Tokens a prompt may have: what the context has room for beside a full response, or less by the recipe."""
         rollout, engine = self.recipe.rollout, self.recipe.engine
-        context = engine.context_length or getattr(self.model.config, "max_position_embeddings", None)
+        context = engine.context_length or self.learner.context_length
         if context is None:
             return rollout.max_prompt_length
         room = context - rollout.max_response_length
@@ -166,7 +165,7 @@ class Trainer:
         return prompts
 
     def _scheduler(self, prompts: PromptStream) -> RolloutScheduler:
-        rollout, chosen = self.recipe.rollout, self.learner.algorithm
+        rollout, chosen = self.recipe.rollout, self.learner.objective.algorithm
         dynamic = chosen.dynamic_sampling if rollout.dynamic_sampling is None else rollout.dynamic_sampling
         return RolloutScheduler(
             self.engine,
@@ -175,7 +174,7 @@ class Trainer:
             rollout_batch_size=rollout.rollout_batch_size,
             over_sampling_batch_size=self.recipe.over_sampling_batch_size,
             n_samples_per_prompt=rollout.n_samples_per_prompt,
-            sampling=self.recipe.sampling(stop_tokens(self.model, self.tokenizer)),
+            sampling=self.recipe.sampling(self.learner.stop_token_ids),
             partial_rollout=rollout.partial_rollout,
             max_staleness=self.recipe.max_staleness,
             order=rollout.order,
@@ -241,7 +240,7 @@ class Trainer:
         totals = self.totals
         began = self._clock()
         learned = self.learner.train(step, totals.step + 1)
-        await self.scheduler.update_weights(self.weights(step.version + 1))
+        await self.scheduler.update_weights(self.learner.weights(step.version + 1))
         train_seconds = self._clock() - began
         totals.step += 1
         totals.consumed_tokens += step.consumed_tokens
@@ -315,17 +314,10 @@ class Trainer:
             self.metrics.sync()
             self.trace.sync()
             self.faults.sync()
-            learner = self.learner.state_dict()
-            path = save_checkpoint(directory, self.totals.step, self._save_policy, learner, state, keep)
+            path = save_checkpoint(directory, self.totals.step, self.learner.save, state, keep)
             if oldest := load_mark(checkpoints(directory)[0]):
                 self.journal.prune(oldest["position"])
         return path
-
-    def _save_policy(self, directory: Path) -> None:
-        adapters = self.learner.adapters
-        save_policy(directory, self.model, self.tokenizer, adapters)
-        if adapters:
-            adapters.save(directory / ADAPTER)
 
     def summary(self) -> dict[str, Any]:
         """What the run amounted to: the content of `summary.json`."""

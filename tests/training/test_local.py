@@ -1,56 +1,21 @@
 from __future__ import annotations
 
-import dataclasses
 import io
-import itertools
 import math
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from april import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment, Step
+from april import FinishReason, Group, Prompt, SamplingParams, Step
 from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
-from april.config.recipe import AlgorithmSettings, Recipe
 from april.rollout.step import Plan
-from april.training.batch import Batch, micro_batches
-from april.training.learner import Learner, resolve_algorithm
+from april.training.local import LocalLearner
+from april.training.micro_batches import plan
 from tests import tiny
-
-VERSION = 3
-
-
-def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> Step:
-    """Groups as a scheduler would hand them over at version 3: mixed versions, a truncated sample, an empty turn."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for id in range(groups):
-        prompt = Prompt(tuple(rng.integers(4, 100, rng.integers(1, 12)).tolist()), f"prompt {id}")
-        group = Group.start(id, prompt, size, SamplingParams(max_tokens=64), seed)
-        for sample in group.samples:
-            for version in range(int(rng.integers(0, VERSION + 1)), VERSION + 1):
-                n = int(rng.integers(1, longest // 4))
-                logprobs = rng.uniform(-5, -0.1, n).tolist()
-                sample.segments.append(Segment(version, rng.integers(4, 100, n).tolist(), logprobs))
-                sample.length += n
-                if rng.random() < 0.3:  # a turn of an environment, which no policy sampled
-                    sample.segments.append(Segment(ENVIRONMENT, rng.integers(4, 100, 3).tolist(), [0.0] * 3))
-                    sample.length += 3
-            sample.finish = FinishReason.STOP if rng.random() < 0.8 else FinishReason.LENGTH
-            sample.reward = float(rng.integers(0, 3))
-        made.append(group)
-    return Step(VERSION, Plan(len(made)), made)
-
-
-def recipe(**algorithm: object) -> Recipe:
-    made = Recipe(algorithm=AlgorithmSettings(**{"kl_coef": 0.0, **algorithm}))  # type: ignore[arg-type]
-    made.rollout.max_response_length = 64
-    made.training.learning_rate = 1e-3
-    return made
+from tests.training.steps import VERSION, recipe, rollout
 
 
 def naive_loss(model: torch.nn.Module, step: Step, advantages: list[float]) -> torch.Tensor:
@@ -74,7 +39,7 @@ def naive_loss(model: torch.nn.Module, step: Step, advantages: list[float]) -> t
 @pytest.mark.parametrize("max_tokens", [64, 200, 10_000])
 def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tokens: int, packed: bool) -> None:
     step = rollout(0)
-    learner = Learner(tiny.model(sharpness=2.0), recipe())
+    learner = LocalLearner(tiny.model(sharpness=2.0), recipe())
     batch = learner.prepare(step)
     advantages = batch.advantages
 
@@ -87,11 +52,12 @@ def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tok
     gradients = [p.grad.clone() for p in learner.model.parameters()]
     learner.model.zero_grad()
 
-    denominator = learner.denominator(batch)
+    denominator = learner.objective.denominator(batch)
     total = 0.0
     with learner.packed() if packed else nullcontext():
-        for part in micro_batches(batch.lengths, range(len(batch)), max_tokens, packed):
-            loss = learner.loss(batch.rows(part), denominator).loss
+        for part in plan(batch.lengths, range(len(batch)), max_tokens, packed):
+            micro = batch.rows(part)
+            loss = learner.objective.loss(micro, *learner.policy(micro), denominator).loss
             loss.backward()
             total += loss.item()
     assert total == pytest.approx(naive.item(), abs=1e-6)
@@ -99,46 +65,10 @@ def test_the_batch_has_the_loss_and_the_gradient_of_one_sample_at_a_time(max_tok
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-5, rtol=1e-4)
 
 
-@given(st.integers(0, 10_000), st.integers(1, 500), st.booleans())
-@settings(max_examples=50, deadline=None)
-def test_micro_batches_partition_the_samples_within_the_budget(seed: int, max_tokens: int, packed: bool) -> None:
-    step = rollout(seed)
-    samples = [s for g in step.groups for s in g.samples]
-    batch = dataclasses.replace(Batch.of(samples, VERSION), advantages=torch.arange(float(len(samples))))
-    parts = list(micro_batches(batch.lengths, range(len(batch)), max_tokens, packed))
-    assert sorted(i for part in parts for i in part) == list(range(len(samples)))
-    for part, following in itertools.pairwise(parts):
-        joined = [batch.lengths[row] for row in (*part, following[0])]
-        assert (sum(joined) if packed else len(joined) * max(joined)) > max_tokens, "as full as it can be"
-    for part in parts:
-        micro = batch.rows(part)
-        rows, width = micro.input_ids.shape
-        assert rows == 1 or (sum(micro.lengths) if packed else rows * width) <= max_tokens
-        for row, index in enumerate(part):
-            check_row(samples[index], micro, row)
-            assert micro.advantages[row] == index
-
-
-def check_row(sample: Sample, batch: Batch, row: int) -> None:
-    """Ids, log-probabilities and ages are those that were sampled, each where it belongs."""
-    whole = [*sample.prompt_ids, *sample.response_ids]
-    assert batch.lengths[row] == len(whole)
-    assert batch.input_ids[row, : len(whole)].tolist() == whole
-    start = len(sample.prompt_ids) - 1
-    where = slice(start, start + sample.length)
-    assert batch.mask[row, where].tolist() == sample.loss_mask.tolist()
-    assert int(batch.mask[row].sum()) == int(sample.loss_mask.sum())
-    mask = batch.mask[row, where]
-    torch.testing.assert_close(batch.behaviour[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
-    assert (VERSION - batch.ages[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
-    assert not batch.behaviour[row][~batch.mask[row]].any()
-    assert not batch.ages[row][~batch.mask[row]].any()
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_every_algorithm_trains_with_every_correction(algorithm: str, correction: str) -> None:
-    learner = Learner(tiny.model(sharpness=1.0), recipe(algorithm=algorithm, correction=correction, kl_coef=None))
+    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm=algorithm, correction=correction, kl_coef=None))
     metrics = learner.train(rollout(1), 1)
     assert all(math.isfinite(value) for value in metrics.values())
     # Nothing near on-policy here: the narrow window of the geometric mean may drop every sample.
@@ -153,7 +83,7 @@ def test_m2po_chooses_over_the_whole_update(updates: int) -> None:
         settings = recipe(correction="m2po", correction_tau=1.0)
         settings.training.updates_per_step = updates
         settings.training.max_tokens_per_micro_batch = max_tokens
-        learner = Learner(tiny.model(sharpness=1.0), settings)
+        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
         metrics = learner.train(rollout(1), 1)
         assert 0 < metrics["masked_fraction"] < 1
         results.append((metrics, [p.detach().clone() for p in learner.model.parameters()]))
@@ -164,16 +94,9 @@ def test_m2po_chooses_over_the_whole_update(updates: int) -> None:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
 
 
-def test_m2po_takes_the_place_of_the_clip_unless_a_clip_is_set() -> None:
-    chosen = resolve_algorithm(AlgorithmSettings(correction="m2po"))
-    assert chosen.eps_low == chosen.eps_high == math.inf
-    assert resolve_algorithm(AlgorithmSettings(correction="m2po", eps_high=0.3)).eps_high == 0.3
-    assert resolve_algorithm(AlgorithmSettings(algorithm="gspo", correction="m2po")).eps_high == 4e-4
-
-
 def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     def met(**settings: object) -> dict[str, float]:
-        return Learner(tiny.model(sharpness=1.0), recipe(**settings)).train(rollout(1), 1)
+        return LocalLearner(tiny.model(sharpness=1.0), recipe(**settings)).train(rollout(1), 1)
 
     assert met(correction="tis", correction_cap=math.inf)["capped_fraction"] == 0
     assert met(correction="tis", correction_cap=0.1)["capped_fraction"] > 0
@@ -187,9 +110,9 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
 def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:
     """RLOO: R - β Σ log π/π_ref of each sample, less the mean of the group's others (arXiv 2402.14740, equation 7)."""
     step, beta = rollout(1), 0.5
-    learner = Learner(tiny.model(sharpness=1.0), recipe(algorithm="rloo", kl_coef=beta))
+    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="rloo", kl_coef=beta))
     other = tiny.model(seed=1, sharpness=1.0)
-    learner.reference.load_state_dict(other.state_dict())
+    learner.reference.model.load_state_dict(other.state_dict())
     advantages = learner.prepare(step).advantages.view(len(step.groups), -1)
     for group, found in zip(step.groups, advantages, strict=True):
         rewards = []
@@ -207,7 +130,7 @@ def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:
 def test_a_penalty_of_zero_is_no_penalty() -> None:
     step = rollout(1)
     penalised, free = (
-        Learner(tiny.model(sharpness=1.0), recipe(algorithm="reinforce_plus_plus", kl_coef=c)) for c in (0.1, 0.0)
+        LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="reinforce_plus_plus", kl_coef=c)) for c in (0.1, 0.0)
     )
     # The reference is the policy itself before the first update.
     torch.testing.assert_close(penalised.prepare(step).advantages, free.prepare(step).advantages)
@@ -216,7 +139,7 @@ def test_a_penalty_of_zero_is_no_penalty() -> None:
 
 def test_the_critic_starts_at_zero_and_is_no_part_of_the_policy() -> None:
     step = rollout(1)
-    learner = Learner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.0))
+    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(algorithm="ppo", kl_coef=0.0))
     batch = learner.prepare(step)
     assert not batch.values.any()
     # λ = 0.95, γ = 1 and values of 0: returns fall by λ per token from the end.
@@ -227,7 +150,7 @@ def test_the_critic_starts_at_zero_and_is_no_part_of_the_policy() -> None:
     assert not policy & {id(p) for p in learner.critic.parameters()}
 
 
-def sampled(learner: Learner, number: int, groups: int = 4, size: int = 8, length: int = 5) -> Step:
+def sampled(learner: LocalLearner, number: int, groups: int = 4, size: int = 8, length: int = 5) -> Step:
     """Rollouts that the policy itself samples; a token below 20 is worth a reward."""
     torch.manual_seed(number)
     made = []
@@ -256,7 +179,7 @@ def test_a_policy_learns(algorithm: str) -> None:
     settings = recipe(algorithm=algorithm, kl_coef=0.01)
     settings.training.learning_rate = settings.training.critic_learning_rate = 2e-2
     settings.rollout.max_response_length = 5
-    learner = Learner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
     assert mean_reward(sampled(learner, 0)) < 0.3
     for number in range(1, 13):
         metrics = learner.train(sampled(learner, number), number)
@@ -268,7 +191,7 @@ def test_the_critic_learns_what_to_expect() -> None:
     """Against a policy that stands still, estimates come near the mean reward to go."""
     settings = recipe(algorithm="ppo", kl_coef=0.0, gae_lambda=1.0)
     settings.training.learning_rate, settings.training.critic_learning_rate = 1e-30, 3e-3
-    learner = Learner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
     first = learner.train(sampled(learner, 1), 1)["value_loss"]
     for number in range(2, 30):
         last = learner.train(sampled(learner, number), number)["value_loss"]
@@ -281,14 +204,14 @@ def test_the_critic_learns_what_to_expect() -> None:
 def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
     settings = recipe(algorithm="ppo", kl_coef=0.1)
     settings.training.updates_per_step = 3
-    straight = Learner(tiny.model(sharpness=1.0), settings)
+    straight = LocalLearner(tiny.model(sharpness=1.0), settings)
     straight.train(rollout(1), 1)
     buffer = io.BytesIO()
     torch.save(straight.state_dict(), buffer)
     policy = tiny.model(sharpness=1.0)
     policy.load_state_dict(straight.model.state_dict())
     buffer.seek(0)
-    restored = Learner(policy, settings)
+    restored = LocalLearner(policy, settings)
     restored.load_state_dict(torch.load(buffer, weights_only=True))
     assert straight.train(rollout(2), 2) == restored.train(rollout(2), 2)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
@@ -302,7 +225,7 @@ def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
 def test_updates_take_whole_groups_once_each(groups: int, updates: list[list[int]]) -> None:
     settings = recipe()
     settings.training.updates_per_step = 3
-    learner = Learner(tiny.model(), settings)
+    learner = LocalLearner(tiny.model(), settings)
     assert [list(part) for part in learner._updates(rollout(4, groups=groups, size=2).groups)] == updates
 
 
@@ -311,9 +234,9 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     """Several updates in one call are single updates in a row that are told the probabilities of the start."""
     settings = recipe(correction=correction)
     settings.training.updates_per_step = 3
-    learner = Learner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
     step = rollout(4)
-    alone = Learner(tiny.model(sharpness=1.0), settings)
+    alone = LocalLearner(tiny.model(sharpness=1.0), settings)
     batch = alone.prepare(step)
     start = alone._logprobs(batch).detach()
     trained = batch.advantages != 0
@@ -321,7 +244,7 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     assert not batch.prox[~trained].any(), "what carries no signal is not scored"
     learner.train(step, 1)
     for parameters in alone.optimizer.param_groups:
-        parameters["lr"] = alone.learning_rate(1)
+        parameters["lr"] = settings.training.learning_rate
     moved = []
     with alone.packed():
         batch = alone.prepare(step)
@@ -340,14 +263,14 @@ def test_a_policy_is_trained_without_dropout(checkpointing: bool) -> None:
     for dropout in (0.0, 0.5):
         settings = recipe(algorithm="ppo", kl_coef=0.1)
         settings.training.gradient_checkpointing = checkpointing
-        learner = Learner(tiny.model(sharpness=1.0, attention_dropout=dropout).train(), settings)
+        learner = LocalLearner(tiny.model(sharpness=1.0, attention_dropout=dropout).train(), settings)
         learner.packs = False  # packed attention knows no dropout
         updates.append(learner.train(rollout(1), 1))
     assert updates[0] == updates[1]
 
 
 def test_training_makes_better_samples_likelier() -> None:
-    learner = Learner(tiny.model(sharpness=1.0), recipe(correction="none"))
+    learner = LocalLearner(tiny.model(sharpness=1.0), recipe(correction="none"))
     step = rollout(2)
     before = naive_objective(learner, step)
     for number in range(1, 6):
@@ -356,7 +279,7 @@ def test_training_makes_better_samples_likelier() -> None:
 
 
 @torch.no_grad()
-def naive_objective(learner: Learner, step: Step) -> float:
+def naive_objective(learner: LocalLearner, step: Step) -> float:
     total = 0.0
     samples = [s for g in step.groups for s in g.samples]
     for sample, advantage in zip(samples, learner.prepare(step).advantages.tolist(), strict=True):
@@ -371,7 +294,7 @@ def test_groups_of_equal_rewards_leave_the_policy_alone() -> None:
     for group in step.groups:
         for sample in group.samples:
             sample.reward = 1.0
-    learner = Learner(tiny.model(), recipe())
+    learner = LocalLearner(tiny.model(), recipe())
     before = [p.clone() for p in learner.model.parameters()]
     metrics = learner.train(step, 1)
     assert metrics["loss"] == metrics["grad_norm"] == 0
@@ -379,31 +302,14 @@ def test_groups_of_equal_rewards_leave_the_policy_alone() -> None:
 
 
 def test_a_kl_penalty_holds_the_policy_near_the_reference() -> None:
-    free, held = (Learner(tiny.model(sharpness=1.0), recipe(kl_coef=c, correction="none")) for c in (0.0, 50.0))
+    free, held = (LocalLearner(tiny.model(sharpness=1.0), recipe(kl_coef=c, correction="none")) for c in (0.0, 50.0))
     start = [p.clone() for p in free.model.parameters()]
     step = rollout(5)
     for number in range(1, 8):
         free.train(step, number)
         held.train(step, number)
 
-    def distance(learner: Learner) -> float:
+    def distance(learner: LocalLearner) -> float:
         return sum(float((a - b).detach().abs().sum()) for a, b in zip(learner.model.parameters(), start, strict=True))
 
     assert distance(held) < distance(free)
-
-
-def test_the_learning_rate_warms_up_and_decays() -> None:
-    settings = recipe()
-    settings.training.steps, settings.training.warmup_steps = 12, 2
-    settings.training.learning_rate = 1.0
-    learner = Learner(tiny.model(), settings)
-    assert [learner.learning_rate(n) for n in (1, 2, 3, 12)] == [0.5, 1, 1, 1]
-    settings.training.lr_schedule = "linear"
-    assert [learner.learning_rate(n) for n in (2, 3, 8)] == [1, 1, 0.5]
-    settings.training.lr_schedule = "cosine"
-    assert learner.learning_rate(8) == pytest.approx(0.5)
-
-
-def test_an_algorithm_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'grpo'"):
-        resolve_algorithm(AlgorithmSettings(algorithm="grpoo"))

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from april.algorithms.batch import Batch
 from april.algorithms.corrections import correct
 from april.rollout.step import Step
 from april.rollout.trajectory import FinishReason
-from april.training.batch import Batch
 from april.training.critic import Critic
-from april.training.learner import Learner
+from april.training.local import LocalLearner
 from tests import tiny
 from tests.algorithms import reference
-from tests.training.test_learner import recipe, rollout
+from tests.training.steps import recipe, rollout
 
 BUDGET = 64
 UNLIMITED = float("inf")
@@ -98,13 +98,13 @@ CASES = {
 }
 
 
-def learner_and_other(temperature: float = 1.0, **algorithm: object) -> tuple[Learner, Any]:
+def learner_and_other(temperature: float = 1.0, **algorithm: object) -> tuple[LocalLearner, Any]:
     """A learner whose reference, if it has one, is another policy."""
     settings = recipe(**algorithm)
     settings.rollout.temperature, settings.training.max_tokens_per_micro_batch = temperature, 150
-    learner, other = Learner(tiny.model(sharpness=1.0), settings), tiny.model(seed=1, sharpness=1.0)
+    learner, other = LocalLearner(tiny.model(sharpness=1.0), settings), tiny.model(seed=1, sharpness=1.0)
     if learner.reference is not None:
-        learner.reference.load_state_dict(other.state_dict())
+        learner.reference.model.load_state_dict(other.state_dict())
     return learner, other
 
 
@@ -129,14 +129,14 @@ def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> No
     learner, other = learner_and_other(**settings)
     batch = off_policy(learner.prepare(uneven()))
     with learner.packed():
-        total, _, _ = learner._gradient(batch)
+        sums = learner.gradient(batch)
     found = [parameter.grad.clone() for parameter in learner.model.parameters()]
     learner.model.zero_grad()
     expected = formula.loss(learner.model, other, batch)
     if case != "greedy":
         assert abs(expected - Formula().loss(learner.model, other, batch)) > 1e-3, "the case tests what it is for"
     expected.backward()
-    assert total["loss"] == pytest.approx(expected.item(), abs=1e-5, rel=1e-5)
+    assert sums.loss == pytest.approx(expected.item(), abs=1e-5, rel=1e-5)
     for parameter, gradient in zip(learner.model.parameters(), found, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, atol=1e-5, rtol=1e-4)
 
@@ -146,12 +146,12 @@ def test_a_bfloat16_policy_has_nearly_the_gradient_of_a_float32_one(algorithm: s
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         settings = recipe(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.1)
-        learner = Learner(tiny.model(sharpness=1.0).to(dtype), settings)
+        learner = LocalLearner(tiny.model(sharpness=1.0).to(dtype), settings)
         if learner.critic:
             torch.nn.init.constant_(learner.critic.head.weight, 0.1)
         batch = learner.prepare(uneven())
         with learner.packed():
-            learner._gradient(batch)
+            learner.gradient(batch)
         trained = [*learner.model.parameters(), *(learner.critic.parameters() if learner.critic else ())]
         assert {parameter.dtype for parameter in trained} == {dtype}
         gradients.append(torch.cat([parameter.grad.float().flatten() for parameter in trained]))
@@ -170,11 +170,12 @@ def test_a_sequences_ratio_is_that_of_the_tokens_it_keeps() -> None:
         s, a = (scores(learner.model, batch, row)[0][kept] - prox).mean().exp(), batch.advantages[row]
         objective = torch.minimum(s * a, s.clamp(0.8, 1.2) * a) * (prox - mu).exp().sum()
         expected -= float(objective) / len(kept) / len(batch)
-    assert float(learner.loss(batch, len(batch)).loss) == pytest.approx(expected, rel=1e-4)
+    found = learner.objective.loss(batch, *learner.policy(batch), len(batch)).loss
+    assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
 @torch.no_grad()
-def penalties(learner: Learner, other: Any, batch: Batch, coefficient: float) -> np.ndarray:
+def penalties(learner: LocalLearner, other: Any, batch: Batch, coefficient: float) -> np.ndarray:
     """β log π/π_ref of each token, [B, T - 1]."""
     result = torch.zeros(batch.mask.shape)
     for row in range(len(batch)):
@@ -220,17 +221,17 @@ def test_the_critics_loss_is_the_clipped_error_over_all_tokens_of_the_update() -
     batch = learner.prepare(uneven())
     before = batch.values + 0.1 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0))
     with learner.packed():
-        total, _, _ = learner._gradient(dataclasses.replace(batch, values=before))
+        sums = learner.gradient(dataclasses.replace(batch, values=before))
     v, old, target = (x[batch.mask].numpy() for x in (batch.values, before, batch.returns))
     near = old + np.clip(v - old, -0.05, 0.05)
     expected = 0.5 * np.maximum((v - target) ** 2, (near - target) ** 2).mean()
-    assert total["value_loss"] == pytest.approx(expected, rel=1e-4)
+    assert sums.value_loss == pytest.approx(expected, rel=1e-4)
 
 
 def test_dapo_trains_on_no_truncated_sample_and_takes_from_the_reward_of_long_ones() -> None:
     settings = recipe(algorithm="dapo")
     settings.rollout.max_response_length = 20
-    step, learner = rollout(4), Learner(tiny.model(sharpness=1.0), settings)
+    step, learner = rollout(4), LocalLearner(tiny.model(sharpness=1.0), settings)
     samples = [sample for group in step.groups for sample in group.samples]
     assert {sample.finish for sample in samples} == {FinishReason.STOP, FinishReason.LENGTH}
     lengths = np.array([sample.length for sample in samples])
@@ -258,9 +259,9 @@ def test_m2po_chooses_among_samples_without_advantage_too() -> None:
     signal = batch.mask & (batch.advantages != 0)[:, None]
     assert not signal[4:8].any()
     with learner.packed():
-        _, tokens, met = learner._gradient(batch)
-    assert tokens == int(signal.sum())
-    assert met.metrics()["masked"] == pytest.approx(float((~kept)[signal].float().mean()))
+        sums = learner.gradient(batch)
+    assert sums.tokens == int(signal.sum())
+    assert sums.met.metrics()["masked"] == pytest.approx(float((~kept)[signal].float().mean()))
 
 
 def test_metrics_are_means_over_the_tokens_of_each_update() -> None:
@@ -294,7 +295,7 @@ def test_the_optimizers_have_the_recipes_settings() -> None:
     training = settings.training
     training.learning_rate, training.critic_learning_rate, training.warmup_steps = 1e-3, 4e-3, 2
     training.betas, training.weight_decay, training.max_grad_norm = (0.8, 0.9), 0.3, 1e-3
-    learner = Learner(tiny.model(sharpness=1.0), settings)
+    learner = LocalLearner(tiny.model(sharpness=1.0), settings)
     metrics = learner.train(rollout(1), 1)
     for optimizer, module, norm, lr in (
         (learner.optimizer, learner.model, "grad_norm", 5e-4),

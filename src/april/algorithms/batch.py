@@ -2,14 +2,13 @@
 
 Invariants:
 - the ids trained on are the ids that were sampled, with the log-probability and the policy version of each;
-- the micro-batches partition the rows they are made from, and each holds at most the token budget, padding included,
-  unless it is a single row;
+- rows cut out of a batch hold what they held in it;
 - padding is on the right, where causal attention never lets it reach a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -98,27 +97,3 @@ class Batch:
             elif isinstance(value, Tensor) and name != "input_ids":
                 chosen[name] = cut(value)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)
-
-
-def micro_batches(
-    lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool = False
-) -> Iterator[list[int]]:
-    """`rows` of these `lengths` in parts: like lengths together, so that little is padded, longest first.
-
-    Args:
-        lengths: of every row.
-        rows: which of them.
-        max_tokens: tokens of a part at most, padding included.
-        packed: nothing is padded.
-    """
-    part: list[int] = []
-    tokens = 0
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        own = lengths[row] if packed or not part else lengths[part[0]]
-        if part and tokens + own > max_tokens:
-            yield part
-            part, tokens, own = [], 0, lengths[row]
-        part.append(row)
-        tokens += own
-    if part:
-        yield part

@@ -1,0 +1,355 @@
+"""The learner that trains in one process on one device.
+
+Invariants:
+- the gradient of an update is that of its loss over all of its samples, however they are cut into micro-batches;
+- what is decided (advantages, corrections, denominators, whether an update is made) is decided over the whole batch or
+  update; only forwards and backwards are of micro-batches, and all of them go by `_passes`;
+- an update takes whole groups;
+- a sample without advantage is not run through the model unless a term other than the policy loss needs it;
+- an update whose loss or gradient is not finite is not made;
+- parameters change in place, so an engine that shares them sees each update;
+- models run without dropout, so that the probabilities trained on are those of the policy that samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from april.algorithms.batch import Batch
+from april.algorithms.corrections import Diagnostics
+from april.algorithms.objective import Objective, Sums, resolve
+from april.config.recipe import AlgorithmSettings, Recipe
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Group, Sample
+from april.training.checkpoint import ADAPTER, load_tensors, save_tensors
+from april.training.critic import Critic
+from april.training.forward import PolicyModel, check_head
+from april.training.learner import Interrupted
+from april.training.lora import Adapters
+from april.training.micro_batches import plan
+from april.training.packing import attends_packed, can_pack, packed_attention
+from april.training.policy import save_policy, stop_tokens
+from april.training.recovery import Memory, SkippedUpdates
+from april.training.schedule import share_of_peak
+from april.training.serving import WeightHandover
+
+
+class LocalLearner:
+    """Trains a causal LM on rollout steps.
+
+    Args:
+        model: a Hugging Face causal LM, trained in place.
+        recipe: its sections `algorithm`, `training`, `lora`, `rollout` and `engine`.
+        tokenizer: the model's, which is saved beside it.
+        directory: the run's: the batches of updates that are not made go there, and weights for servers.
+
+    Raises:
+        ConfigError, ValueError: the model cannot be trained like this; the message says why.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, tokenizer: Any = None, directory: Path | None = None) -> None:
+        check_head(model.eval())
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = recipe.training
+        self.objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+        # Greedy samples were recorded with the log-probabilities of temperature 1.
+        self.policy = PolicyModel(model, recipe.rollout.temperature or 1.0)
+        self.memory = Memory(recipe.training.max_tokens_per_micro_batch)
+        self.skipped = SkippedUpdates(directory and directory / "skipped", recipe.training.max_skipped_updates)
+        self.device = next(model.parameters()).device
+        # With adapters the reference is the policy without them.
+        self.reference = self._frozen_copy() if self.objective.regularised and not recipe.lora.rank else None
+        self.critic = Critic(model) if self.objective.algorithm.value_head else None
+        self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
+        self.packs = can_pack(model)
+        self.optimizer = self._adamw(self.policy)
+        self.critic_optimizer = self._adamw(self.critic) if self.critic else None
+        self._handover = (
+            None if directory is None else WeightHandover(recipe, model, tokenizer, directory, self.adapters)
+        )
+        self._interrupted = threading.Event()
+        if self.settings.gradient_checkpointing:
+            for trunk in (model, self.critic.trunk) if self.critic else (model,):
+                _checkpoint_layers(trunk)
+
+    def _frozen_copy(self) -> PolicyModel:
+        return PolicyModel(copy.deepcopy(self.model).requires_grad_(False), self.policy.temperature)
+
+    def _adamw(self, module: Any) -> torch.optim.AdamW:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.0, betas=self.settings.betas, weight_decay=self.settings.weight_decay)
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_tokens(self.model, self.tokenizer)
+
+    @property
+    def served(self) -> Any:
+        """The policy's own parameters, or adapters merged into a copy that `weights` brings up to date."""
+        return self.adapters.merged_model() if self.adapters else self.model
+
+    def weights(self, version: int) -> Any:
+        assert self._handover is not None, "weights go to a run's directory"
+        return self._handover(version)
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def train(self, step: Step, number: int) -> dict[str, float]:
+        """Train on the groups of a rollout step and return the step's metrics (see `Learner`)."""
+        share = share_of_peak(self.settings, number)
+        _set_learning_rate(self.optimizer, self.settings.learning_rate * share)
+        if self.critic_optimizer:
+            _set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * share)
+        samples = [sample for group in step.groups for sample in group.samples]
+        lengths = [len(sample.prompt_ids) + sample.length for sample in samples]
+        shortages = self.memory.shortages
+        with self.packed():
+            batch = self.memory.fit(lambda: self.prepare(step), lengths)
+            results = [
+                self._update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
+                for index, rows in enumerate(self._updates(step.groups))
+            ]
+        metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
+        metrics["skipped_updates"] *= len(results)
+        own = {"lr": self.settings.learning_rate * share, "out_of_memory": self.memory.shortages - shortages}
+        return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Inside, models run over packed sequences, if the policy's architecture allows it."""
+        trunks = (self.model, self.reference and self.reference.model, self.critic and self.critic.trunk)
+        with packed_attention(*(trunk for trunk in trunks if self.packs and trunk is not None)):
+            yield
+
+    @torch.no_grad()
+    def prepare(self, step: Step) -> Batch:
+        """The step's samples with their advantages, and with whatever else is of the moment before any update."""
+        samples = [sample for group in step.groups for sample in group.samples]
+        batch = Batch.of(samples, step.version)
+        truncated = torch.tensor([sample.finish is FinishReason.LENGTH for sample in samples])
+        batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
+        if self.objective.regularised:
+            batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
+        if self.objective.penalised:
+            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch))
+        if self.critic is not None:
+            batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
+        batch = self.objective.with_advantages(batch, self.rewards(step.groups))
+        if batch.prox is None and self.settings.updates_per_step > 1:
+            signal = self.objective.carrying_signal(batch)
+            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch, signal))
+        return batch
+
+    def rewards(self, groups: Sequence[Group]) -> Tensor:
+        """The rewards trained on, [groups, samples]."""
+        rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
+        lengths = torch.tensor([[sample.length for sample in group.samples] for group in groups])
+        return self.objective.rewards(rewards, lengths)
+
+    def _updates(self, groups: Sequence[Group]) -> Iterator[range]:
+        """The rows of each optimizer update: whole groups, as many in each."""
+        sizes = [len(group.samples) for group in groups]
+        count = self.settings.updates_per_step
+        bounds = [len(groups) * k // count for k in range(count + 1)]
+        for first, last in itertools.pairwise(bounds):
+            yield range(sum(sizes[:first]), sum(sizes[:last]))
+
+    def _update(self, name: str, batch: Batch, samples: Sequence[Sample]) -> tuple[dict[str, float], Diagnostics]:
+        """One optimizer update on all rows of `batch`, which are these `samples`."""
+        sums = self.memory.fit(lambda: self.gradient(batch), batch.lengths)
+        measured = {"loss": sums.loss} | ({"value_loss": sums.value_loss} if self.critic else {})
+        norms = {"grad_norm": 0.0} | ({"value_grad_norm": 0.0} if self.critic else {})
+        if sums.tokens:
+            norms = {norm: self._clip_gradient(module) for norm, module in zip(norms, self._trained(), strict=True)}
+        measured |= norms
+        finite = all(map(math.isfinite, measured.values()))
+        if not finite:
+            self.skipped.skip(name, batch, samples, measured)
+        elif sums.tokens:
+            self._step_optimizers()
+        means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
+        means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
+        return means | measured | {"skipped_updates": float(not finite)}, sums.met
+
+    def _trained(self) -> tuple[Any, ...]:
+        return (self.policy, self.critic) if self.critic else (self.policy,)
+
+    def _step_optimizers(self) -> None:
+        self.optimizer.step()
+        if self.critic_optimizer:
+            self.critic_optimizer.step()
+        self.skipped.made()
+
+    def _clip_gradient(self, module: Any) -> float:
+        """Clip the gradient of `module` and return its norm before that."""
+        return float(torch.nn.utils.clip_grad_norm_(module.parameters(), self.settings.max_grad_norm))
+
+    def gradient(self, batch: Batch) -> Sums:
+        """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
+        if self.objective.chooses_tokens:
+            now = self._score(self._logprobs, batch)
+            correction = self.objective.correct(batch, now, now if batch.prox is None else batch.prox)
+            batch = dataclasses.replace(batch, correction=correction)
+        denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic_optimizer:
+            self.critic_optimizer.zero_grad(set_to_none=True)
+        sums = Sums()
+        for _, micro in self._passes(batch, self.objective.carrying_signal(batch)):
+            sums += self._backward(micro, denominator, trained)
+        return sums
+
+    def _backward(self, micro: Batch, denominator: float, trained: int) -> Sums:
+        """Add the gradient of a micro-batch."""
+        logp, entropy = self.policy(micro)
+        terms = self.objective.loss(micro, logp, entropy, denominator)
+        terms.loss.backward()  # type: ignore[no-untyped-call]
+        value_loss = 0.0
+        if self.critic:
+            loss = self.objective.value_loss(micro, self.critic(micro), trained)
+            loss.backward()  # type: ignore[no-untyped-call]
+            value_loss = loss.item()
+        met = Diagnostics(terms.met.sums.cpu(), terms.met.k3.cpu(), terms.met.largest.cpu())
+        return Sums(terms.loss.item(), value_loss, terms.entropy.item(), terms.kl.item(), int(micro.mask.sum()), met)
+
+    def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
+        """`rows` of the batch in micro-batches, and which rows each has."""
+        for part in plan(batch.lengths, rows, self.memory.tokens, attends_packed(self.model)):
+            if self._interrupted.is_set():
+                raise Interrupted
+            yield part, batch.rows(part, self.device)
+
+    def _logprobs(self, batch: Batch) -> Tensor:
+        logp: Tensor = self.policy(batch)[0]
+        return logp
+
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        if self.adapters:
+            with self.adapters.disabled():
+                return self._logprobs(batch)
+        assert self.reference is not None
+        logp: Tensor = self.reference(batch)[0]
+        return logp
+
+    @torch.no_grad()
+    def _score(self, score: Callable[[Batch], Tensor], batch: Batch, rows: Sequence[int] | None = None) -> Tensor:
+        """`score` of `rows`, a micro-batch at a time, or of all that are trained on; [B, T - 1], 0 elsewhere."""
+        result = torch.zeros(batch.mask.shape)
+        chosen = batch.mask.any(-1).nonzero()[:, 0].tolist() if rows is None else rows
+        for part, micro in self._passes(batch, chosen):
+            scores = score(micro)
+            result[part, : scores.shape[1]] = scores.cpu()
+        return result
+
+    def save(self, directory: Path) -> None:
+        save_policy(directory, self.model, self.tokenizer, self.adapters)
+        if self.adapters:
+            self.adapters.save(directory / ADAPTER)
+        save_tensors(directory, self.state_dict())
+
+    def load(self, directory: Path) -> None:
+        self.load_state_dict(load_tensors(directory))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training has changed but the policy's own parameters; of adapters, those too."""
+        states = {name: part.state_dict() for name, part in self._stateful().items()}
+        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return {**states, "random": [torch.get_rng_state(), *devices]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`.
+
+        Raises:
+            ValueError: it is of a run with other settings.
+        """
+        parts, saved = self._stateful(), state.keys() - {"random"}
+        if parts.keys() != saved:
+            raise ValueError(
+                f"the checkpoint holds {', '.join(sorted(saved))}, but these settings need {', '.join(sorted(parts))}: "
+                "resume with the algorithm, kl_coef and lora settings that the run was begun with"
+            )
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        random = state.get("random", ())
+        if random:
+            torch.set_rng_state(random[0])
+        if len(random) == 1 + torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(random[1:])
+
+    def _stateful(self) -> dict[str, Any]:
+        parts = {
+            "adapters": self.adapters,
+            "optimizer": self.optimizer,
+            "reference": self.reference and self.reference.model,
+            "critic": self.critic,
+            "critic_optimizer": self.critic_optimizer,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:
+    """What a recipe's section `algorithm` stands for, with responses of at most `budget` tokens.
+
+    Raises:
+        ValueError: there is no such algorithm.
+    """
+    correction: Any = settings.correction
+    own = {
+        "eps_low": settings.eps_low,
+        "eps_high": settings.eps_high,
+        "dual_clip": settings.dual_clip,
+        "aggregation": settings.loss_aggregation,
+        "kl_coefficient": settings.kl_coef,
+        "gamma": settings.gamma,
+        "lam": settings.gae_lambda,
+    }
+    chosen = resolve(settings.algorithm, correction, own)
+    bounds = settings.correction_bounds
+    return Objective(chosen, budget, correction, bounds, settings.entropy_coef, settings.value_clip)
+
+
+def _off_policy(met: Diagnostics) -> dict[str, float]:
+    """How far from on-policy the step's tokens were and what was done about it, overall and by age."""
+    named = met.metrics()
+    return {
+        "clip_fraction": named["clipped"],
+        "masked_fraction": named["masked"],
+        "capped_fraction": named["capped"],
+        "ratio_mean": named["w_mean"],
+        "ratio_max": named["w_max"],
+        "kl_behaviour": named["kl_k3"],
+        **{f"by_age/{name}": value for name, value in named.items() if name.startswith("age_")},
+    }
+
+
+def _checkpoint_layers(trunk: Any) -> None:
+    trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in trunk.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
+            module.training = True
+
+
+def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = lr

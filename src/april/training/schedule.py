@@ -1,0 +1,20 @@
+"""How learning rates go over a run."""
+
+from __future__ import annotations
+
+import math
+
+from april.config.recipe import TrainingSettings
+
+
+def share_of_peak(settings: TrainingSettings, step: int) -> float:
+    """The share of its peak that every learning rate has in training step `step`, counted from 1."""
+    warmup, steps = settings.warmup_steps, settings.steps
+    if step <= warmup:
+        return step / warmup
+    progress = (step - 1 - warmup) / max(steps - warmup, 1)
+    if settings.lr_schedule == "linear":
+        return max(1 - progress, 0.0)
+    if settings.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+    return 1.0

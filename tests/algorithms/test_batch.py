@@ -1,0 +1,43 @@
+"""Batches hold what was sampled, each token where it belongs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Sample
+from april.algorithms.batch import Batch
+from tests.training.steps import VERSION, rollout
+
+
+@given(st.integers(0, 10_000), st.data())
+@settings(max_examples=50, deadline=None)
+def test_rows_are_samples_as_they_were_sampled(seed: int, data: st.DataObject) -> None:
+    samples = [sample for group in rollout(seed).groups for sample in group.samples]
+    batch = dataclasses.replace(Batch.of(samples, VERSION), advantages=torch.arange(float(len(samples))))
+    rows = data.draw(st.lists(st.sampled_from(range(len(samples))), min_size=1, unique=True))
+    cut = batch.rows(rows)
+    assert cut.input_ids.shape == (len(rows), max(cut.lengths))
+    for row, index in enumerate(rows):
+        check_row(samples[index], cut, row)
+        assert cut.advantages is not None
+        assert cut.advantages[row] == index
+
+
+def check_row(sample: Sample, batch: Batch, row: int) -> None:
+    """Ids, log-probabilities and ages are those that were sampled, each where it belongs."""
+    whole = [*sample.prompt_ids, *sample.response_ids]
+    assert batch.lengths[row] == len(whole)
+    assert batch.input_ids[row, : len(whole)].tolist() == whole
+    start = len(sample.prompt_ids) - 1
+    where = slice(start, start + sample.length)
+    assert batch.mask[row, where].tolist() == sample.loss_mask.tolist()
+    assert int(batch.mask[row].sum()) == int(sample.loss_mask.sum())
+    mask = batch.mask[row, where]
+    torch.testing.assert_close(batch.behaviour[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
+    assert (VERSION - batch.ages[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
+    assert not batch.behaviour[row][~batch.mask[row]].any()
+    assert not batch.ages[row][~batch.mask[row]].any()

@@ -1,0 +1,63 @@
+"""What an objective decides; tests/training/test_update.py has its losses against the formulas written out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april.algorithms import ALGORITHMS
+from april.algorithms.batch import Batch
+from april.algorithms.corrections import Diagnostics
+from april.algorithms.objective import Objective, Sums, resolve
+from tests.training.steps import rollout
+
+
+def test_m2po_takes_the_place_of_the_clip_unless_a_clip_is_set() -> None:
+    chosen = resolve("grpo", "m2po", {})
+    assert chosen.eps_low == chosen.eps_high == math.inf
+    assert resolve("grpo", "m2po", {"eps_high": 0.3}).eps_high == 0.3
+    assert resolve("gspo", "m2po", {}).eps_high == 4e-4
+
+
+def test_own_settings_take_the_place_of_published_ones() -> None:
+    assert resolve("ppo", "tis", {"lam": 0.5, "gamma": None}).lam == 0.5
+    assert resolve("ppo", "tis", {"lam": None}) == ALGORITHMS["ppo"]
+
+
+def test_an_algorithm_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="did you mean 'grpo'"):
+        resolve("grpoo", "behaviour", {})
+
+
+@given(st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 1000), st.integers(1, 11))
+def test_the_losses_of_micro_batches_add_up_to_that_of_the_update(name: str, seed: int, cut: int) -> None:
+    objective = Objective(resolve(name, "behaviour", {"kl_coefficient": 0.0}), budget=64)
+    step = rollout(seed)
+    samples = [sample for group in step.groups for sample in group.samples]
+    batch = Batch.of(samples, step.version)
+    noise = torch.randn(3, *batch.mask.shape, generator=torch.Generator().manual_seed(seed))
+    if objective.algorithm.value_head:
+        batch = dataclasses.replace(batch, values=noise[0])
+    rewards = torch.tensor([[sample.reward for sample in group.samples] for group in step.groups])
+    batch = objective.with_advantages(batch, rewards)
+    scores = (noise[1] - 3, noise[2].abs())
+    denominator = objective.denominator(batch)
+
+    def loss(rows: list[int]) -> torch.Tensor:
+        part = batch.rows(rows)
+        return objective.loss(part, *(s[rows, : part.mask.shape[1]] for s in scores), denominator).loss
+
+    rows = list(range(len(batch)))
+    torch.testing.assert_close(loss(rows[:cut]) + loss(rows[cut:]), loss(rows), atol=1e-5, rtol=1e-5)
+
+
+def test_sums_add_up() -> None:
+    met = Diagnostics(torch.ones(6, 9), torch.ones(9), torch.arange(9.0))
+    both = Sums(1.0, 2.0, 3.0, 4.0, 5, met) + Sums(1.0, 1.0, 1.0, 1.0, 1)
+    assert (both.loss, both.value_loss, both.entropy, both.kl, both.tokens) == (2, 3, 4, 5, 6)
+    assert both.met.metrics() == met.metrics()
