@@ -24,7 +24,8 @@ from typing import Any
 from record import save, spread
 
 from april import RolloutScheduler
-from april.config.recipe import Recipe, load_recipe
+from april.config.reading import load_recipe
+from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.journal import Journal
 from april.tasks.build import build_task

@@ -21,7 +21,7 @@ from matplotlib.patches import Patch
 from record import save
 
 from april import RolloutScheduler
-from april.config.recipe import load_recipe
+from april.config.reading import load_recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.step import Step
 from april.tasks.build import build_task

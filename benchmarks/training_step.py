@@ -37,7 +37,8 @@ import torch
 from record import save, spread
 
 from april import RolloutScheduler, Step
-from april.config.recipe import Recipe, load_recipe
+from april.config.reading import load_recipe
+from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream

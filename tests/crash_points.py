@@ -43,7 +43,7 @@ import torch
 from safetensors.torch import load_file
 
 from april.commands import main as command_line
-from april.config.recipe import ModelSettings
+from april.config.settings import ModelSettings
 from april.reporting.metrics import read_metrics
 from april.reporting.step_log import StepLog
 from april.rollout.journal import Journal

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from april.config.recipe import API_KEY, ConfigError, ModelSettings
+from april.config.error import ConfigError
+from april.config.settings import API_KEY, ModelSettings
 from april.training.checkpoint import OPTIMIZER, CheckpointError, load_tensors
 from april.training.output import locked, prepare_output
 from april.training.policy import load_policy

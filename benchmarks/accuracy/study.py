@@ -34,7 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from april.config.recipe import Recipe, check_recipe, load_recipe
+from april.config.checking import check_recipe
+from april.config.reading import load_recipe
+from april.config.recipe import Recipe
 from april.reporting.metrics import read_metrics
 from april.training.recovery import TrainingError
 from april.training.trainer import Trainer

@@ -36,7 +36,8 @@ import trl
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from april.config.recipe import Recipe, load_recipe
+from april.config.reading import load_recipe
+from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop

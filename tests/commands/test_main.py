@@ -9,7 +9,7 @@ import pytest
 
 from april.commands.main import COMMANDS
 from april.commands.resume import arguments
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 from tests.commands.conftest import status
 
 

@@ -28,6 +28,7 @@ from tests.commands.conftest import status
         (("steps = 6", "steps = "), (), "no valid TOML"),
         ((), ("--task.name", "gdc"), "gcd"),
         ((), ("--model.path", "/nowhere"), "no such directory"),
+        ((), ("--algorithm", "ppo", "--value-clip", "inf", "--steps", "0"), "training.steps = 0: must be positive"),
         ((), ("--task.kind", "records", "--task.path", "nothing.jsonl"), "no such file"),
         ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
         ((), ("--correction", "tiss"), "correction"),

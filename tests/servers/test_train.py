@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from april.algorithms import objective
-from april.config.recipe import load_recipe
+from april.config.reading import load_recipe
 from april.engines.servers.launch import Server
 from april.training.trainer import Trainer
 from tests import tiny

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from april.config.recipe import ConfigError, LoraSettings, Recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.config.settings import LoraSettings
 from april.engines.embedded import EmbeddedEngine
 from april.training.local import LocalLearner
 from tests import tiny

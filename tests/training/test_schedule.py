@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from april.config.recipe import TrainingSettings
+from april.config.settings import TrainingSettings
 from april.training.schedule import share_of_peak
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
 from april.commands.arguments import help_asked_for
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 
 USAGE = "usage: april algorithms\n\nThe algorithms and corrections a recipe can name, with settings and sources."
 

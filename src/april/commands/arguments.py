@@ -10,7 +10,10 @@ from typing import TypeVar
 
 import tyro
 
-from april.config.recipe import ConfigError, Recipe, check_recipe, load_recipe, setting_line
+from april.config.checking import check_recipe
+from april.config.error import ConfigError
+from april.config.reading import load_recipe, setting_line
+from april.config.recipe import Recipe
 
 Options = TypeVar("Options")
 FLAGS = (

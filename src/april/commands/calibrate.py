@@ -8,7 +8,7 @@ from pathlib import Path
 
 from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.commands.failure import fail
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 from april.rollout.engine import EngineError
 from april.simulation.calibration import calibrate_recipe
 from april.simulation.cost_model import CostModel

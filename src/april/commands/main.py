@@ -12,7 +12,7 @@ from importlib import import_module
 
 from april import __version__
 from april.commands.failure import fail
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),

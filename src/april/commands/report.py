@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from april.commands.arguments import help_asked_for
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 from april.reporting.report import write_report
 
 USAGE = "usage: april report DIR\n\nWrite report.html of the run in DIR anew, from its metrics and traces."

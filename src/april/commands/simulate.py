@@ -13,7 +13,8 @@ from typing import Literal
 from rich.console import Console
 
 from april.commands.arguments import read_options, read_recipe, ready_for_output
-from april.config.recipe import ConfigError, Recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
 from april.simulation import hardware
 from april.simulation.cost_model import CostModel, CostModelError
 from april.simulation.page import print_points, simulation_page

@@ -27,7 +27,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from april.config.recipe import ConfigError, EngineSettings, ModelSettings, Recipe, check_engine
+from april.config.checking import check_engine
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from april.config.recipe import ModelSettings, Recipe
+from april.config.recipe import Recipe
+from april.config.settings import ModelSettings
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.trl import (

@@ -32,7 +32,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
-from april.config.recipe import AlgorithmSettings, Recipe
+from april.config.recipe import Recipe
+from april.config.settings import AlgorithmSettings
 from april.rollout.step import Step
 from april.rollout.trajectory import FinishReason, Group, Sample
 from april.training.checkpoint import ADAPTER, load_tensors, save_tensors

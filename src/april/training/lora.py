@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from april.config.recipe import ConfigError, LoraSettings
+from april.config.error import ConfigError
+from april.config.settings import LoraSettings
 
 
 class Adapters:

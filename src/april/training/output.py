@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from april.config.recipe import ConfigError
+from april.config.error import ConfigError
 from april.rollout.disk import free_name
 
 LOCK = "lock"

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from april.config.recipe import ConfigError, ModelSettings
+from april.config.error import ConfigError
+from april.config.settings import ModelSettings
 from april.training.lora import Adapters
 
 

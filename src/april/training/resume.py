@@ -15,7 +15,8 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from april.config.recipe import ConfigError, Recipe, recipe_from_dict
+from april.config.error import ConfigError
+from april.config.recipe import Recipe, recipe_from_dict
 from april.rollout.disk import free_name
 from april.rollout.journal import DamageError, Journal, salvage
 from april.training.checkpoint import (

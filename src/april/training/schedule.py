@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from april.config.recipe import TrainingSettings
+from april.config.settings import TrainingSettings
 
 
 def share_of_peak(settings: TrainingSettings, step: int) -> float:

@@ -17,7 +17,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from april.config.recipe import API_KEY, ConfigError, EngineSettings, Recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.config.settings import API_KEY, EngineSettings
 from april.rollout.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from april.config.recipe import RolloutSettings
+from april.config.settings import RolloutSettings
 from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Group, Prompt, Sample
 from april.tasks.isolation import STATM, RewardWorkers

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from april.algorithms.dapo import informative_groups
-from april.config.recipe import ConfigError, Recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
 from april.reporting.faults import FaultLog
 from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress

@@ -1,0 +1,192 @@
+"""Checking a recipe: every rule that involves more than the type of one setting.
+
+Invariant: a recipe is checked whole before anything is loaded, and every problem names the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter, ValidationError
+
+from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
+from april.config.error import ConfigError
+from april.config.model_path import model_path_problem
+from april.config.ranges import out_of_range
+from april.config.reading import messages, nearest
+from april.config.recipe import Recipe
+from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
+from april.engines.servers.address import is_loopback
+from april.reporting.metrics import check_trackers
+from april.rollout.admission.fixed import FixedAdmission
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Every rule that involves more than one setting's type, before anything is loaded.
+
+    Raises:
+        ConfigError: with a line for each rule that is broken.
+    """
+    problems = list(_problems(recipe))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_engine(settings: EngineSettings) -> None:
+    """Bring settings that come from Python, not from a recipe, to their types, and check them.
+
+    Raises:
+        ConfigError: with a line for each that is wrong.
+    """
+    problems = []
+    for name, kind in get_type_hints(type(settings)).items():
+        try:
+            setattr(settings, name, TypeAdapter(kind).validate_python(getattr(settings, name)))
+        except ValidationError as error:
+            problems.append(f"{name} = {getattr(settings, name)!r}: {messages(error.errors())}")
+    if not problems:
+        broken = (*_range_problems("engine", settings), *_engine_problems(settings), *_exposed(settings))
+        problems = [line.removeprefix("engine.") for line in broken]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    for section in dataclasses.fields(recipe):
+        yield from _range_problems(section.name, getattr(recipe, section.name))
+    yield from _rollout_problems(recipe)
+    yield from _training_problems(recipe)
+    if problem := model_path_problem(recipe.model.path):
+        yield problem
+    for name in ("path", "eval_path"):
+        if (value := getattr(recipe.task, name)) and not os.path.isfile(value):
+            yield f"task.{name} = {value!r}: no such file"
+    yield from _algorithm_problems(recipe.algorithm)
+    yield from _engine_problems(recipe.engine)
+    yield from _exposed(recipe.engine)
+    try:
+        check_trackers(recipe.reporting.trackers)
+    except (ValueError, ModuleNotFoundError) as error:
+        yield str(error)
+    if recipe.lora.rank and find_spec("peft") is None:
+        yield f'lora.rank = {recipe.lora.rank} needs peft: pip install "april-rl[lora]"'
+
+
+def _rollout_problems(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    batch_size, bound = rollout.rollout_batch_size, recipe.max_staleness
+    over_sampling = recipe.over_sampling_batch_size if rollout.partial_rollout else batch_size
+    if batch_size > 0 and over_sampling != "auto":
+        try:
+            FixedAdmission.within(batch_size, over_sampling, bound)
+        except ValueError as error:
+            yield f"rollout.{error}"
+    if rollout.policy == "april-paper" and recipe.engine.on_update == "keep":
+        yield (
+            'rollout.policy = "april-paper" computes unfinished samples anew when the weights change: set '
+            'engine.on_update = "recompute"'
+        )
+    try:
+        recipe.sampling()
+    except ValueError as error:
+        yield f"rollout.{error}"
+
+
+def _training_problems(recipe: Recipe) -> Iterator[str]:
+    rollout, training = recipe.rollout, recipe.training
+    batch_size, updates = rollout.rollout_batch_size, training.updates_per_step
+    if batch_size > 0 and updates > 0 and batch_size % updates:
+        yield (
+            f"training.updates_per_step = {updates} does not divide rollout_batch_size = {batch_size}: each optimizer "
+            "update takes the same number of whole groups"
+        )
+    if training.max_tokens_per_micro_batch < rollout.max_response_length:
+        yield (
+            f"training.max_tokens_per_micro_batch = {training.max_tokens_per_micro_batch} is less than "
+            f"rollout.max_response_length = {rollout.max_response_length}: one sample would not fit; raise it"
+        )
+    if not all(0 <= beta < 1 for beta in training.betas):
+        yield f"training.betas = {training.betas}: each must lie in [0, 1)"
+
+
+def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
+    try:
+        algorithm(settings.algorithm)
+    except ValueError as error:
+        yield str(error)
+    yield from _correction_problems(settings)
+    for name in ("gamma", "gae_lambda"):
+        if (value := getattr(settings, name)) is not None and value > 1:
+            yield f"algorithm.{name} = {value}: must lie in [0, 1]"
+
+
+def _range_problems(section: str, values: Any) -> Iterator[str]:
+    for name, rule in out_of_range(values):
+        yield f"{section}.{name} = {getattr(values, name)}: {rule}"
+
+
+def _engine_problems(engine: EngineSettings) -> Iterator[str]:
+    servers = engine.engine in ("vllm", "sglang")
+    if engine.urls and not servers:
+        yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
+    for url in engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+/?", url):
+            yield f'engine.urls has {url!r}: write each as "http://host:port"'
+    if servers and not engine.urls and engine.server_python and shutil.which(engine.server_python) is None:
+        yield f"engine.server_python = {engine.server_python!r}: no such interpreter"
+    if engine.engine == "vllm-inproc":
+        if engine.on_update == "keep":
+            yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'
+        if find_spec("vllm") is None:
+            yield (
+                'engine.engine = "vllm-inproc" needs vLLM in this environment: install it here, or use "vllm", whose '
+                "server may have an environment of its own (engine.server_python)"
+            )
+
+
+def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
+    name = settings.correction
+    if name not in CORRECTIONS:
+        yield f"algorithm.correction = {name!r}: {nearest(name, list(CORRECTIONS))}"
+        return
+    rule, own = CORRECTIONS[name], settings.correction_bounds
+    for bound in own:
+        if bound not in rule.bounds and bound != "max_age":
+            having = ", ".join(kind for kind, other in CORRECTIONS.items() if bound in other.bounds)
+            yield (
+                f"algorithm.correction_{bound} does not apply to correction = {name!r}: remove it, or choose one of "
+                f"{having}"
+            )
+    bounds = rule.bounds | own
+    if "low" in bounds and bounds["low"] > bounds.get("high", UNBOUNDED):
+        yield (
+            f"algorithm.correction_low = {bounds['low']:g} is above correction_high = {bounds['high']:g}: nothing "
+            "would be left to train on"
+        )
+
+
+def _exposed(engine: EngineSettings) -> Iterator[str]:
+    """What would show a server or a key to those it is not meant for."""
+    for url in engine.urls:
+        if "@" in urlsplit(url).netloc:
+            yield f"engine.urls holds a password: leave it out, and put the servers' key into {API_KEY} instead"
+    for option in (argument.partition("=")[0] for argument in engine.server_args):
+        if option == "--host":
+            yield "engine.server_args names --host: set engine.server_host instead"
+        elif re.fullmatch(r"--(\w+-)?api-key|--hf-token|--.*password", option):
+            yield (
+                f"engine.server_args names {option}: everybody on the machine sees the options of a process; put the "
+                f"key into the environment (the servers' own as {API_KEY})"
+            )
+    if not is_loopback(engine.server_host) and not os.environ.get(API_KEY):
+        yield (
+            f"engine.server_host = {engine.server_host!r} can be reached from other machines: set the environment "
+            f'variable {API_KEY} to a key that the servers ask for, or server_host to "127.0.0.1"'
+        )

@@ -1,0 +1,70 @@
+"""What `model.path` may be: a directory with a model and its tokenizer, or a name on the Hugging Face hub.
+
+Invariant: what can be neither is refused here, from its spelling and the disk alone; only a name that the hub might
+have is looked for there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+
+PART = r"(?=[\w.-]{1,96}(?:/|$))\w(?:[\w.-]*\w)?"
+HUB_NAME = re.compile(rf"(?:{PART}/)?{PART}", re.ASCII)
+"""`owner/name`, or the `name` alone of a model from before there were owners."""
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Any of these files makes a tokenizer."""
+
+
+def model_path_problem(path: str) -> str | None:
+    """What is wrong with `model.path`, if anything."""
+    if not path:
+        return "model.path is not set: name a Hugging Face model, as a directory or a hub name"
+    problem = _directory_problem(path) if os.path.isdir(os.path.expanduser(path)) else _name_problem(path)
+    return f"model.path = {path!r}: {problem}" if problem else None
+
+
+def _directory_problem(path: str) -> str | None:
+    files = os.listdir(os.path.expanduser(path))
+    if "config.json" not in files:
+        return "there is no config.json in this directory: name one that save_pretrained wrote"
+    if not set(files) & set(TOKENIZERS):
+        return (
+            "there is a model in this directory and no tokenizer: put that of the model it comes from beside it, by "
+            f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"
+        )
+    return None
+
+
+def _name_problem(path: str) -> str | None:
+    owner, slash, name = path.rpartition("/")
+    if path.startswith((".", "/", "~")) or "/" in owner or (slash and os.path.isdir(owner)):
+        return f"no such directory{_hint(owner or '.', name)}"
+    if not HUB_NAME.fullmatch(path) or re.search(r"--|\.\.|\.git$", path):
+        return "no such directory, and no hub name either, which is owner/name"
+    hint = "" if slash else _hint(".", name)
+    return f"no such directory{hint}" if hint else None
+
+
+def _hint(folder: str, name: str) -> str:
+    """The directory in `folder` whose name is nearest to `name`, if one is near."""
+    near = get_close_matches(name, _directories(folder), n=1, cutoff=0.8)
+    return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
+
+
+def _directories(folder: str) -> Iterator[str]:
+    try:
+        with os.scandir(os.path.expanduser(folder)) as entries:
+            yield from (entry.name for entry in entries if entry.is_dir())
+    except OSError:
+        return

@@ -1,0 +1,121 @@
+"""Reading a recipe from TOML.
+
+Invariant: an error names the file, the line, the setting and the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a TOML recipe; paths in it that exist beside it become absolute.
+
+    Raises:
+        ConfigError: the file is missing or is no TOML, or a key or a value is wrong; each with its line.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this recipe: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        settings = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: no valid TOML: {error}") from None
+    if unknown := list(_unknown(path, text, settings)):
+        raise ConfigError("\n".join(unknown))
+    try:
+        recipe: Recipe = TypeAdapter(Recipe).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(path, text, problems) for problems in _by_setting(error))) from None
+    recipe.model.path = _beside(path, recipe.model.path)
+    data, held_out = (value and _beside(path, value) for value in (recipe.task.path, recipe.task.eval_path))
+    recipe.task = dataclasses.replace(recipe.task, path=data, eval_path=held_out)
+    return recipe
+
+
+def _beside(recipe: Path, name: str) -> str:
+    """A path in a recipe: relative to the recipe's folder if it exists there, else as it is."""
+    beside = os.path.join(recipe.parent, name)
+    return os.path.realpath(beside) if name and os.path.exists(beside) else name
+
+
+def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each section or key that no recipe has, with the nearest one that it has."""
+    keys = {f.name: [k.name for k in dataclasses.fields(getattr(Recipe(), f.name))] for f in dataclasses.fields(Recipe)}
+    for section, values in settings.items():
+        if section not in keys:
+            home = [f"[{name}]" for name, known in keys.items() if section in known]
+            hint = f"it belongs into {home[0]}" if home else nearest(section, list(keys))
+            yield f"{_where(path, text, [section])}: unknown section or setting {section}; {hint}"
+        elif isinstance(values, Mapping):
+            for key in set(values) - set(keys[section]):
+                home = [f"[{name}]" for name, known in keys.items() if key in known]
+                hint = f"it belongs into {home[0]}" if home else nearest(key, keys[section])
+                yield f"{_where(path, text, [section, key])}: unknown setting {section}.{key}; {hint}"
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint for a name that is not among those known."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+
+
+def _by_setting(error: ValidationError) -> list[list[Any]]:
+    """pydantic's findings; those about the types one setting may have are together."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for problem in error.errors():
+        found.setdefault(problem["loc"][:2], []).append(problem)
+    return list(found.values())
+
+
+def messages(problems: list[Any]) -> str:
+    """What pydantic found about one value, in one line."""
+    return "; or: ".join(problem["msg"].removeprefix("Value error, ") for problem in problems)
+
+
+def _explain(path: Path, text: str, problems: list[Any]) -> str:
+    """One line for what pydantic found about a setting: file, line, setting, what is wrong."""
+    problem = problems[0]
+    location = [str(part) for part in (problem["loc"] if len(problems) == 1 else problem["loc"][:2])]
+    message = messages(problems)
+    if problem["type"] == "value_error":
+        return f"{_where(path, text, location)}: {'.'.join(location)}.{message}"
+    return f"{_where(path, text, location)}: {'.'.join(location)} = {problem['input']!r}: {message}"
+
+
+def _where(path: Path, text: str, location: list[str]) -> str:
+    line = _line(text, location)
+    return f"{path}:{line}" if line else str(path)
+
+
+def setting_line(path: Path, name: str) -> int | None:
+    """The line of a recipe on which the setting `section.key` stands, counted from 1; None if it does not."""
+    return _line(path.read_text(), name.split("."))
+
+
+def _line(text: str, location: list[str]) -> int | None:
+    """The line of a recipe on which a setting stands, counted from 1."""
+    section: str | None = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
+            section = header[1].strip()
+            if [section] == location or section.split(".") == location[:2]:
+                return number
+        elif (key := re.match(r"\s*([\w-]+)\s*=", line)) and [section, key[1]] == location[:2]:
+            return number
+    return None

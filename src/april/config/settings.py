@@ -1,0 +1,273 @@
+"""The sections of a recipe: every setting of a run, its type, its range and its default.
+
+Invariant: a setting's range is in its type (`ranges`), and what it means in its section's docstring; both are said
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from april.config.ranges import NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
+
+API_KEY = "APRIL_ENGINE_API_KEY"
+"""The environment variable that holds the key of servers that want one."""
+
+
+@dataclass(kw_only=True)
+class ModelSettings:
+    """The policy.
+
+    Args:
+        path: Policy: a Hugging Face causal LM, as a directory or a hub name. Relative to the recipe's folder
+            first.
+        dtype: Precision of the parameters that are trained.
+        device: Where to train and, with the embedded engine, to generate: auto, cpu, cuda, cuda:1, …
+    """
+
+    path: str = ""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+
+
+@dataclass(kw_only=True)
+class RolloutSettings:
+    """How responses are generated.
+
+    Args:
+        partial_rollout: Active partial rollouts: start more groups than a step needs, interrupt the rest once
+            enough are complete, and go on with them first in the next step. Off: synchronous, every sample
+            on-policy.
+        policy: april, or the reference's for comparison (april-paper): a fixed N', no staleness bound, the groups that
+            are complete first, in the order of their arrival.
+        rollout_batch_size: Groups a step trains on (N).
+        over_sampling_batch_size: Groups under way at a step's start (N'), from N to N × (max_staleness + 1). auto:
+            the fewest that are expected to come within 2 % of the best throughput that the bound allows, chosen
+            anew as lengths and speeds drift.
+        n_samples_per_prompt: Samples in a group (G).
+        max_staleness: The most weight updates between a group's first token and the step that trains on it. A
+            guarantee.
+        order: Which unfinished samples get a slot first.
+        max_prompt_length: Leave out prompts of more tokens than this; unset: what the context has room for
+            beside a full response.
+        max_response_length: Response budget of a sample, in tokens.
+        temperature: Sampling temperature.
+        top_p: Nucleus sampling; 1 is off. Truncated sampling makes corrections take fresh tokens for stale ones
+            (docs/algorithms.md).
+        top_k: Sample among the k most probable tokens; 0 is off.
+        min_p: Sample among tokens at least this times as probable as the best one; 0 is off.
+        stop_token_ids: Tokens that end a response, beside the model's end-of-sequence tokens.
+        dynamic_sampling: Replace groups whose rewards are all equal, one for one. Unset: as the algorithm
+            publishes it.
+        max_rejected_groups: Groups of one step that dynamic sampling may turn away before the run stops; 20 N
+            if unset.
+        on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
+        reward_timeout: Seconds a reward may take.
+        reward_workers: Processes that compute rewards beside generation; 0 computes them in the run's own
+            process, which suits quick functions that cannot hang.
+        reward_memory_gb: Memory a reward process may take beyond what it holds after loading, in GB (on Linux);
+            unset: no limit.
+        reward_env: Environment variables that reward processes get although their names look like secrets; all
+            other such variables are kept from them.
+    """
+
+    partial_rollout: bool = True
+    policy: Literal["april", "april-paper"] = "april"
+    rollout_batch_size: Positive[int] = 32
+    over_sampling_batch_size: Positive[int] | Literal["auto"] = "auto"
+    n_samples_per_prompt: Positive[int] = 8
+    max_staleness: NotNegative[int] = 5
+    order: Literal["oldest", "most-complete", "nearest", "longest", "shortest"] = "oldest"
+    max_prompt_length: Positive[int] | None = None
+    max_response_length: Positive[int] = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    dynamic_sampling: bool | None = None
+    max_rejected_groups: Positive[int] | None = None
+    on_reward_error: Literal["raise", "zero", "reject"] = "raise"
+    reward_timeout: Positive[float] | None = 30.0
+    reward_workers: NotNegative[int] = 1
+    reward_memory_gb: Positive[float] | None = 4.0
+    reward_env: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class EngineSettings:
+    """What generates them.
+
+    Args:
+        engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
+            servers (vllm, sglang).
+        max_running: Samples that decode together: engine slots, of each server.
+        context_length: Prompt and response tokens of a sample together; unset: what the model allows.
+        on_update: What becomes of an unfinished sample's KV cache when the weights change: computed anew under the
+            new weights, or kept. The recorded log-probabilities are exact in both.
+        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
+            free.
+        stream_interval: embedded: decode steps between two looks at what was sampled; finished samples show at once.
+        urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
+        replicas: vllm, sglang: servers to start.
+        server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
+        server_args: vllm, sglang: more options of the servers that april starts.
+        server_host: vllm, sglang: the address on which they listen. Other machines reach them only if it is none of
+            this machine's own; then they ask for the key in the environment variable APRIL_ENGINE_API_KEY.
+        weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
+            (broadcast: gloo on CPUs, nccl on GPUs).
+        ready_timeout: vllm, sglang: seconds a server may take to start.
+    """
+
+    engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
+    max_running: Positive[int] = 64
+    context_length: Positive[int] | None = None
+    on_update: Literal["recompute", "keep"] = "recompute"
+    kv_cache_gb: Positive[float] | None = None
+    stream_interval: Positive[int] = 8
+    urls: tuple[str, ...] = ()
+    replicas: Positive[int] = 1
+    server_python: str | None = None
+    server_args: tuple[str, ...] = ()
+    server_host: str = "127.0.0.1"
+    weight_transfer: Literal["disk", "broadcast"] = "disk"
+    ready_timeout: Positive[float] = 900.0
+
+
+@dataclass(kw_only=True)
+class AlgorithmSettings:
+    """What is optimised.
+
+    Args:
+        algorithm: Published defaults to start from; `april algorithms` lists them.
+        correction: How tokens of older policies are corrected for; `april algorithms` lists the choices.
+        correction_cap: Weights above are cut down to it; unset: as published. Kinds with a weight only.
+        correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
+        correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
+        correction_tau: m2po: the second moment that the tokens trained on may have; unset: as published.
+        correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
+        eps_low: Lower clip range; unset: as published.
+        eps_high: Upper clip range; unset: as published.
+        dual_clip: Bound of the loss for negative advantages, above 1 (3 is usual); unset: as published.
+        loss_aggregation: How token losses become one number; unset: as published.
+        kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
+        entropy_coef: Weight of an entropy bonus.
+        gamma: ppo: discount; unset: as published.
+        gae_lambda: ppo: λ of generalised advantage estimation; unset: as published.
+        value_clip: ppo: how far a value may move from its estimate before the update; inf is no bound.
+    """
+
+    algorithm: str = "grpo"
+    correction: str = "behaviour"
+    correction_cap: PositiveUnbounded[float] | None = None
+    correction_low: NotNegative[float] | None = None
+    correction_high: PositiveUnbounded[float] | None = None
+    correction_tau: NotNegative[float] | None = None
+    correction_max_age: NotNegative[int] | None = None
+    eps_low: NotNegativeUnbounded[float] | None = None
+    eps_high: NotNegativeUnbounded[float] | None = None
+    dual_clip: Positive[float] | None = None
+    loss_aggregation: Literal["token-mean", "sequence-mean", "constant"] | None = None
+    kl_coef: NotNegative[float] | None = None
+    entropy_coef: float = 0.0
+    gamma: NotNegative[float] | None = None
+    gae_lambda: NotNegative[float] | None = None
+    value_clip: PositiveUnbounded[float] = 0.2
+
+    @property
+    def correction_bounds(self) -> dict[str, float]:
+        """The bounds that are set, by the names `corrections.correct` gives them."""
+        names = ("cap", "low", "high", "tau", "max_age")
+        bounds = {name: getattr(self, f"correction_{name}") for name in names}
+        return {name: value for name, value in bounds.items() if value is not None}
+
+
+@dataclass(kw_only=True)
+class LoraSettings:
+    """Low-rank adapters instead of all parameters (needs the extra `lora`).
+
+    Args:
+        rank: Rank of the adapters; 0 trains all parameters.
+        alpha: The adapters' output counts alpha / rank; unset: twice the rank.
+        target_modules: Names of the modules that get adapters; unset: every linear layer but the head.
+    """
+
+    rank: NotNegative[int] = 0
+    alpha: Positive[int] | None = None
+    target_modules: tuple[str, ...] = ()
+
+    @property
+    def scale_alpha(self) -> int:
+        """Alpha with its default filled in."""
+        return 2 * self.rank if self.alpha is None else self.alpha
+
+
+@dataclass(kw_only=True)
+class TrainingSettings:
+    """How it is optimised.
+
+    Args:
+        steps: Training steps: rollout batches to collect and train on.
+        updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
+        learning_rate: Peak learning rate of AdamW.
+        critic_learning_rate: ppo: that of the critic.
+        lr_schedule: How the learning rates go from their peaks to zero at the last step.
+        warmup_steps: Steps of linear warm-up.
+        betas: AdamW's decay rates.
+        weight_decay: AdamW's decoupled weight decay.
+        max_grad_norm: Gradients are clipped to this norm.
+        max_tokens_per_micro_batch: Tokens of one forward and backward pass, padding included where the model's
+            architecture needs any. Lower it when memory runs out; it is halved then by itself.
+        max_skipped_updates: Updates in a row that may be skipped because loss or gradient is not finite; then the
+            run stops. Their batches are kept in the run's folder `skipped`.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
+        seed: Everything random follows from it: data order, samples, initialisation.
+        threads: CPU threads of PyTorch; unset: as PyTorch chooses.
+        eval_interval: Steps between evaluations on held-out problems; 0 evaluates before and after training
+            only.
+        eval_samples: Samples per held-out problem; accuracy is their mean.
+        eval_temperature: Temperature of evaluation; unset: the rollouts'.
+        save_interval: Steps between checkpoints; 0 saves at the end only.
+        keep_checkpoints: Checkpoints kept on disk, the newest ones.
+        journal_delay: Seconds of rollouts that a crash may lose at most; between checkpoints the journal is written as
+            often as that. 0 writes every token before the next is waited for.
+    """
+
+    steps: Positive[int] = 100
+    updates_per_step: Positive[int] = 1
+    learning_rate: Positive[float] = 1e-6
+    critic_learning_rate: Positive[float] = 1e-5
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NotNegative[int] = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NotNegative[float] = 0.0
+    max_grad_norm: Positive[float] = 1.0
+    max_tokens_per_micro_batch: Positive[int] = 8192
+    max_skipped_updates: Positive[int] = 3
+    gradient_checkpointing: bool = False
+    seed: NotNegative[int] = 0
+    threads: Positive[int] | None = None
+    eval_interval: NotNegative[int] = 10
+    eval_samples: Positive[int] = 4
+    eval_temperature: NotNegative[float] | None = None
+    save_interval: NotNegative[int] = 50
+    keep_checkpoints: Positive[int] = 2
+    journal_delay: NotNegative[float] = 1.0
+
+
+@dataclass(kw_only=True)
+class ReportingSettings:
+    """What is written, and where.
+
+    Args:
+        output: The run's directory: metrics, checkpoints, report.
+        if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
+        trackers: Where metrics go beside metrics.jsonl.
+        project: Project name for wandb and trackio.
+    """
+
+    output: str = "runs/april"
+    if_exists: Literal["error", "rename"] = "error"
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    project: str = "april"

@@ -1,0 +1,44 @@
+"""The numbers that a setting may be are in its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from april.config.ranges import out_of_range
+from april.config.recipe import Recipe
+from april.config.settings import AlgorithmSettings, LoraSettings, RolloutSettings, TrainingSettings
+
+SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Recipe)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (TrainingSettings(learning_rate=0.0), ("learning_rate", "must be positive")),
+        (TrainingSettings(warmup_steps=-1), ("warmup_steps", "must not be negative")),
+        (TrainingSettings(threads=0), ("threads", "must be positive")),
+        (RolloutSettings(over_sampling_batch_size=0), ("over_sampling_batch_size", "must be positive")),
+        (RolloutSettings(temperature=math.inf), ("temperature", "must be a finite number")),
+        (AlgorithmSettings(value_clip=-math.inf), ("value_clip", "must be a finite number")),
+        (AlgorithmSettings(value_clip=0.0), ("value_clip", "must be positive (inf is no bound)")),
+        (LoraSettings(rank=-1), ("rank", "must not be negative")),
+    ],
+)
+def test_a_number_outside_its_range_is_named(settings: object, problem: tuple[str, str]) -> None:
+    assert list(out_of_range(settings)) == [problem]
+
+
+def test_no_bound_is_inf() -> None:
+    names = ("value_clip", "correction_cap", "correction_high", "eps_low", "eps_high")
+    assert not list(out_of_range(AlgorithmSettings(**dict.fromkeys(names, math.inf))))
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: type(section).__name__)
+def test_the_defaults_are_in_range_and_no_number_is_nan(section: object) -> None:
+    assert not list(out_of_range(section))
+    for setting in dataclasses.fields(section):  # type: ignore[arg-type]
+        if isinstance(getattr(section, setting.name), float):
+            assert list(out_of_range(dataclasses.replace(section, **{setting.name: math.nan})))  # type: ignore[type-var]
