@@ -28,11 +28,11 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
@@ -60,6 +60,19 @@ NO_BOUND = 10**6
 DIAGNOSTICS = ("clip_fraction", "masked_fraction", "capped_fraction", "kl_behaviour", "grad_norm", "entropy")
 
 
+class Training(Protocol):
+    """What `run_cells` runs: a frozen dataclass, whose fields the line in the file begins with."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> str: ...
+
+    def recipe(self, output: Path) -> Recipe: ...
+
+    def more(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run.
@@ -80,6 +93,10 @@ class Cell:
     @property
     def key(self) -> str:
         return "-".join(str(value) for value in dataclasses.astuple(self))
+
+    def more(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What is kept of a run's steps beside `measured`."""
+        return {}
 
     def recipe(self, output: Path) -> Recipe:
         recipe = load_recipe(HERE / f"{self.task}.toml")
@@ -152,7 +169,7 @@ class CpuLoop(asyncio.SelectorEventLoop):
         return time.process_time()
 
 
-def run(cell: Cell) -> dict[str, Any]:
+def run(cell: Training) -> dict[str, Any]:
     """Train and evaluate one cell; the line of it in the file."""
     record: dict[str, Any] = {"key": cell.key, **dataclasses.asdict(cell)}
     began = time.process_time()
@@ -168,7 +185,8 @@ def run(cell: Cell) -> dict[str, Any]:
         else:
             if summary is None:
                 raise KeyboardInterrupt
-        record |= measured(recipe, list(read_metrics(Path(recipe.reporting.output))), summary)
+        metrics = list(read_metrics(Path(recipe.reporting.output)))
+        record |= measured(recipe, metrics, summary) | cell.more([m for m in metrics if m["step"]])
     record["cpu_seconds"] = round(time.process_time() - began, 2)
     gc.collect()
     return record
@@ -216,7 +234,7 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def claimed(cell: Cell, path: Path) -> Iterator[bool]:
+def claimed(cell: Training, path: Path) -> Iterator[bool]:
     """Whether no other process is at this cell; the claim ends with the process at the latest."""
     locks = path.parent / "runs" / path.stem
     locks.mkdir(parents=True, exist_ok=True)
@@ -229,7 +247,7 @@ def claimed(cell: Cell, path: Path) -> Iterator[bool]:
             yield True
 
 
-def run_cells(cells: Sequence[Cell], path: Path, limit: int | None = None) -> int:
+def run_cells(cells: Sequence[Training], path: Path, limit: int | None = None) -> int:
     """Run the first `limit` of `cells` that are not in the file `path` yet, and return how many there were."""
     ended = 0
     for cell in cells:

@@ -28,6 +28,9 @@ from torch import Tensor
 from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.ratios import at_least_float32, bounded_exp, log_ratio, sequence_mean
 
+LARGEST_RATIO = 8.0
+"""A sequence's ratio counts no more than this in the effective sample size: VCPO's cap."""
+
 CorrectionKind = Literal["none", "behaviour", "decoupled", "tis", "icepop", "sequence", "geometric", "m2po"]
 
 
@@ -149,19 +152,40 @@ class Diagnostics:
     """Sums of the k3 estimate of KL(μ ‖ π_prox), [ages]."""
     largest: Tensor
     """Largest w, [ages]; 0 where there is no token."""
+    sequences: Tensor
+    """Number of trained sequences, sums of their ratios W = π_θ/μ and of W², [3]; W is cut down to `LARGEST_RATIO`."""
+
+    @classmethod
+    def none(cls, oldest: int = 8) -> Diagnostics:
+        """Those of no token at all: what sums begin with."""
+        return cls(torch.zeros(6, oldest + 1), torch.zeros(oldest + 1), torch.zeros(oldest + 1), torch.zeros(3))
 
     def __add__(self, other: Diagnostics) -> Diagnostics:
-        return Diagnostics(self.sums + other.sums, self.k3 + other.k3, torch.maximum(self.largest, other.largest))
+        largest = torch.maximum(self.largest, other.largest)
+        return Diagnostics(self.sums + other.sums, self.k3 + other.k3, largest, self.sequences + other.sequences)
+
+    def cpu(self) -> Diagnostics:
+        return Diagnostics(self.sums.cpu(), self.k3.cpu(), self.largest.cpu(), self.sequences.cpu())
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(ΣW)² / (B ΣW²) of the B trained sequences, in (0, 1]: the share of a fresh batch that this one is worth.
+
+        VCPO, arXiv 2602.17616. 1 where there is no sequence.
+        """
+        count, total, squares = self.sequences.double().tolist()
+        return total**2 / (count * squares) if squares else 1.0
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a log, overall and under `age_<k>/` for each age that has tokens.
 
         `tokens` (a count), `clipped`, `masked`, `capped` (fractions of trained tokens), `w_mean`, `w_max` (of
-        w = π_prox/μ, before cap and mask), `kl` and `kl_k3` (KL(μ ‖ π_prox) in nats, by its two estimates).
+        w = π_prox/μ, before cap and mask), `kl` and `kl_k3` (KL(μ ‖ π_prox) in nats, by its two estimates); overall only
+        `ess`, the effective sample size.
         """
         columns = torch.cat([self.sums, self.k3[None], self.largest[None]]).double().cpu()
         overall = torch.cat([columns[:-1].sum(-1), columns[-1:].max(-1).values])
-        result = _named(overall.tolist(), "")
+        result = _named(overall.tolist(), "") | {"ess": self.effective_sample_size}
         last = columns.shape[1] - 1
         for age, column in enumerate(columns.T.tolist()):
             if column[0]:
@@ -178,6 +202,7 @@ def diagnostics(
     ages: Tensor | None = None,
     clipped: Tensor | None = None,
     oldest: int = 8,
+    logp: Tensor | None = None,
 ) -> Diagnostics:
     """What `correction` met and did.
 
@@ -189,6 +214,7 @@ def diagnostics(
         ages: policy versions since each token was sampled, [B, T]; all 0 if absent.
         clipped: `PolicyLoss.clipped`, [B, T]; none if absent.
         oldest: ages from this one on are reported together.
+        logp: log π_θ of each token, [B, T], for the effective sample size; `prox` if absent.
     """
     log_w = log_ratio(prox, behaviour, mask)[mask]
     w = bounded_exp(log_w)
@@ -198,7 +224,13 @@ def diagnostics(
     stacked = torch.stack([at_least_float32(row) for row in rows])
     sums = stacked.new_zeros(len(rows), oldest + 1).index_add_(1, age, stacked)
     largest = w.new_zeros(oldest + 1).scatter_reduce_(0, age, w, "amax")
-    return Diagnostics(sums[:-1], sums[-1], largest)
+    return Diagnostics(sums[:-1], sums[-1], largest, _sequences(prox if logp is None else logp, behaviour, mask))
+
+
+def _sequences(logp: Tensor, behaviour: Tensor, mask: Tensor) -> Tensor:
+    ratios = bounded_exp(log_ratio(logp, behaviour, mask).sum(-1)).clamp(max=LARGEST_RATIO)
+    trained = mask.any(-1).to(ratios.dtype)
+    return torch.stack([trained.sum(), (trained * ratios).sum(), (trained * ratios.square()).sum()])
 
 
 def _named(column: list[float], prefix: str) -> dict[str, float]:

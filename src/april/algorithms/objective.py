@@ -46,7 +46,7 @@ class Sums:
     entropy: float = 0.0
     kl: float = 0.0
     tokens: int = 0
-    met: Diagnostics = field(default_factory=lambda: Diagnostics(torch.zeros(6, 9), torch.zeros(9), torch.zeros(9)))
+    met: Diagnostics = field(default_factory=Diagnostics.none)
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
@@ -178,7 +178,7 @@ class Objective:
             tokens = tokens + chosen.kl_coefficient * divergence
         if self.entropy_coef:
             tokens = tokens + self.entropy_coef * entropy_bonus(entropy, mask)
-        met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped)
+        met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped, logp=logp)
         loss = aggregate(tokens, mask, chosen.aggregation, denominator)
         return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
 

@@ -190,7 +190,8 @@ class LocalLearner:
             self._step_optimizers()
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
         means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
-        return means | measured | {"skipped_updates": float(not finite)}, sums.met
+        more = {"ess": sums.met.effective_sample_size, "skipped_updates": float(not finite)}
+        return means | measured | more, sums.met
 
     def _trained(self) -> tuple[Any, ...]:
         return (self.policy, self.critic) if self.critic else (self.policy,)
@@ -230,8 +231,8 @@ class LocalLearner:
             loss = self.objective.value_loss(micro, self.critic(micro), trained)
             loss.backward()  # type: ignore[no-untyped-call]
             value_loss = loss.item()
-        met = Diagnostics(terms.met.sums.cpu(), terms.met.k3.cpu(), terms.met.largest.cpu())
-        return Sums(terms.loss.item(), value_loss, terms.entropy.item(), terms.kl.item(), int(micro.mask.sum()), met)
+        entropy_sum, kl_sum, tokens = terms.entropy.item(), terms.kl.item(), int(micro.mask.sum())
+        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.cpu())
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         """`rows` of the batch in micro-batches, and which rows each has."""
