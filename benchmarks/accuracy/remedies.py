@@ -1,5 +1,5 @@
-"""The second accuracy study: remedies for staleness, at chosen learning rates. `protocol.md` says what is run and why; a
-JSON line in `remedies.jsonl` for each run as it ends.
+"""The second accuracy study: remedies for staleness, at chosen learning rates. `protocol.md` says what is run and why;
+a JSON line in `remedies.jsonl` for each run as it ends.
 
 Invariants: those of `study.py`, and
 - the order of the runs is the protocol's; a stage whose runs depend on others begins when those have ended;
@@ -11,7 +11,6 @@ Invariants: those of `study.py`, and
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from april.algorithms.corrections import Correction, CorrectionKind, correct, diagnostics
+from april.algorithms.corrections import Correction, CorrectionKind, Diagnostics, correct, diagnostics
 from april.algorithms.losses import LOSSES, aggregate, ppo_clip
 from tests.algorithms.reference import STEADY, trained
 
@@ -223,6 +223,7 @@ def test_nothing_to_train_on_is_zero_not_nan(kind: str) -> None:
     assert loss.item() == 0
     assert not live.grad.any()
     metrics = diagnostics(c, nan, nan, mask).metrics()
+    assert metrics.pop("ess") == 1
     assert set(metrics.values()) == {0.0}
 
 
@@ -281,3 +282,20 @@ def test_old_ages_are_reported_together() -> None:
     metrics = diagnostics(correct("none", zero, zero, zero, mask), zero, zero, mask, ages, oldest=3).metrics()
     tokens = {name: value for name, value in metrics.items() if name.endswith("tokens")}
     assert tokens == {"tokens": 4, "age_0/tokens": 1, "age_2/tokens": 1, "age_3+/tokens": 2}
+
+
+def test_the_effective_sample_size_is_what_numpy_finds_however_the_batch_is_cut() -> None:
+    logp, prox, behaviour, mask, _ = batch((6, 10), 9)
+    mask[2] = False
+    ratios = np.array(
+        [min(np.exp(sum((logp - behaviour)[i, t] for t in trained(mask.numpy(), i))), 8.0) for i in (0, 1, 3, 4, 5)]
+    )
+    whole = diagnostics(correct("none", logp, prox, behaviour, mask), prox, behaviour, mask, logp=logp)
+    expected = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+    assert whole.effective_sample_size == pytest.approx(expected)
+    parts = Diagnostics.none()
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+        part = [x[rows] for x in (logp, prox, behaviour, mask)]
+        parts = parts + diagnostics(correct("none", *part), *part[1:], logp=part[0])
+    assert parts.effective_sample_size == pytest.approx(expected)
+    assert diagnostics(correct("none", prox, prox, prox, mask), prox, prox, mask).effective_sample_size == 1

@@ -180,8 +180,8 @@ class Diagnostics:
         """Plain numbers for a log, overall and under `age_<k>/` for each age that has tokens.
 
         `tokens` (a count), `clipped`, `masked`, `capped` (fractions of trained tokens), `w_mean`, `w_max` (of
-        w = π_prox/μ, before cap and mask), `kl` and `kl_k3` (KL(μ ‖ π_prox) in nats, by its two estimates); overall only
-        `ess`, the effective sample size.
+        w = π_prox/μ, before cap and mask), `kl` and `kl_k3` (KL(μ ‖ π_prox) in nats, by its two estimates);
+        overall only `ess`, the effective sample size.
         """
         columns = torch.cat([self.sums, self.k3[None], self.largest[None]]).double().cpu()
         overall = torch.cat([columns[:-1].sum(-1), columns[-1:].max(-1).values])
