@@ -14,6 +14,7 @@ from april.algorithms import ALGORITHMS
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
+from tests.algorithms.reference import STEADY
 from tests.training.steps import rollout
 
 
@@ -34,6 +35,7 @@ def test_an_algorithm_that_does_not_exist_is_refused() -> None:
         resolve("grpoo", "behaviour", {})
 
 
+@STEADY
 @given(st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 1000), st.integers(1, 11))
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_update(name: str, seed: int, cut: int) -> None:
     objective = Objective(resolve(name, "behaviour", {"kl_coefficient": 0.0}), budget=64)
@@ -57,7 +59,7 @@ def test_the_losses_of_micro_batches_add_up_to_that_of_the_update(name: str, see
 
 
 def test_sums_add_up() -> None:
-    met = Diagnostics(torch.ones(6, 9), torch.ones(9), torch.arange(9.0))
+    met = Diagnostics(torch.ones(6, 9), torch.ones(9), torch.arange(9.0), torch.ones(3))
     both = Sums(1.0, 2.0, 3.0, 4.0, 5, met) + Sums(1.0, 1.0, 1.0, 1.0, 1)
     assert (both.loss, both.value_loss, both.entropy, both.kl, both.tokens) == (2, 3, 4, 5, 6)
     assert both.met.metrics() == met.metrics()
