@@ -18,6 +18,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,8 @@ class Arm:
             ),
             PromptStream(task, tokenizer, seed=1),
             Rewards(task.scorer, tokenizer, rollout),
-            rollout_batch_size=rollout.rollout_batch_size,
-            over_sampling_batch_size=48,
-            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            replace(recipe.rollout_params(), over_sampling_batch_size=48),
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
-            max_staleness=rollout.max_staleness,
             journal=journal,
         )
 

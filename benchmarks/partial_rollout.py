@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,11 @@ class Arm:
             self.engine,
             PromptStream(task, tokenizer, seed=1),
             self.score,
-            rollout_batch_size=rollout.rollout_batch_size,
-            over_sampling_batch_size=over_sampling,
-            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            replace(
+                recipe.rollout_params(partial_rollout=over_sampling is not None),
+                over_sampling_batch_size=over_sampling or rollout.rollout_batch_size,
+            ),
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
-            partial_rollout=over_sampling is not None,
-            max_staleness=rollout.max_staleness,
         )
         self.passes = self.scoring = self.elsewhere = 0.0
         self.staleness: list[float] = []

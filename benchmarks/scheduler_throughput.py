@@ -17,7 +17,17 @@ from typing import Any
 
 from record import save, spread
 
-from april import Capacity, Chunk, FinishReason, Prompt, RolloutScheduler, Sample, SamplingParams, StreamEngine
+from april import (
+    Capacity,
+    Chunk,
+    FinishReason,
+    Prompt,
+    RolloutParams,
+    RolloutScheduler,
+    Sample,
+    SamplingParams,
+    StreamEngine,
+)
 
 GROUPS, SIZE, LENGTH = 250, 8, 100
 
@@ -79,9 +89,7 @@ async def measure(engine: Any, steps: int) -> float:
         engine,
         prompts,
         score,
-        rollout_batch_size=GROUPS // 2,
-        over_sampling_batch_size=GROUPS,
-        n_samples_per_prompt=SIZE,
+        RolloutParams(rollout_batch_size=GROUPS // 2, over_sampling_batch_size=GROUPS, n_samples_per_prompt=SIZE),
         sampling=settings,
     )
     async with scheduler:

@@ -31,7 +31,18 @@ from typing import Any
 
 from record import machine
 
-from april import Chunk, Engine, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams, Step
+from april import (
+    Chunk,
+    Engine,
+    EngineError,
+    FaultPolicy,
+    Prompt,
+    RolloutParams,
+    RolloutScheduler,
+    Sample,
+    SamplingParams,
+    Step,
+)
 from april.engines.wrapped import WrappedEngine
 from april.tasks.isolation import RewardWorkers
 
@@ -198,12 +209,9 @@ def simulated(samples: int) -> dict[str, Any]:
             engine,
             workload.prompts(),
             flaky,
-            rollout_batch_size=32,
-            over_sampling_batch_size=64,
-            n_samples_per_prompt=8,
+            RolloutParams(rollout_batch_size=32, over_sampling_batch_size=64),
             sampling=SamplingParams(max_tokens=workload.max_tokens),
-            on_reward_error="reject",
-            reward_timeout=30.0,
+            faults=FaultPolicy(on_reward_error="reject", reward_timeout=30.0),
         )
         watch = Watch(scheduler, lambda: engine.tokens)
         async with scheduler:
@@ -263,12 +271,11 @@ def embedded(minutes: float) -> dict[str, Any]:
                 pool,
                 prompts(),
                 reward,
-                rollout_batch_size=8,
-                over_sampling_batch_size=16,
-                n_samples_per_prompt=4,
+                RolloutParams(
+                    rollout_batch_size=8, over_sampling_batch_size=16, n_samples_per_prompt=4, max_staleness=3
+                ),
                 sampling=SamplingParams(max_tokens=128, stop_token_ids=(1, 2)),
-                on_reward_error="reject",
-                max_staleness=3,
+                faults=FaultPolicy(on_reward_error="reject"),
             )
             watch = Watch(scheduler, lambda: handed_out["tokens"])
             async with scheduler:

@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch
 from record import save
 
-from april import RolloutScheduler
+from april import RolloutParams, RolloutScheduler
 from april.config.reading import load_recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.step import Step
@@ -43,11 +43,13 @@ async def collect(partial: bool) -> list[Step]:
         EmbeddedEngine(model, max_running=SLOTS, context_length=recipe.engine.context_length, on_update="keep"),
         PromptStream(task, tokenizer, seed=7),
         Rewards(task.scorer, tokenizer, recipe.rollout),
-        rollout_batch_size=GROUPS,
-        over_sampling_batch_size=2 * GROUPS if partial else None,
-        n_samples_per_prompt=SAMPLES,
+        RolloutParams(
+            rollout_batch_size=GROUPS,
+            over_sampling_batch_size=2 * GROUPS,
+            n_samples_per_prompt=SAMPLES,
+            partial_rollout=partial,
+        ),
         sampling=recipe.sampling(stop_tokens(model, tokenizer)),
-        partial_rollout=partial,
     )
     steps = []
     async with scheduler:

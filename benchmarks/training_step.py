@@ -36,7 +36,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from record import save, spread
 
-from april import RolloutScheduler, Step
+from april import RolloutParams, RolloutScheduler, Step
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
@@ -62,10 +62,12 @@ async def rollouts(recipe: Recipe) -> Step:
             engine,
             PromptStream(task, tokenizer, seed=1),
             rewards,
-            rollout_batch_size=GROUPS,
-            n_samples_per_prompt=recipe.rollout.n_samples_per_prompt,
+            RolloutParams(
+                rollout_batch_size=GROUPS,
+                n_samples_per_prompt=recipe.rollout.n_samples_per_prompt,
+                partial_rollout=False,
+            ),
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
-            partial_rollout=False,
             dynamic_filter=carries_signal,
         ) as scheduler:
             return await scheduler.collect()

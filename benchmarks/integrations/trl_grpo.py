@@ -42,6 +42,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.trl import GRPOTrainer, PartialRollouts
+from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
 from april.tasks.task import Problem, encode
 from april.training.policy import load_policy, stop_tokens
@@ -127,7 +128,9 @@ class Accuracy:
         )
         self.loop = EventLoop("accuracy")
         self.adapter = RolloutAdapter(
-            self.engine, rollout_batch_size=1, sampling=recipe.sampling(stop_tokens(model, tokenizer))
+            self.engine,
+            RolloutParams(rollout_batch_size=1, partial_rollout=False),
+            sampling=recipe.sampling(stop_tokens(model, tokenizer)),
         )
 
     def __call__(self) -> float:

@@ -33,6 +33,7 @@ import numpy as np
 from serving import ENGINES, make_policy, save, spread, start
 
 from april.rollout.engine import KVPolicy
+from april.rollout.params import RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Prompt, Sample, SamplingParams
 
@@ -86,13 +87,15 @@ class Arm:
             None,  # type: ignore[arg-type]  # an engine for every block
             prompts(),
             lambda prompt, sample: 0.0,
-            rollout_batch_size=workload.batch if partial else groups,
-            over_sampling_batch_size=groups if partial else None,
-            n_samples_per_prompt=workload.group,
+            RolloutParams(
+                rollout_batch_size=workload.batch if partial else groups,
+                over_sampling_batch_size=groups,
+                n_samples_per_prompt=workload.group,
+                partial_rollout=partial,
+                max_staleness=5 if keep else None,
+                first_come=not keep,
+            ),
             sampling=SamplingParams(workload.longest),
-            partial_rollout=partial,
-            max_staleness=5 if keep else None,
-            first_come=partial and not keep,
         )
         self.staleness: list[float] = []
 

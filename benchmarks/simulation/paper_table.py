@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
-from april import RolloutScheduler, SamplingParams
+from april import RolloutParams, RolloutScheduler, SamplingParams
 from april.rollout.trajectory import Group
 from april.simulation.engine import SimulatedEngine
 from april.simulation.hardware import GPUS, MODELS, Roofline, roofline
@@ -78,11 +78,13 @@ async def throwing_away(engine: SimulatedEngine, lengths: Workload, steps: int, 
             engine,
             prompts,
             no_reward,
-            rollout_batch_size=lengths.rollout_batch_size,
-            over_sampling_batch_size=64,
-            n_samples_per_prompt=lengths.n_samples_per_prompt,
+            RolloutParams(
+                rollout_batch_size=lengths.rollout_batch_size,
+                over_sampling_batch_size=64,
+                n_samples_per_prompt=lengths.n_samples_per_prompt,
+                max_staleness=None,
+            ),
             sampling=SamplingParams(max_tokens=lengths.max_tokens),
-            max_staleness=None,
             reward_scope="group",
             dynamic_filter=keep,
             seed=1_000_000 * (seed + 1) + number,

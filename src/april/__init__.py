@@ -5,6 +5,7 @@ from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.rewards import RewardError
 from april.rollout.scheduler import RejectionError, RolloutScheduler
 from april.rollout.staleness import StalenessError
@@ -20,6 +21,7 @@ __all__ = [
     "Chunk",
     "Engine",
     "EngineError",
+    "FaultPolicy",
     "FinishReason",
     "FixedAdmission",
     "Group",
@@ -27,6 +29,7 @@ __all__ = [
     "Rejection",
     "RejectionError",
     "RewardError",
+    "RolloutParams",
     "RolloutScheduler",
     "Sample",
     "SamplingParams",

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from april.engines.pool import EnginePool, State
 from april.engines.stream import StreamEngine
 from april.rollout.engine import Capacity, Chunk, EngineError
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
@@ -420,11 +421,9 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
             pool,
             prompts(),
             lambda prompt, sample: 1.0,
-            rollout_batch_size=3,
-            over_sampling_batch_size=6,
-            n_samples_per_prompt=2,
+            RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2),
             sampling=SamplingParams(200),
-            max_retries=50,
+            faults=FaultPolicy(max_retries=50),
             seed=seed % 1000,
         )
         trouble = asyncio.create_task(make_trouble())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import EngineError, Group, Prompt, Sample, SamplingParams, Step
+from april import EngineError, FaultPolicy, Group, Prompt, RolloutParams, Sample, SamplingParams, Step
 from april.integrations.adapter import RolloutAdapter
 from tests.scripted_engine import ScriptedEngine, response
 
@@ -57,15 +57,16 @@ def build(case: dict[str, Any], engine: ScriptedEngine | None = None) -> Rollout
     target = batch_size + case["more"]
     return RolloutAdapter(
         engine or ScriptedEngine(case["slots"], case["seed"], case["failure_rate"]),
-        rollout_batch_size=batch_size,
+        RolloutParams(
+            rollout_batch_size=batch_size,
+            over_sampling_batch_size=target if bound is None else min(target, batch_size * (bound + 1)),
+            n_samples_per_prompt=case["group_size"],
+            max_staleness=bound,
+        ),
         extra=Numbered("extra"),
-        over_sampling_batch_size=target if bound is None else min(target, batch_size * (bound + 1)),
-        n_samples_per_prompt=case["group_size"],
         sampling=SamplingParams(max_tokens=60),
-        max_staleness=bound,
         dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if case["filtered"] else None,
-        max_retries=20,
-        retry_delay=0.0,
+        faults=FaultPolicy(max_retries=20, retry_delay=0.0),
         seed=case["seed"],
     )
 
@@ -152,8 +153,9 @@ def test_a_restored_adapter_returns_the_same_groups(case: dict[str, Any]) -> Non
 
 
 def adapter(engine: ScriptedEngine, **settings: Any) -> RolloutAdapter:
-    defaults = {"over_sampling_batch_size": 6, "n_samples_per_prompt": 2, "sampling": SamplingParams(max_tokens=60)}
-    return RolloutAdapter(engine, rollout_batch_size=3, **{"extra": Numbered("extra"), **defaults, **settings})
+    params = RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2)
+    sampling = SamplingParams(max_tokens=60)
+    return RolloutAdapter(engine, params, **{"extra": Numbered("extra"), "sampling": sampling, **settings})
 
 
 ASKED = [prompt("asked", number) for number in range(12)]

@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from april import Capacity, Chunk, FinishReason, Group, Prompt, RolloutScheduler, Sample, SamplingParams, StreamEngine
+from april import (
+    Capacity,
+    Chunk,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutParams,
+    RolloutScheduler,
+    Sample,
+    SamplingParams,
+    StreamEngine,
+)
 from april.engines.pool import EnginePool
 from april.reporting.metrics import MetricsWriter
 from april.reporting.trace import TraceWriter
@@ -155,9 +166,7 @@ async def test_slow_rewards_hold_up_admission(filtered: bool) -> None:
         ScriptedEngine(slots=100),
         prompts(),
         score,
-        rollout_batch_size=3,
-        over_sampling_batch_size=6,
-        n_samples_per_prompt=2,
+        RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2),
         sampling=SamplingParams(max_tokens=60),
         dynamic_filter=(lambda group: group.id % 3 > 0) if filtered else None,
     )
@@ -183,9 +192,7 @@ async def test_a_slow_trainer_finds_nothing_running() -> None:
         engine,
         prompts(),
         lambda prompt, sample: 1.0,
-        rollout_batch_size=3,
-        over_sampling_batch_size=6,
-        n_samples_per_prompt=2,
+        RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2),
         sampling=SamplingParams(max_tokens=60),
     )
     async with rollouts:

@@ -18,7 +18,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Chunk, FinishReason, Group, Prompt, RolloutScheduler, Sample, SamplingParams, Step
+from april import (
+    Chunk,
+    FaultPolicy,
+    FinishReason,
+    Group,
+    Prompt,
+    RolloutParams,
+    RolloutScheduler,
+    Sample,
+    SamplingParams,
+    Step,
+)
 from april.rollout import journal as journal_module
 from april.rollout.buffer import Buffer, Rejection
 from april.rollout.journal import (
@@ -64,14 +75,10 @@ def build(journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: 
         ScriptedEngine(slots=5, seed=seed, failure_rate=failure_rate),
         Numbered(),
         score,
-        rollout_batch_size=2,
-        over_sampling_batch_size=5,
-        n_samples_per_prompt=2,
+        RolloutParams(rollout_batch_size=2, over_sampling_batch_size=5, n_samples_per_prompt=2, max_staleness=2),
         sampling=SamplingParams(max_tokens=30),
-        max_staleness=2,
         dynamic_filter=(lambda group: sum(s.length for s in group.samples) % 3 > 0) if filtered else None,
-        max_retries=20,
-        retry_delay=0.0,
+        faults=FaultPolicy(max_retries=20, retry_delay=0.0),
         journal=journal,
     )
 

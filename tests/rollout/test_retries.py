@@ -11,6 +11,7 @@ import pytest
 from april import Chunk, EngineError, Group, Prompt, RolloutScheduler, Sample, SamplingParams
 from april.rollout.buffer import Rejection
 from april.rollout.retries import LONGEST, Retries
+from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
 
 
@@ -46,17 +47,12 @@ async def score(prompt: Prompt, sample: Sample) -> float:
 def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
     defaults: dict[str, object] = {
         "over_sampling_batch_size": 6,
+        "rollout_batch_size": 3,
+        "n_samples_per_prompt": 2,
         "sampling": SamplingParams(max_tokens=60),
         "retry_delay": 0.0,
     }
-    return RolloutScheduler(
-        engine,
-        prompts(),
-        score,
-        rollout_batch_size=3,
-        n_samples_per_prompt=2,
-        **{**defaults, **settings},  # type: ignore[arg-type]
-    )
+    return scheduler_of(engine, prompts(), score, **{**defaults, **settings})
 
 
 def sample(id: int = 0) -> Sample:

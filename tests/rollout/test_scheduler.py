@@ -16,6 +16,7 @@ from april import (
     Prompt,
     RejectionError,
     RewardError,
+    RolloutParams,
     RolloutScheduler,
     Sample,
     SamplingParams,
@@ -24,6 +25,7 @@ from april import (
 )
 from april.rollout.buffer import Rejection
 from april.rollout.order import ORDERS
+from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine, logprob, response
 
 
@@ -43,7 +45,7 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
         "sampling": SamplingParams(max_tokens=60),
         "retry_delay": 0.0,
     }
-    return RolloutScheduler(engine, prompts(), **{"reward": score, **defaults, **settings})  # type: ignore[arg-type]
+    return scheduler_of(engine, prompts(), **{"reward": score, **defaults, **settings})
 
 
 async def run(scheduler: RolloutScheduler, steps: int) -> list[Step]:
@@ -476,9 +478,8 @@ async def test_a_second_weight_update_that_would_break_the_bound_is_refused() ->
 
 
 async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
-    rollouts = RolloutScheduler(
-        ScriptedEngine(), [Prompt((1,)), Prompt((2,))], score, rollout_batch_size=3, n_samples_per_prompt=1
-    )
+    params = RolloutParams(rollout_batch_size=3, n_samples_per_prompt=1)
+    rollouts = RolloutScheduler(ScriptedEngine(), [Prompt((1,)), Prompt((2,))], score, params)
     with pytest.raises(ValueError, match="prompts ran out: 2 complete groups where a step needs 3"):
         await run(rollouts, 1)
 

@@ -16,6 +16,7 @@ import pytest_asyncio
 from april.engines.pool import EnginePool, Replica
 from april.engines.servers.launch import Server
 from april.rollout.engine import Engine, EngineError
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
 from april.rollout.trajectory import Prompt, SamplingParams
@@ -38,11 +39,9 @@ def scheduler(engine: Engine, sampling: SamplingParams = SAMPLING) -> RolloutSch
         engine,
         prompts(),
         lambda prompt, sample: float(sample.length),
-        rollout_batch_size=4,
-        over_sampling_batch_size=8,
-        n_samples_per_prompt=2,
+        RolloutParams(rollout_batch_size=4, over_sampling_batch_size=8, n_samples_per_prompt=2),
         sampling=sampling,
-        max_retries=20,
+        faults=FaultPolicy(max_retries=20),
     )
 
 

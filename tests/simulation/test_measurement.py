@@ -31,7 +31,12 @@ ENDLESS = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"partial_rollout": False}, {"over_sampling_batch_size": 10}, {"rollout_batch_size": 3}]
+    "settings",
+    [
+        {"partial_rollout": False},
+        {"over_sampling_batch_size": 10},
+        {"rollout_batch_size": 3, "over_sampling_batch_size": 3},
+    ],
 )
 def test_a_real_engine_serves_what_is_simulated(settings: dict[str, Any]) -> None:
     """The same samples, lengths and steps: on an engine that costs what the model says, the same seconds too."""

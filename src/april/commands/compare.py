@@ -82,8 +82,8 @@ def run(args: list[str]) -> int:
 
 def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     """The flags of each arm, by its name."""
-    slots, under_way = recipe.engine.max_running, recipe.over_sampling_batch_size
-    groups = 2 * recipe.rollout.rollout_batch_size if under_way == "auto" else under_way
+    slots, under_way = recipe.engine.max_running, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
+    groups = under_way if isinstance(under_way, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
     return {
         "synchronous": ["--no-partial-rollout", "--max-running", str(slots)],

@@ -25,7 +25,6 @@ from april.config.recipe import Recipe
 from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
 from april.engines.servers.address import is_loopback
 from april.reporting.metrics import check_trackers
-from april.rollout.admission.fixed import FixedAdmission
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -81,13 +80,11 @@ def _problems(recipe: Recipe) -> Iterator[str]:
 
 def _rollout_problems(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
-    batch_size, bound = rollout.rollout_batch_size, recipe.max_staleness
-    over_sampling = recipe.over_sampling_batch_size if rollout.partial_rollout else batch_size
-    if batch_size > 0 and over_sampling != "auto":
-        try:
-            FixedAdmission.within(batch_size, over_sampling, bound)
-        except ValueError as error:
-            yield f"rollout.{error}"
+    try:
+        recipe.rollout_params()
+        recipe.fault_policy()
+    except ValueError as error:
+        yield f"rollout.{error}"
     if rollout.policy == "april-paper" and recipe.engine.on_update == "keep":
         yield (
             'rollout.policy = "april-paper" computes unfinished samples anew when the weights change: set '

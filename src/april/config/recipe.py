@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from pydantic import TypeAdapter
@@ -23,6 +23,7 @@ from april.config.settings import (
     RolloutSettings,
     TrainingSettings,
 )
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.trajectory import SamplingParams
 from april.tasks.task import TaskSpec
 
@@ -51,23 +52,36 @@ class Recipe:
     reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)
     """What is written, and where."""
 
-    @property
-    def over_sampling_batch_size(self) -> int | Literal["auto"]:
-        """N' as the policy takes it: the reference's has no way to choose it, and takes 2 N unless it is set."""
+    def rollout_params(self, partial_rollout: bool | None = None) -> RolloutParams:
+        """What the scheduler is told. The reference's policy has no bound, trains on the groups that are complete
+        first, and takes 2 N groups under way unless their number is set.
+
+        Args:
+            partial_rollout: in the place of the recipe's own.
+
+        Raises:
+            ValueError: settings that cannot be kept.
+        """
+        rollout, paper = self.rollout, self.rollout.policy == "april-paper"
+        target = rollout.over_sampling_batch_size
+        return RolloutParams(
+            rollout_batch_size=rollout.rollout_batch_size,
+            n_samples_per_prompt=rollout.n_samples_per_prompt,
+            over_sampling_batch_size=2 * rollout.rollout_batch_size if paper and target == "auto" else target,
+            max_staleness=None if paper else rollout.max_staleness,
+            partial_rollout=rollout.partial_rollout if partial_rollout is None else partial_rollout,
+            order=rollout.order,
+            first_come=paper,
+        )
+
+    def fault_policy(self) -> FaultPolicy:
+        """What the scheduler does about faults. Reward processes keep their time limit themselves."""
         rollout = self.rollout
-        if self.first_come and rollout.over_sampling_batch_size == "auto":
-            return 2 * rollout.rollout_batch_size
-        return rollout.over_sampling_batch_size
-
-    @property
-    def max_staleness(self) -> int | None:
-        """The bound, which the reference's policy does not have."""
-        return None if self.first_come else self.rollout.max_staleness
-
-    @property
-    def first_come(self) -> bool:
-        """Whether the reference's policy chooses what a step trains on: the groups that are complete first."""
-        return self.rollout.policy == "april-paper"
+        return FaultPolicy(
+            on_reward_error=rollout.on_reward_error,
+            reward_timeout=None if rollout.reward_workers else rollout.reward_timeout,
+            max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
+        )
 
     def sampling(self, stop_token_ids: tuple[int, ...] = ()) -> SamplingParams:
         rollout = self.rollout

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from april.config.ranges import NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
+from april.rollout.params import MAX_STALENESS
 
 API_KEY = "APRIL_ENGINE_API_KEY"
 """The environment variable that holds the key of servers that want one."""
@@ -77,7 +78,7 @@ class RolloutSettings:
     rollout_batch_size: Positive[int] = 32
     over_sampling_batch_size: Positive[int] | Literal["auto"] = "auto"
     n_samples_per_prompt: Positive[int] = 8
-    max_staleness: NotNegative[int] = 5
+    max_staleness: NotNegative[int] = MAX_STALENESS
     order: Literal["oldest", "most-complete", "nearest", "longest", "shortest"] = "oldest"
     max_prompt_length: Positive[int] | None = None
     max_response_length: Positive[int] = 1024

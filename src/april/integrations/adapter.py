@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from april.rollout.engine import Engine
+from april.rollout.params import RolloutParams
 from april.rollout.rewards import GroupRewardFunction, RewardFunction
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
@@ -79,27 +80,25 @@ class RolloutAdapter:
 
     Args:
         engine: whatever generates. It belongs to the caller, who closes it.
-        rollout_batch_size: prompts asked for in a call, and groups returned (N).
+        params: how many groups are under way; `rollout_batch_size` prompts are asked for in a call, and as many groups
+            returned (N).
         extra: prompts that bring the groups under way from N to N' (the first call draws N' - N, later ones only what
             a filter turned away). Without them rollouts are synchronous. Saved with `state_dict` if it has one.
         reward: scores samples while others generate; by default every reward is 0 and the framework scores.
-        settings: any other of `RolloutScheduler`: `over_sampling_batch_size`, `n_samples_per_prompt`, `sampling`,
-            `max_staleness`, `dynamic_filter`, `seed`, …
+        settings: any other of `RolloutScheduler`: `sampling`, `faults`, `dynamic_filter`, `seed`, …
     """
 
     def __init__(
         self,
         engine: Engine,
+        params: RolloutParams,
         *,
-        rollout_batch_size: int,
         extra: Iterable[Prompt] = (),
         reward: RewardFunction | GroupRewardFunction = unscored,
         **settings: Any,
     ) -> None:
         self.prompts = AskedPrompts(extra)
-        self.scheduler = RolloutScheduler(
-            engine, self.prompts, reward, rollout_batch_size=rollout_batch_size, **settings
-        )
+        self.scheduler = RolloutScheduler(engine, self.prompts, reward, params, **settings)
         self._turn = asyncio.Lock()
 
     @property
@@ -116,7 +115,7 @@ class RolloutAdapter:
             ValueError: not exactly N prompts, or one that does not fit the engine.
             EngineError, RewardError: see `RolloutScheduler.collect`.
         """
-        expected = self.scheduler.batch_size
+        expected = self.scheduler.params.rollout_batch_size
         if len(prompts) != expected:
             raise ValueError(f"{len(prompts)} prompts were asked for where rollout_batch_size = {expected}")
         async with self._turn:

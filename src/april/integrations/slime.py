@@ -22,16 +22,16 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import RequestError
 from april.engines.servers.server import local_vocab_size
 from april.engines.servers.sglang import SGLangEngine
 from april.engines.servers.stream import Delta, Stream
-from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
+from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
@@ -95,32 +95,29 @@ def check_settings(args: Namespace) -> None:
             raise ValueError(
                 f"{name} in --custom-config-path: april has no such setting, only {' and '.join(SETTINGS)}"
             )
-    if getattr(args, "partial_rollout", False):
-        admission_of(args)
+    params_of(args)
 
 
-def admission_of(args: Namespace) -> Literal["auto"] | FixedAdmission:
-    """How many groups to have under way.
+def params_of(args: Namespace) -> RolloutParams:
+    """How many groups are under way, and how old they may be.
 
     Raises:
         ValueError: names the setting.
     """
-    bound = max_staleness_of(args)
     bound_name, own = SETTINGS
-    name = own if hasattr(args, own) else "--over-sampling-batch-size"
-    target = getattr(args, own, args.over_sampling_batch_size)
-    if target == "auto":
-        return "auto"
-    if not isinstance(target, int):
-        raise ValueError(f"{name} = {target!r}: give auto, or a number of groups")
-    return FixedAdmission.within(args.rollout_batch_size, target, bound, ("--rollout-batch-size", name, bound_name))
-
-
-def max_staleness_of(args: Namespace) -> int:
-    bound = getattr(args, "april_max_staleness", 5)
-    if not isinstance(bound, int) or bound < 0:
-        raise ValueError(f"april_max_staleness = {bound!r}: give a number of weight updates")
-    return bound
+    return RolloutParams(
+        rollout_batch_size=args.rollout_batch_size,
+        n_samples_per_prompt=args.n_samples_per_prompt,
+        over_sampling_batch_size=getattr(args, own, args.over_sampling_batch_size),
+        max_staleness=getattr(args, bound_name, MAX_STALENESS),
+        partial_rollout=args.partial_rollout,
+        names={
+            "rollout_batch_size": "--rollout-batch-size",
+            "n_samples_per_prompt": "--n-samples-per-prompt",
+            "over_sampling_batch_size": own if hasattr(args, own) else "--over-sampling-batch-size",
+            "max_staleness": bound_name,
+        },
+    )
 
 
 def rollout(
@@ -316,17 +313,13 @@ class Rollouts:
             engine,
             self._prompts(),
             self._score_group if args.group_rm else self._score,
-            rollout_batch_size=args.rollout_batch_size,
-            over_sampling_batch_size=admission_of(args) if args.partial_rollout else None,
-            n_samples_per_prompt=args.n_samples_per_prompt,
+            params_of(args),
             sampling=SamplingParams(
                 max_tokens=args.rollout_max_response_len,
                 temperature=args.rollout_temperature,
                 top_k=max(args.rollout_top_k, 0),
                 stop_token_ids=self._stop_tokens(),
             ),
-            partial_rollout=args.partial_rollout,
-            max_staleness=max_staleness_of(args),
             reward_scope="group" if args.group_rm else "sample",
             dynamic_filter=self._keep if self._filter is not None else None,
             seed=args.rollout_seed,

@@ -34,9 +34,8 @@ from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
-from april.rollout.admission.admission import Admission
-from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.disk import write_whole
+from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.training.serving import WeightHandover, engine_of
 
@@ -65,7 +64,7 @@ class PartialRollouts(EngineSettings):
     """
 
     over_sampling_batch_size: int | Literal["auto"] = "auto"
-    max_staleness: int = 5
+    max_staleness: int = MAX_STALENESS
 
     def __post_init__(self) -> None:
         try:
@@ -73,16 +72,19 @@ class PartialRollouts(EngineSettings):
         except ConfigError as error:
             raise ValueError(f"PartialRollouts: {error}") from None
 
-    def admission(self, batch_size: int, bound: int, bound_name: str = "max_staleness") -> Literal["auto"] | Admission:
-        """How many groups of TRL's batches to have under way.
+    def params(self, batch_size: int, group_size: int, bound: int, bound_name: str = "max_staleness") -> RolloutParams:
+        """How many groups of TRL's batches are under way, and how old they may be.
 
         Raises:
             ValueError: fewer than a batch, or more than the bound allows.
         """
-        if self.over_sampling_batch_size == "auto":
-            return "auto"
-        names = ("N (prompts a batch)", "over_sampling_batch_size", bound_name)
-        return FixedAdmission.within(batch_size, self.over_sampling_batch_size, bound, names)
+        return RolloutParams(
+            rollout_batch_size=batch_size,
+            n_samples_per_prompt=group_size,
+            over_sampling_batch_size=self.over_sampling_batch_size,
+            max_staleness=bound,
+            names={"rollout_batch_size": "N (prompts a batch)", "max_staleness": bound_name},
+        )
 
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
@@ -173,12 +175,9 @@ class _Rollouts:
             self.engine = self._loop.run(self._stack.enter_async_context(engine_of(recipe, model, directory)))
             self.adapter = RolloutAdapter(
                 self.engine,
-                rollout_batch_size=batch_size,
+                settings.params(batch_size, trainer.num_generations, settings.max_staleness),
                 extra=ShuffledRows(trainer.train_dataset, encode, args.seed),
-                over_sampling_batch_size=settings.admission(batch_size, settings.max_staleness),
-                n_samples_per_prompt=trainer.num_generations,
                 sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
-                max_staleness=settings.max_staleness,
                 seed=args.seed,
             )
         except BaseException:

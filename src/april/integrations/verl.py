@@ -20,15 +20,15 @@ import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
-from april.rollout.admission.admission import largest_target
-from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.disk import as_json, write_whole
+from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 
@@ -101,11 +101,11 @@ def check_config(config: DictConfig) -> None:
     for name, (refused, remedy) in unsupported.items():
         if refused:
             raise ValueError(f"{name} = {OmegaConf.select(config, name)}: {remedy}")
-    read_settings(config)
+    params_of(config)
 
 
-def read_settings(config: DictConfig) -> tuple[int | Literal["auto"], int | None]:
-    """N' and the staleness bound, of `trainer.v1.april`.
+def params_of(config: DictConfig) -> RolloutParams:
+    """How many groups are under way, and how old they may be: `trainer.v1.april`.
 
     Raises:
         ValueError: names the setting.
@@ -116,19 +116,18 @@ def read_settings(config: DictConfig) -> tuple[int | Literal["auto"], int | None
             raise ValueError(
                 f"trainer.v1.april.{name}: april has no such setting, only over_sampling_batch_size and max_staleness"
             )
-    batch_size, bound = config.data.train_batch_size, settings.get("max_staleness", 5)
-    if bound is not None and (not isinstance(bound, int) or bound < 0):
-        raise ValueError(f"trainer.v1.april.max_staleness = {bound}: give a number of weight updates, or null for any")
-    target = settings.get("over_sampling_batch_size")
-    if target is None:
-        return min(2 * batch_size, largest_target(batch_size, bound) or 2 * batch_size), bound
-    if target == "auto":
-        return "auto", bound
-    if not isinstance(target, int):
-        raise ValueError(f"trainer.v1.april.over_sampling_batch_size = {target}: give auto, or a number of groups")
-    names = ("data.train_batch_size", "trainer.v1.april.over_sampling_batch_size", "trainer.v1.april.max_staleness")
-    FixedAdmission.within(batch_size, target, bound, names)
-    return target, bound
+    names = {name: f"trainer.v1.april.{name}" for name in ("over_sampling_batch_size", "max_staleness")}
+    params = RolloutParams(
+        rollout_batch_size=config.data.train_batch_size,
+        n_samples_per_prompt=config.actor_rollout_ref.rollout.n,
+        over_sampling_batch_size=settings.get("over_sampling_batch_size") or "auto",
+        max_staleness=settings.get("max_staleness", MAX_STALENESS),
+        names={"rollout_batch_size": "data.train_batch_size", **names},
+    )
+    if settings.get("over_sampling_batch_size") is not None:
+        return params
+    twice = 2 * params.rollout_batch_size
+    return replace(params, over_sampling_batch_size=min(twice, params.largest_target or twice))
 
 
 @register_trainer("april")
@@ -346,8 +345,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
 
     def _schedule(self) -> RolloutScheduler:
         rollout = self.rollout_config
-        batch_size = self.config.data.train_batch_size
-        target, bound = read_settings(self.config)
         filters = self.config.algorithm.get("filter_groups")
         capacity, calls = capacity_of(rollout, self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node)
         engine = ReplicaEngine(
@@ -367,16 +364,13 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             engine,
             self._prompts(),
             self._score,
-            rollout_batch_size=batch_size,
-            over_sampling_batch_size=target,
-            n_samples_per_prompt=rollout.n,
+            params_of(self.config),
             sampling=SamplingParams(
                 max_tokens=rollout.response_length,
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=max(rollout.top_k, 0),
             ),
-            max_staleness=bound,
             dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
             seed=rollout.get("seed", 0),
         )

@@ -24,16 +24,9 @@ class Retries:
     Args:
         limit: failures in a row, without a token between them, that a sample may have.
         delay: seconds until the second attempt.
-
-    Raises:
-        ValueError: a setting is negative.
     """
 
     def __init__(self, limit: int, delay: float) -> None:
-        if limit < 0:
-            raise ValueError(f"max_retries = {limit}: must not be negative")
-        if delay < 0:
-            raise ValueError(f"retry_delay = {delay}: must not be negative seconds")
         self.limit = limit
         self.delay = delay
         self.failures: dict[str, int] = {}

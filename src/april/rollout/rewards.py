@@ -25,9 +25,6 @@ RewardFunction = Callable[[Prompt, Sample], float | Awaitable[float]]
 """Scores one finished sample."""
 GroupRewardFunction = Callable[[Prompt, Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
 """Scores all samples of a complete group at once, in their order."""
-RewardErrorPolicy = Literal["raise", "zero", "reject"]
-"""What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
-
 
 THREADS = 8
 """Plain functions that run at a time, and calls that may hang before no further one is begun."""
@@ -57,8 +54,6 @@ class RewardTasks:
     ) -> None:
         if scope not in ("sample", "group"):
             raise ValueError(f'reward_scope = {scope!r}: must be "sample" or "group"')
-        if timeout is not None and timeout <= 0:
-            raise ValueError(f"reward_timeout = {timeout}: must be positive seconds, or None for no limit")
         self.function: Callable[..., Any] = function
         self._async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         self.scope = scope

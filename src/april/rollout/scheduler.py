@@ -18,16 +18,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-from april.rollout.admission.admission import Admission, largest_target
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.journal import Admitted, Journal, Rejected, Rewarded, Trained
-from april.rollout.order import ORDERS, Order
+from april.rollout.order import ORDERS
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.retries import Retries
-from april.rollout.rewards import GroupRewardFunction, RewardError, RewardErrorPolicy, RewardFunction, RewardTasks
+from april.rollout.rewards import GroupRewardFunction, RewardError, RewardFunction, RewardTasks
 from april.rollout.staleness import select
 from april.rollout.state import RolloutState
 from april.rollout.step import Failure, Plan, Quarantine, Span, Step
@@ -53,24 +53,10 @@ class RolloutScheduler(RolloutState):
             the scheduler's own state.
         reward: scores a finished sample, `reward(prompt, sample)`, or with `reward_scope="group"` a complete group,
             `reward(prompt, samples)`. Sync (run in a thread) or async.
-        rollout_batch_size: complete groups a step trains on (N).
-        over_sampling_batch_size: groups under way in a step (N'); "auto" to have it chosen from what is observed
-            (`AutoAdmission`), or an `Admission` of your own; N if None.
-        n_samples_per_prompt: samples in a group (G).
+        params: how many groups are under way, and which of them a step trains on.
         sampling: how tokens are drawn, and the response budget.
-        partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy.
-        max_staleness: the most weight updates between a group's first token and the step that trains on it; None for
-            no bound.
-        order: which unfinished samples the engine is given first: a name in `ORDERS`, or an `Order`.
-        first_come: train on the groups that were complete first instead of the oldest; only without a bound.
+        faults: what is done about rewards and requests that fail.
         dynamic_filter: called with each complete, rewarded group; False turns it away, and a new prompt replaces it.
-        on_reward_error: what a failing reward function means.
-        reward_timeout: seconds a reward may take.
-        max_retries: requests in a row that may fail for one sample, without a token between them, before its group is
-            quarantined: left out, with the reason in the step's account, and replaced by a new prompt.
-        retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
-            each further failure in a row.
-        max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
         seed: every sample's seed follows from it.
         on_progress: called with the scheduler whenever something was sampled or scored.
         journal: keeps what happens on disk. What it holds beyond the state that was loaded happens again first: the
@@ -82,61 +68,37 @@ class RolloutScheduler(RolloutState):
         engine: Engine,
         prompts: Iterable[Prompt],
         reward: RewardFunction | GroupRewardFunction,
+        params: RolloutParams,
         *,
-        rollout_batch_size: int,
-        over_sampling_batch_size: int | Literal["auto"] | Admission | None = None,
-        n_samples_per_prompt: int = 8,
         sampling: SamplingParams | None = None,
-        partial_rollout: bool = True,
-        max_staleness: int | None = 5,
-        order: str | Order = "oldest",
-        first_come: bool = False,
+        faults: FaultPolicy | None = None,
         reward_scope: Literal["sample", "group"] = "sample",
         dynamic_filter: Callable[[Group], bool] | None = None,
-        on_reward_error: RewardErrorPolicy = "raise",
-        reward_timeout: float | None = None,
-        max_retries: int = 3,
-        retry_delay: float = 0.5,
-        max_rejected_groups: int | None = None,
         seed: int = 0,
         on_progress: Callable[[RolloutScheduler], None] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        admission = over_sampling_batch_size
-        sampling = sampling or SamplingParams()
-        lengths = LengthModel.for_batch(sampling.max_tokens, rollout_batch_size * n_samples_per_prompt)
-        if not partial_rollout:
-            admission, max_staleness = rollout_batch_size, 0
+        sampling, faults = sampling or SamplingParams(), faults or FaultPolicy()
+        lengths = LengthModel.for_batch(sampling.max_tokens, params.rollout_batch_size * params.n_samples_per_prompt)
+        admission = params.over_sampling_batch_size
         if admission == "auto":
-            admission = AutoAdmission(engine, lengths, n_samples_per_prompt, max_staleness)
-        elif admission is None or isinstance(admission, int):
-            admission = FixedAdmission.within(rollout_batch_size, admission, max_staleness)
-        if isinstance(order, str) and order not in ORDERS:
-            raise ValueError(f"order = {order!r}: choose from {', '.join(ORDERS)}")
-        if first_come and max_staleness is not None:
-            raise ValueError(f"first_come cannot keep max_staleness = {max_staleness}: set it to None, for no bound")
-        if n_samples_per_prompt < 1:
-            raise ValueError(f"n_samples_per_prompt = {n_samples_per_prompt}: a group needs at least one sample")
-        if on_reward_error not in ("raise", "zero", "reject"):
-            raise ValueError(f'on_reward_error = {on_reward_error!r}: must be "raise", "zero" or "reject"')
-        batch_size, bound = rollout_batch_size, max_staleness
-        super().__init__(prompts, lengths, admission, batch_size, bound, dynamic_filter, on_reward_error, seed, journal)
+            admission = AutoAdmission(engine, lengths, params.n_samples_per_prompt, params.max_staleness)
+        elif isinstance(admission, int):
+            admission = FixedAdmission(admission)
+        super().__init__(prompts, lengths, admission, params, faults, dynamic_filter, seed, journal)
         self.engine = engine
-        self.group_size = n_samples_per_prompt
         self.sampling = sampling
-        self.order = ORDERS[order] if isinstance(order, str) else order
-        self.first_come = first_come
-        self.max_rejected_groups = max_rejected_groups
+        self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
         self.on_progress = on_progress
-        self._rewards = RewardTasks(reward, reward_scope, reward_timeout)
+        self._rewards = RewardTasks(reward, reward_scope, faults.reward_timeout)
         self._flight: dict[str, tuple[Sample, Group, Span]] = {}
-        self._retries = Retries(max_retries, retry_delay)
+        self._retries = Retries(faults.max_retries, faults.retry_delay)
         self._doomed: dict[int, Quarantine] = {}
         self._missed: list[Chunk] = []
         """Sampled in the moment in which a step was cancelled."""
         self._resume = False
         """Something unfinished is not in flight."""
-        self._step = Step(version=0, plan=Plan(rollout_batch_size))
+        self._step = Step(version=0, plan=Plan(params.rollout_batch_size))
         self._began = 0.0
 
     async def __aenter__(self) -> RolloutScheduler:
@@ -251,8 +213,8 @@ class RolloutScheduler(RolloutState):
 
     def _begin(self) -> None:
         self._began = asyncio.get_running_loop().time()
-        plan = self.admission.plan(self.batch_size)
-        largest = largest_target(self.batch_size, self.max_staleness)
+        plan = self.admission.plan(self.params.rollout_batch_size)
+        largest = self.params.largest_target
         self._resume = True
         self._retries.hurry()
         self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
@@ -264,8 +226,9 @@ class RolloutScheduler(RolloutState):
                 self._weigh(group)
 
     def _select(self) -> list[Group] | None:
-        bound, ready = self.max_staleness, self.ready.values()
-        return select(self.buffer, ready, self.version, self.batch_size, bound, self.first_come)
+        params, ready = self.params, self.ready.values()
+        size, bound = params.rollout_batch_size, params.max_staleness
+        return select(self.buffer, ready, self.version, size, bound, params.first_come)
 
     def _fill(self) -> None:
         """A new prompt for each group that is missing; then everything unfinished goes on, in the policy's order."""
@@ -274,7 +237,9 @@ class RolloutScheduler(RolloutState):
             prompt = next(self._prompts, None)
             if prompt is None:
                 break
-            group = Group.start(self.buffer.admitted, prompt, self.group_size, self.sampling, self.seed)
+            group = Group.start(
+                self.buffer.admitted, prompt, self.params.n_samples_per_prompt, self.sampling, self.seed
+            )
             self.buffer.admit(group)
             if self.journal is not None:
                 self._happened(Admitted(group.to_dict(), self._position()))
@@ -307,7 +272,8 @@ class RolloutScheduler(RolloutState):
             await self._await_reward(self._retries.next)
         else:
             raise ValueError(
-                f"the prompts ran out: {len(self.ready)} complete groups where a step needs {self.batch_size}"
+                f"the prompts ran out: {len(self.ready)} complete groups where a step needs "
+                f"{self.params.rollout_batch_size}"
             )
 
     async def _poll(self, retries: Retries, or_verdict: bool = False) -> list[Chunk]:
@@ -395,10 +361,10 @@ class RolloutScheduler(RolloutState):
             if verdict.error is not None:
                 failure = Failure("reward", verdict.samples[0].id, verdict.group.prompt.id, verdict.error)
                 self._step.failures.append(failure)
-                if self.on_reward_error == "raise":
+                if self.faults.on_reward_error == "raise":
                     failed = failure
                     continue
-                if self.on_reward_error == "reject":
+                if self.faults.on_reward_error == "reject":
                     self._quarantine(verdict.group, Rejection.REWARD, verdict.error)
                     continue
             for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
@@ -434,13 +400,13 @@ class RolloutScheduler(RolloutState):
             self.engine.forget(unfinished)
         self._happened(Rejected(group.id, reason))
         self._step.rejections.append((group.id, reason))
-        limit = self.max_rejected_groups
+        limit = self.faults.max_rejected_groups
         if limit is not None and len(self._step.rejections) > limit:
             counts = Counter(reason for _, reason in self._step.rejections)
             raise RejectionError(
                 f"{len(self._step.rejections)} groups of this step were turned away ({dict(counts)}) and only "
-                f"{len(self.ready)} of {self.batch_size} can be trained on: make the task easier or harder, switch "
-                "the filter off, or raise max_rejected_groups"
+                f"{len(self.ready)} of {self.params.rollout_batch_size} can be trained on: make the task easier "
+                "or harder, switch the filter off, or raise max_rejected_groups"
             )
 
     async def _interrupt(self) -> None:
@@ -474,7 +440,8 @@ class RolloutScheduler(RolloutState):
         if self.journal is not None:
             self.journal.flush()  # without a point at which a cancelled `collect` could lose the step
         self._learn(step)
-        assert self.max_staleness is None or step.staleness.max() <= self.max_staleness, "the staleness bound is broken"
+        bound = self.params.max_staleness
+        assert bound is None or step.staleness.max() <= bound, "the staleness bound is broken"
         return step
 
 

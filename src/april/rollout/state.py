@@ -17,7 +17,7 @@ from april.rollout.admission.lengths import LengthModel
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk
 from april.rollout.journal import Admitted, DamageError, Event, Journal, Rejected, Rewarded, Trained, redo
-from april.rollout.rewards import RewardErrorPolicy
+from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.staleness import StalenessError, feasible
 from april.rollout.step import Span, Step
 from april.rollout.trajectory import Group, Prompt
@@ -31,20 +31,18 @@ class RolloutState:
         prompts: Iterable[Prompt],
         lengths: LengthModel,
         admission: Admission,
-        batch_size: int,
-        max_staleness: int | None,
+        params: RolloutParams,
+        faults: FaultPolicy,
         dynamic_filter: Callable[[Group], bool] | None,
-        on_reward_error: RewardErrorPolicy,
         seed: int,
         journal: Journal | None,
     ) -> None:
         self.prompts = prompts
         self.lengths = lengths
         self.admission = admission
-        self.batch_size = batch_size
-        self.max_staleness = max_staleness
+        self.params = params
+        self.faults = faults
         self.dynamic_filter = dynamic_filter
-        self.on_reward_error = on_reward_error
         self.seed = seed
         self.journal = journal
         self.version = 0
@@ -58,7 +56,7 @@ class RolloutState:
     @property
     def can_reject(self) -> bool:
         """Whether a reward, or the lack of one, can turn a complete group away."""
-        return self.dynamic_filter is not None or self.on_reward_error == "reject"
+        return self.dynamic_filter is not None or self.faults.on_reward_error == "reject"
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
@@ -101,11 +99,9 @@ class RolloutState:
 
     def _check_bound(self, version: int, otherwise: str) -> None:
         begun = [first for group in self.buffer if (first := group.first_version) is not None]
-        bound = self.max_staleness
-        if bound is not None and not feasible(begun, version, self.batch_size, bound):
-            raise StalenessError(
-                f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {self.batch_size}"
-            )
+        size, bound = self.params.rollout_batch_size, self.params.max_staleness
+        if bound is not None and not feasible(begun, version, size, bound):
+            raise StalenessError(f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {size}")
 
     def _happened(self, event: Event) -> None:
         if self.journal is not None:
@@ -177,6 +173,8 @@ class RolloutState:
         for group in step.groups:
             self.ready.pop(group.id, None)
         self._cut_short = []
-        self.admission.plan(self.batch_size)  # it follows from what was observed, and is part of the state
+        self.admission.plan(
+            self.params.rollout_batch_size
+        )  # it follows from what was observed, and is part of the state
         self._learn(step)
         return step

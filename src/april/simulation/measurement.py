@@ -16,9 +16,8 @@ import numpy as np
 
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Engine
-from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
-from april.simulation.run import Outcome, StepRecord, scheduler_settings
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.simulation.run import Outcome, StepRecord, scheduler_of
 from april.simulation.workload import Workload
 
 Update = Callable[[int], Awaitable[None]]
@@ -57,7 +56,7 @@ async def serve(
     rng: np.random.Generator | None = None,
     clock: Callable[[], float] = time.perf_counter,
     seed: int = 0,
-    **scheduler: Any,
+    **params: Any,
 ) -> Outcome:
     """Collect `steps` steps, with a weight update after each. Arguments as of `simulate`, but:
 
@@ -67,17 +66,18 @@ async def serve(
         clock: seconds.
     """
     rng = rng or np.random.default_rng(0)
-    settings = scheduler_settings(workload, seed, scheduler)
-    count = steps * settings["rollout_batch_size"] + scheduler.get("over_sampling_batch_size", 0)
+    count = steps * params.get("rollout_batch_size", workload.rollout_batch_size)
+    count += params.get("over_sampling_batch_size", 0)
     prompts = [
         Prompt(tuple(rng.integers(2, vocabulary, len(prompt.token_ids)).tolist()), prompt.id)
         for prompt in itertools.islice(workload.prompts(), count)
     ]
-    size, sampling = settings["n_samples_per_prompt"], settings["sampling"]
+    size = params.get("n_samples_per_prompt", workload.n_samples_per_prompt)
+    sampling = SamplingParams(max_tokens=workload.max_tokens)
     groups = (Group.start(i, prompt, size, sampling, seed) for i, prompt in enumerate(prompts))
     given = GivenLengths(engine, workload, groups, update)
     records = []
-    async with RolloutScheduler(given, prompts, **settings) as rollouts:
+    async with scheduler_of(given, workload, prompts, params, seed) as rollouts:
         await update(0)
         for _ in range(steps):
             began = clock()

@@ -110,21 +110,19 @@ def workload_of(recipe: Recipe, lengths: Workload) -> Workload:
 
 def targets(recipe: Recipe) -> list[int]:
     """Values of N' to try: some multiples of N that the bound allows, if there is one, and the recipe's own."""
-    batch_size, bound = recipe.rollout.rollout_batch_size, recipe.max_staleness
+    params = recipe.rollout_params(partial_rollout=True)
+    batch_size, bound = params.rollout_batch_size, params.max_staleness
     tried = {round(ratio * batch_size) for ratio in RATIOS if bound is None or ratio <= bound + 1}
-    own = recipe.over_sampling_batch_size
+    own = params.over_sampling_batch_size
     return sorted(tried | ({own} if isinstance(own, int) else set()))
 
 
 def arms(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """What is simulated, by name, as settings of the scheduler: synchronous rollouts, then partial ones under the
     recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically."""
-    policy = {
-        "max_staleness": recipe.max_staleness,
-        "order": recipe.rollout.order,
-        "first_come": recipe.first_come,
-    }
-    automatic = {} if recipe.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
+    params = recipe.rollout_params(partial_rollout=True)
+    policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
+    automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
     return {
         SYNCHRONOUS: {"partial_rollout": False},
         **{f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)},

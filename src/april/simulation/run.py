@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from april.rollout.engine import KVPolicy
+from april.rollout.engine import Engine, KVPolicy
+from april.rollout.params import RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Prompt, SamplingParams
+from april.rollout.trajectory import FinishReason, Group, Prompt, SamplingParams
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
@@ -142,8 +143,9 @@ def simulate(
     on_update: KVPolicy = "recompute",
     train_token_seconds: float = 0.0,
     resolution: float = 0.0,
+    dynamic_filter: Callable[[Group], bool] | None = None,
     seed: int = 0,
-    **scheduler: Any,
+    **params: Any,
 ) -> Outcome:
     """Collect `steps` steps and train on them, in virtual time.
 
@@ -155,31 +157,39 @@ def simulate(
         on_update: what happens to the KV cache of unfinished samples when the weights change.
         train_token_seconds: training time for each consumed token, in which the engines stand still.
         resolution: see `SimulatedEngine`.
+        dynamic_filter: see `RolloutScheduler`.
         seed: of the samples.
-        scheduler: settings of `RolloutScheduler`; N, G and the response budget are the workload's unless given here.
+        params: of `RolloutParams`; N and G are the workload's unless given here.
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     engine = SimulatedEngine(cost, workload, replicas, on_update, resolution)
-    settings = scheduler_settings(workload, seed, scheduler)
+    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter)
     with _without_garbage_collection():
-        records = run(
-            _collect(engine, RolloutScheduler(engine, workload.prompts(), **settings), steps, train_token_seconds)
-        )
+        records = run(_collect(engine, scheduler, steps, train_token_seconds))
     return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
 
 
-def scheduler_settings(workload: Workload, seed: int, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a `RolloutScheduler` for `workload`; those in `own` come first."""
-    return {
-        "rollout_batch_size": workload.rollout_batch_size,
-        "n_samples_per_prompt": workload.n_samples_per_prompt,
-        "sampling": SamplingParams(max_tokens=workload.max_tokens),
-        "reward": no_reward,
-        "reward_scope": "group",
-        "seed": seed,
-        **own,
-    }
+def scheduler_of(
+    engine: Engine,
+    workload: Workload,
+    prompts: Iterable[Prompt],
+    own: Mapping[str, Any],
+    seed: int,
+    dynamic_filter: Callable[[Group], bool] | None = None,
+) -> RolloutScheduler:
+    """A scheduler for `workload`; the parameters in `own` come first."""
+    size, group_size = workload.rollout_batch_size, workload.n_samples_per_prompt
+    return RolloutScheduler(
+        engine,
+        prompts,
+        no_reward,
+        RolloutParams(**{"rollout_batch_size": size, "n_samples_per_prompt": group_size, **own}),
+        sampling=SamplingParams(max_tokens=workload.max_tokens),
+        reward_scope="group",
+        dynamic_filter=dynamic_filter,
+        seed=seed,
+    )
 
 
 async def no_reward(prompt: Prompt, samples: Any) -> list[float]:

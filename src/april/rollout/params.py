@@ -1,0 +1,147 @@
+"""What a scheduler is told, as two values that check themselves.
+
+Invariant: a `RolloutParams` that exists can be kept: N <= N' <= N * (max_staleness + 1) where N' is fixed and there is
+a bound. Every rule about N, N', the bound and the choice of groups stands here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from april.rollout.admission.admission import Admission, largest_target
+from april.rollout.order import ORDERS, Order
+
+RewardErrorPolicy = Literal["raise", "zero", "reject"]
+"""What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
+
+MAX_STALENESS = 5
+"""The staleness bound of whoever sets none."""
+AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutParams:
+    """How many groups are under way, and which of them a step trains on.
+
+    Args:
+        rollout_batch_size: complete groups a step trains on (N).
+        n_samples_per_prompt: samples in a group (G).
+        over_sampling_batch_size: groups under way in a step (N'); "auto" to have it chosen from what is observed, or an
+            `Admission` of your own.
+        max_staleness: the most weight updates between a group's first token and the step that trains on it; None for
+            no bound.
+        partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy. N' is
+            then N and the bound 0, whatever was given.
+        order: which unfinished samples the engine is given first: a name in `ORDERS`, or an `Order`.
+        first_come: train on the groups that were complete first instead of the oldest; only without a bound.
+        names: what errors call these settings, where the user knows them by other names.
+
+    Raises:
+        ValueError: settings that cannot be kept; the message names them and the remedy.
+    """
+
+    rollout_batch_size: int
+    n_samples_per_prompt: int = 8
+    over_sampling_batch_size: int | Literal["auto"] | Admission = "auto"
+    max_staleness: int | None = MAX_STALENESS
+    partial_rollout: bool = True
+    order: str | Order = "oldest"
+    first_come: bool = False
+    names: InitVar[Mapping[str, str]] = AS_THEY_ARE
+
+    def __post_init__(self, names: Mapping[str, str]) -> None:
+        def setting(name: str) -> str:
+            return f"{names.get(name, name)} = {getattr(self, name)!r}"
+
+        def require(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise ValueError(f"{setting(name)}: {rule}")
+
+        require(_whole(self.rollout_batch_size, 1), "rollout_batch_size", "a step needs at least one group")
+        require(_whole(self.n_samples_per_prompt, 1), "n_samples_per_prompt", "a group needs at least one sample")
+        if not self.partial_rollout:
+            object.__setattr__(self, "over_sampling_batch_size", self.rollout_batch_size)
+            object.__setattr__(self, "max_staleness", 0)
+            object.__setattr__(self, "first_come", False)
+        require(
+            self.max_staleness is None or _whole(self.max_staleness, 0),
+            "max_staleness",
+            "give a number of weight updates, or no bound",
+        )
+        known = not isinstance(self.order, str) or self.order in ORDERS
+        require(known, "order", f"choose from {', '.join(ORDERS)}")
+        if self.first_come and self.max_staleness is not None:
+            first_come = names.get("first_come", "first_come")
+            raise ValueError(f"{first_come} cannot keep {setting('max_staleness')}: set it to None, for no bound")
+        target = self.over_sampling_batch_size
+        require(
+            _whole(target, 0) or target == "auto" or hasattr(target, "plan"),
+            "over_sampling_batch_size",
+            "give auto, or a number of groups",
+        )
+        if isinstance(target, int):
+            self._check_target(target, setting)
+
+    def _check_target(self, target: int, setting: Any) -> None:
+        size, own = self.rollout_batch_size, setting("over_sampling_batch_size")
+        if target < size:
+            raise ValueError(
+                f"{own} is less than {setting('rollout_batch_size')}: raise it to {size}, for synchronous rollouts, "
+                "or more"
+            )
+        largest = largest_target(size, self.max_staleness)
+        if largest is not None and target > largest:
+            raise ValueError(
+                f"{own} cannot keep {setting('max_staleness')}: with {setting('rollout_batch_size')} at most {largest} "
+                f"groups may be under way; lower the first, or raise the second to {-(-target // size) - 1}"
+            )
+
+    @property
+    def largest_target(self) -> int | None:
+        """The most groups under way for which the staleness bound can be kept; None if there is no bound."""
+        return largest_target(self.rollout_batch_size, self.max_staleness)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultPolicy:
+    """What is done about rewards and requests that fail.
+
+    Args:
+        on_reward_error: what a failing reward function means.
+        reward_timeout: seconds a reward may take; None for no limit.
+        max_retries: requests in a row that may fail for one sample, without a token between them, before its group is
+            quarantined: left out, with the reason in the step's account, and replaced by a new prompt.
+        retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
+            each further failure in a row.
+        max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    on_reward_error: RewardErrorPolicy = "raise"
+    reward_timeout: float | None = None
+    max_retries: int = 3
+    retry_delay: float = 0.5
+    max_rejected_groups: int | None = None
+
+    def __post_init__(self) -> None:
+        def require(condition: bool, name: str, rule: str) -> None:
+            if not condition:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
+
+        kinds = ("raise", "zero", "reject")
+        require(self.on_reward_error in kinds, "on_reward_error", 'must be "raise", "zero" or "reject"')
+        timeout = self.reward_timeout
+        require(timeout is None or timeout > 0, "reward_timeout", "must be positive seconds, or None for no limit")
+        require(self.max_retries >= 0, "max_retries", "must not be negative")
+        require(self.retry_delay >= 0, "retry_delay", "must not be negative seconds")
+        limit = self.max_rejected_groups
+        require(limit is None or limit >= 0, "max_rejected_groups", "must not be negative, or None for no limit")
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
