@@ -44,7 +44,7 @@ from safetensors.torch import load_file
 
 from april.commands import main as command_line
 from april.config.settings import ModelSettings
-from april.reporting.metrics import read_metrics
+from april.reporting.metrics_log import read_metrics
 from april.reporting.step_log import StepLog
 from april.rollout.journal import Journal
 from april.rollout.step import Step

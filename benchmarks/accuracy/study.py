@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Protocol
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
-from april.reporting.metrics import read_metrics
+from april.reporting.metrics_log import read_metrics
 from april.training.recovery import TrainingError
 from april.training.trainer import Trainer
 
@@ -216,9 +216,13 @@ def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[st
         "steps": len(steps),
     }
     if summary:
-        kept = ("consumed_tokens", "generated_tokens", "discarded_tokens", "rejected_tokens", "mean_staleness")
-        more = ("max_staleness_seen", "off_policy_token_share", "rollout_seconds", "train_seconds")
+        kept = ("consumed_tokens", "generated_tokens", "discarded_tokens", "rejected_tokens")
+        more = ("off_policy_token_share", "rollout_seconds", "train_seconds")
         record |= {name: round(summary[name], 4) for name in (*kept, *more)}
+        record |= {
+            "mean_staleness": round(summary["staleness_mean"], 4),
+            "max_staleness_seen": summary["staleness_max"],
+        }
     return record
 
 

@@ -19,31 +19,35 @@ def test_a_log_gets_one_plain_line_a_step_and_a_header_now_and_then() -> None:
         for record in metrics:
             progress.phase("rollout")
             progress.rollout(3, 8, 60, 64, 1000)
-            progress.step(record)
+            (progress.step if record["step"] else progress.evaluation)(record)
     text = out.getvalue()
     lines = text.splitlines()
     assert text.isascii()
     assert "\x1b" not in text
-    headers = [line for line in lines if "reward" in line and "accuracy" in line]
+    headers = [line for line in lines if "reward" in line and "staleness" in line]
     assert len(lines) == len(metrics) + len(headers)
-    assert len(headers) == -(-len(metrics) // HEADER_EVERY)
-    assert all(len(line) <= 120 for line in lines)
+    assert len(headers) == -(-30 // HEADER_EVERY)
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> None:
     metrics, _, _ = simulate(steps=6)
     progress = Progress(10, file=io.StringIO())
     for record in metrics:
-        progress.step(record)
+        if record["step"]:
+            progress.step(record)
+        if "eval_reward" in record:
+            progress.evaluation(record)
     progress.phase("rollout")
     progress.rollout(3, 8, 60, 64, 1000)
-    console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
     console.print(progress.render())
     shown = console.export_text()
-    assert all(len(line) <= 100 for line in shown.splitlines())
+    assert all(len(line) <= 80 for line in shown.splitlines())
     assert len(shown.splitlines()) <= 16
-    for piece in ("6/10", "3/8", "60/64", "reward", "accuracy"):
+    for piece in ("6/10", "3/8", "60/64", "reward", "held-out", "accuracy"):
         assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
+    assert "…" not in shown, "nothing is cut"
 
 
 def test_every_algorithm_and_correction_is_listed_with_settings_and_sources() -> None:

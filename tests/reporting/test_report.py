@@ -54,12 +54,12 @@ def test_a_run_is_shown_with_all_its_plots(tmp_path: Path) -> None:
     metrics, traces, summary = simulate()
     checker = page(write_run(tmp_path, metrics, traces, summary))
     text = " ".join(checker.text)
-    for heading in ("Reward and accuracy", "Response lengths", "One step, sample by sample", "Tokens by policy age"):
+    for heading in ("Reward", "Response lengths", "One step, sample by sample", "Tokens by policy age"):
         assert heading in text
     for heading in ("Throughput", "Staleness", "Time per phase", "Resolved recipe"):
         assert heading in text
     assert checker.tags["svg"] >= 8
-    assert "0.51" in text
+    assert "accuracy 0.510 → 0.9" in text
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -74,8 +74,8 @@ def test_a_run_without_evaluations_has_a_report(tmp_path: Path) -> None:
     metrics, traces, summary = simulate(steps=4)
     for record in metrics:
         record.pop("accuracy", None)
-    summary |= {"accuracy_before": None, "accuracy_after": None}
-    page(write_run(tmp_path, metrics[1:], traces, summary))
+        record.pop("eval_reward", None)
+    assert "not evaluated" in page(write_run(tmp_path, metrics[1:], traces, summary)).text
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from april.reporting.metrics import MetricsWriter, read_metrics
+from april.reporting.metrics_log import MetricsLog, read_metrics
 from april.reporting.trace import chrome_trace, read_trace, write_chrome_trace
 from tests.reporting.conftest import simulate, write_run
 
@@ -19,21 +18,20 @@ def steps(directory: Path) -> list[int]:
     return [record["step"] for record in read_metrics(directory)]
 
 
-def test_metrics_go_to_the_file_and_to_tensorboard(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, config={"a": 1}) as writer:
-        writer.write({"step": 0, "accuracy": 0.5})
-        writer.write({"step": 1, "reward": np.float32(0.25), "tokens_by_age": [3, 1], "loss": float("nan")})
-    assert read_metrics(tmp_path)[1] == {"step": 1, "reward": 0.25, "tokens_by_age": [3, 1], "loss": None}
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert {"reward/accuracy", "reward/reward", "tokens_by_age/0"} <= set(events.Tags()["scalars"])
+def test_metrics_are_read_back_as_json(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write({"step": 0, "accuracy": 0.5})
+        log.write({"step": 1, "reward": np.float32(0.25), "tokens_by_age": [3, 1], "loss": float("nan")})
+        log.write({"step": 1, "eval_reward": 0.75})
+    known = {"step": 1, "reward": 0.25, "tokens_by_age": [3, 1], "loss": None, "eval_reward": 0.75}
+    assert read_metrics(tmp_path)[1] == known
 
 
 def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsLog(tmp_path) as writer:
         for step in range(5):
             writer.write({"step": step, "loss": 0.0})
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
+    with MetricsLog(tmp_path, resume_step=2) as writer:
         writer.write({"step": 3, "loss": 1.0})
     assert steps(tmp_path) == [0, 1, 2, 3]
     assert read_metrics(tmp_path)[3]["loss"] == 1.0
@@ -41,13 +39,13 @@ def test_a_resumed_run_holds_each_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "garbage", "\x00\x00\x00"])
 def test_a_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsLog(tmp_path) as writer:
         for step in range(3):
             writer.write({"step": step})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(torn)
     assert steps(tmp_path) == [0, 1, 2]
-    with MetricsWriter(tmp_path, resume_step=2) as writer:
+    with MetricsLog(tmp_path, resume_step=2) as writer:
         writer.write({"step": 3})
     assert steps(tmp_path) == [0, 1, 2, 3]
 
@@ -55,20 +53,13 @@ def test_a_torn_last_line_is_cut(tmp_path: Path, torn: str) -> None:
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\nnonsense\n{"step": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
-        MetricsWriter(tmp_path, resume_step=1)
+        MetricsLog(tmp_path, resume_step=1)
 
 
 def test_a_run_is_never_written_over(tmp_path: Path) -> None:
-    MetricsWriter(tmp_path).write({"step": 0})
+    MetricsLog(tmp_path).write({"step": 0})
     with pytest.raises(FileExistsError, match="already holds a run"):
-        MetricsWriter(tmp_path)
-
-
-def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensorboard"):
-        MetricsWriter(tmp_path, trackers=["tensorbord"])
-    with pytest.raises(ModuleNotFoundError, match=r"april-rl\[wandb\]"):
-        MetricsWriter(tmp_path, trackers=["wandb"])
+        MetricsLog(tmp_path)
 
 
 def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_once(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from april import (
     StreamEngine,
 )
 from april.engines.pool import EnginePool
-from april.reporting.metrics import MetricsWriter
+from april.reporting.metrics_log import MetricsLog
 from april.reporting.trace import TraceWriter
 from tests.engines.servers.test_tensorrt_llm import RecordedServer, connect, server, serving  # noqa: F401 (a fixture)
 from tests.scripted_engine import ScriptedEngine
@@ -207,7 +207,7 @@ async def test_a_slow_trainer_finds_nothing_running() -> None:
 
 def test_what_is_logged_is_on_disk_before_the_next_step_begins(tmp_path: Path) -> None:
     """Nothing is queued for a slow disk: writing takes as long as it takes."""
-    with MetricsWriter(tmp_path, trackers=()) as metrics, TraceWriter(tmp_path) as trace:
+    with MetricsLog(tmp_path) as metrics, TraceWriter(tmp_path) as trace:
         for step in range(5):
             metrics.write({"step": step, "loss": 0.5})
             trace.write({"step": step})

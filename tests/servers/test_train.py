@@ -88,8 +88,8 @@ def check(summary: dict[str, Any] | None, mismatches: Mismatches) -> None:
     assert summary["steps"] == 4
     assert summary["discarded_tokens"] == 0
     assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
-    assert summary["max_staleness_seen"] <= 2
-    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["buffered_tokens"]
+    assert summary["staleness_max"] <= 2
+    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["tokens_buffered"]
     assert len(mismatches.on_policy) >= 4
     assert max(mismatches.on_policy) < AGREES
     assert max(mismatches.off_policy) > 10 * AGREES, "updates are meant to move the policy"

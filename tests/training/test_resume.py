@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from april.commands.main import main
-from april.reporting.metrics import read_metrics
+from april.reporting.metrics_log import read_metrics
 from april.training import trainer as trainer_module
 from april.training.checkpoint import checkpoints
 from april.training.output import locked

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.reporting.faults import read_faults
-from april.reporting.metrics import read_metrics
+from april.reporting.metrics_log import read_metrics
 from tests import tiny
 
 RECIPE = """
@@ -78,13 +78,13 @@ def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
     summary = json.loads((run / "summary.json").read_text())
-    for name in ("accuracy_before", "accuracy_after", "consumed_tokens_per_second", "rollout_seconds", "versions"):
+    for name in ("evaluations", "eval_reward", "consumed_tokens_per_second", "rollout_seconds", "versions"):
         assert name in summary
     assert summary["steps"] == 6
     assert summary["discarded_tokens"] == 0
-    assert summary["max_staleness_seen"] <= 2
+    assert summary["staleness_max"] <= 2
     assert summary["off_policy_token_share"] > 0, "the workload is meant to interrupt something"
-    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["buffered_tokens"]
+    assert summary["generated_tokens"] == summary["consumed_tokens"] + summary["tokens_buffered"]
     assert summary["recipe"]["rollout"]["n_samples_per_prompt"] == 3
     assert [line["step"] for line in metrics(run)] == list(range(7))
     assert list(run.glob("tensorboard/events*"))
@@ -132,7 +132,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
     assert f"april resume {run}" in out
     assert "Traceback" not in err
     state = json.loads(next((run / "checkpoints").glob("*/april.json")).read_text())
-    steps = state["totals"]["step"]
+    steps = state["log"]["steps"]
     assert steps >= 2
     assert state["rollout"]["buffer"]["groups"], "what was unfinished is in the checkpoint"
 
@@ -145,7 +145,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
 def test_synchronous_runs_are_on_policy(recipe: Path, tmp_path: Path) -> None:
     assert april("train", recipe, "--no-partial-rollout", "--steps", 2).returncode == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["off_policy_token_share"] == summary["mean_staleness"] == 0
+    assert summary["off_policy_token_share"] == summary["staleness_mean"] == 0
     assert summary["generated_tokens"] == summary["consumed_tokens"]
 
 

@@ -15,20 +15,7 @@ from typing import Any
 from april.commands.arguments import read_options, read_recipe
 from april.commands.failure import fail
 from april.config.recipe import Recipe
-from april.reporting.comparison import compare_runs
-
-KEPT = (
-    "consumed_tokens_per_second",
-    "rollout_seconds",
-    "train_seconds",
-    "mean_staleness",
-    "max_staleness_seen",
-    "off_policy_token_share",
-    "discarded_tokens",
-    "accuracy_before",
-    "versions",
-)
-"""Of a run's summary, what the comparison keeps as it is."""
+from april.reporting.comparison import compare_runs, run_record
 
 
 @dataclass(kw_only=True)
@@ -40,8 +27,8 @@ class Options:
     """Where the runs and compare.json are kept. Runs that are already complete there are not run again."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds; each is one run per arm."""
-    target_accuracy: float = 0.8
-    """Held-out accuracy whose time is compared."""
+    target_reward: float = 0.8
+    """Held-out reward whose time is compared."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +62,9 @@ def run(args: list[str]) -> int:
             print(f"{each.arm}, seed {each.seed}: {each.directory}", flush=True)
             if status := _train_in_subprocess(path, each.flags):
                 return fail(f"{each.arm}, seed {each.seed} ended with status {status}; the other runs are kept", status)
-        records.append(comparison_record(each, options.target_accuracy))
+        summary = json.loads(each.summary.read_text())
+        slots = summary["recipe"]["engine"]["max_running"]
+        records.append(run_record(each.arm, each.seed, summary, slots, options.target_reward))
     _write(options.output, args, records)
     return 0
 
@@ -105,21 +94,6 @@ def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
     """A run of its own process, so that no arm finds caches, threads or memory of another."""
     command = [sys.executable, "-m", "april", "train", recipe, *flags]
     return subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ, check=False).returncode
-
-
-def comparison_record(run: Run, target: float) -> dict[str, Any]:
-    """What the comparison keeps of one run."""
-    summary = json.loads(run.summary.read_text())
-    reached = [seconds for _, seconds, accuracy in summary["accuracies"] if accuracy >= target]
-    return {
-        "arm": run.arm,
-        "seed": run.seed,
-        **{name: summary[name] for name in KEPT},
-        "generated_tokens_per_second": summary["generated_tokens"] / summary["rollout_seconds"],
-        "time_to_target": reached[0] if reached else None,
-        "final_accuracy": summary["accuracy_after"],
-        "slots": summary["recipe"]["engine"]["max_running"],
-    }
 
 
 def _write(output: Path, args: Sequence[str], records: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from april.commands.failure import fail
 from april.config.recipe import Recipe
 from april.reporting.progress import Progress
+from april.reporting.run_log import closing_lines
 from april.rollout.engine import EngineError
 from april.rollout.journal import JournalError
 from april.rollout.rewards import RewardError
@@ -61,7 +62,6 @@ def _failed(message: str, status: int, directory: Path) -> int:
 
 
 def _print_result(summary: dict[str, Any], directory: Path) -> None:
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    if after is not None:
-        print(f"accuracy {before:.3f} -> {after:.3f} in {summary['steps']} steps and {summary['seconds']:.0f} s")
+    for line in closing_lines(summary):
+        print(line)
     print(f"report: {directory / 'report.html'}")

@@ -24,7 +24,7 @@ from april.config.reading import messages, nearest
 from april.config.recipe import Recipe
 from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
 from april.engines.servers.address import is_loopback
-from april.reporting.metrics import check_trackers
+from april.reporting.trackers import check_trackers
 
 
 def check_recipe(recipe: Recipe) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
 import numpy as np
 
+from april.reporting.formats import Format, clock, compact
+
 Value = float | None
-Format = Callable[[float], str]
 LEFT, RIGHT, TOP, BOTTOM = 54, 16, 10, 40
 """Margins of a plot, in pixels at full size."""
 HALF, WIDE = (540, 250), (1112, 270)
@@ -56,38 +57,6 @@ class Scale:
         low, high, value = (math.log10(v) if self.log else v for v in (self.low, self.high, value))
         share = (value - low) / (high - low) if high > low else 0.5
         return round(self.start + share * (self.end - self.start), 1)
-
-
-def compact(value: float) -> str:
-    """A number in at most about five characters: 0.003, 1.25, 98, 1,234, 12.3k, 4.5M."""
-    size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            scale = 1e3 if unit == "k" else limit
-            return f"{_plain(value / scale)}{unit}"
-    return f"{value:,.0f}" if size >= 100 else _plain(value)
-
-
-def _plain(value: float) -> str:
-    if 0 < abs(value) < 1e-3:
-        digits, power = f"{value:.2e}".split("e")
-        return f"{float(digits):g}e{int(power)}"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.3g} s" if abs(value) < 100 else f"{value:,.0f} s"
-
-
-def clock(value: float) -> str:
-    """Seconds as 0:42, 12:05 or 3:07:00."""
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:

@@ -13,19 +13,43 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from april.reporting.formats import Format
+from april.reporting.metrics import METRICS
+
 ROWS = {
-    "consumed_tokens_per_second": ("consumed tokens/s", "{:,.0f}", True),
-    "generated_tokens_per_second": ("generated tokens/s", "{:,.0f}", True),
-    "rollout_seconds": ("rollout seconds", "{:.1f}", True),
-    "time_to_target": ("seconds to target", "{:.1f}", True),
-    "final_accuracy": ("final accuracy", "{:.3f}", False),
-    "mean_staleness": ("mean staleness", "{:.2f}", False),
-    "max_staleness_seen": ("largest staleness", "{:.0f}", False),
-    "off_policy_token_share": ("off-policy tokens", "{:.0%}", False),
-    "discarded_tokens": ("discarded tokens", "{:.0f}", False),
-    "slots": ("engine slots", "{:.0f}", False),
+    "consumed_tokens_per_second": True,
+    "generated_tokens_per_second": True,
+    "rollout_seconds": True,
+    "time_to_target": True,
+    "eval_reward": False,
+    "accuracy": False,
+    "staleness_mean": False,
+    "staleness_max": False,
+    "off_policy_token_share": False,
+    "discarded_tokens": False,
+    "slots": False,
 }
-"""What is compared: its name for people, its format, and whether a ratio to the first arm makes sense."""
+"""The metrics that are compared, and whether a ratio to the first arm makes sense."""
+
+
+def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, target: float) -> dict[str, Any]:
+    """What a comparison keeps of one run.
+
+    Args:
+        summary: of the run, see `RunLog.summary`.
+        target: the held-out reward whose time is compared, in seconds of rollouts and training.
+    """
+    evaluations = summary["evaluations"]
+    reached = [found["training_seconds"] for found in evaluations if found["eval_reward"] >= target]
+    return {
+        "arm": arm,
+        "seed": seed,
+        **{name: summary.get(name) for name in (*ROWS, "train_seconds")},
+        "time_to_target": reached[0] if reached else None,
+        "slots": slots,
+        "evaluations": evaluations,
+        "versions": summary["versions"],
+    }
 
 
 def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> dict[str, Any]:
@@ -41,7 +65,8 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
     table.add_column("")
     for arm in arms:
         table.add_column(arm, justify="right")
-    for name, (title, form, ratio) in ROWS.items():
+    for name, ratio in ROWS.items():
+        title, form = METRICS[name].label, METRICS[name].form
         cells, ratios = [], []
         for arm in arms:
             own = [record for record in records if record["arm"] == arm]
@@ -53,12 +78,16 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
             ]
             result.setdefault(arm, {})[name] = _spread(values) | ({"ratio": _spread(pairs)} if ratio else {})
             cells.append(_cell(values, form, len(own)))
-            ratios.append("" if arm == arms[0] or not pairs else _cell(pairs, "× {:.2f}", len(pairs)))
+            ratios.append("" if arm == arms[0] or not pairs else _cell(pairs, _times, len(pairs)))
         table.add_row(title, *cells)
         if any(ratios):
             table.add_row("", *ratios, style="bold")
     (console or Console()).print(table)
     return result
+
+
+def _times(ratio: float) -> str:
+    return f"× {ratio:.2f}"
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -67,10 +96,10 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "runs": len(values)}
 
 
-def _cell(values: Sequence[float], form: str, runs: int) -> str:
+def _cell(values: Sequence[float], form: Format, runs: int) -> str:
     if not values:
         return "never" if runs else "-"
-    text = form.format(statistics.median(values))
+    text = form(statistics.median(values))
     if min(values) != max(values):
-        text += f" ({form.format(min(values)).removeprefix('× ')} to {form.format(max(values)).removeprefix('× ')})"
+        text += f" ({form(min(values)).removeprefix('× ')} to {form(max(values)).removeprefix('× ')})"
     return text if len(values) == runs else f"{text}, {len(values)} of {runs} runs"

@@ -60,7 +60,7 @@ def read_faults(directory: Path | str) -> list[dict[str, Any]]:
     return [record for _, _, record in scan(path)] if path.exists() else []
 
 
-def told(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A line of the log for people: what happened, and why."""
     lines = [
         (f"{failure['times']} × {failure['kind']} failure", f"{failure['error']} (prompt {failure['prompt']})")

@@ -1,220 +1,203 @@
-"""The run's metrics, one flat record per step: `metrics.jsonl` in the run directory, and the trackers beside it.
+"""The table of metrics: what each is called, where it is shown, how it reads, and what it amounts to over a run.
 
 Invariants:
-- `metrics.jsonl` is the record of the run; trackers are views of it and never hold what it lacks;
-- a resumed run holds each step once, in the file and in every tracker;
-- a tracker's package is imported only if it was asked for.
+- whatever writes, shows, sums up or compares a metric takes these four from here;
+- a metric that is not in the table (a component of a reward, a measurement of one's own) is one like the others:
+  shown under `rollout`, or where its own name says (`section/name`), and averaged over a run.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
-import json
 import numbers
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
-from april.reporting.step_log import StepLog, scan
-
-FILE_NAME = "metrics.jsonl"
-
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-"""The package behind each tracker's name. All but the first are extras of the same name."""
-
-SECTIONS = {
-    "reward": ("reward", "reward_std", "accuracy", "reward_failures"),
-    "response": ("response_length_mean", "response_length_p50", "response_length_p99", "response_length_max"),
-    "throughput": ("consumed_tokens_per_second", "generated_tokens_per_second", "engine_occupancy"),
-    "staleness": ("staleness_mean", "staleness_max", "off_policy_token_share"),
-    "optimisation": ("loss", "grad_norm", "lr", "clip_fraction", "kl_behaviour", "ratio_mean", "ratio_max", "entropy"),
-    "time": ("seconds", "rollout_seconds", "train_seconds", "reward_wait_seconds", "eval_seconds"),
-}
-"""Where a tracker shows which metric; what is not named here is shown under `rollout`."""
-
-_SECTION_OF = {name: section for section, names in SECTIONS.items() for name in names}
+from april.reporting.formats import Format, clock, compact, hundredths, percent, seconds, tenths, thousandths, whole
 
 
-class Tracker(Protocol):
-    def log(self, step: int, scalars: Mapping[str, float]) -> None: ...
+class Over(StrEnum):
+    """What the values of several steps amount to."""
 
-    def close(self) -> None: ...
+    MEAN = "mean"
+    SUM = "sum"
+    MAX = "max"
+    LAST = "last"
 
 
-class MetricsWriter:
-    """Writes each step's metrics to `metrics.jsonl` and its numbers to the trackers.
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One line of the table.
 
     Args:
-        directory: the run directory.
-        trackers: any of "tensorboard" (event files under `tensorboard/`), "wandb" and "trackio".
-        project: the project the run is filed under in wandb and trackio.
-        run_name: the run's name there; by default that of the directory.
-        config: the resolved recipe, kept by the trackers beside the run.
-        resume_step: the step to go on from, cutting later ones; None starts a new run.
-
-    Raises:
-        ValueError: a tracker's name is not known.
-        ModuleNotFoundError: a tracker's package is not installed; the message names the extra that brings it.
-        FileExistsError: the directory holds a run and `resume_step` is None.
+        section: where trackers show it.
+        label: its name for people, with the unit.
+        form: how a value reads.
+        over: what its values over a run amount to.
+        weight: the metric by which a mean is weighted; equal weights if None.
     """
 
-    def __init__(
-        self,
-        directory: Path | str,
-        trackers: Sequence[str] = ("tensorboard",),
-        project: str = "april",
-        run_name: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        resume_step: int | None = None,
-    ) -> None:
-        check_trackers(trackers)
-        directory = Path(directory)
-        already_tracked = _last_step(directory / FILE_NAME)
-        self._log = StepLog(directory / FILE_NAME, resume_step)
-        name = run_name or directory.resolve().name
-        recipe = json.loads(json.dumps(config or {}, default=str))
-        self._trackers: list[Tracker] = []
-        for tracker in trackers:
-            if tracker == "tensorboard":
-                self._trackers.append(_TensorBoard(directory, recipe, resume_step))
-            elif tracker == "wandb":
-                self._trackers.append(_Wandb(directory, project, name, recipe, already_tracked))
-            else:
-                self._trackers.append(_Trackio(directory, project, name, recipe, already_tracked))
+    name: str
+    section: str = "rollout"
+    label: str = ""
+    form: Format = compact
+    over: Over = Over.MEAN
+    weight: str | None = None
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one step's metrics. A second record of the same step adds to the first.
-
-        Args:
-            metrics: flat, with an integer `step` no smaller than the one before. Numbers go to the trackers, lists of
-                numbers element by element; everything goes to the file.
-        """
-        self._log.write(metrics)
-        numbers = scalars(metrics)
-        for tracker in self._trackers:
-            tracker.log(metrics["step"], numbers)
-
-    def sync(self) -> None:
-        """Wait until every line of the file is on disk."""
-        self._log.sync()
-
-    def close(self) -> None:
-        self._log.close()
-        for tracker in self._trackers:
-            tracker.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @property
+    def title(self) -> str:
+        return self.label or self.name.replace("_", " ")
 
 
-def read_metrics(directory: Path | str) -> list[dict[str, Any]]:
-    """The run's metrics in step order, one record per step; records of the same step are merged, the later winning.
-
-    Raises:
-        FileNotFoundError: the directory holds no metrics.
-    """
-    path = Path(directory) / FILE_NAME
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {directory} is not the directory of a run")
-    steps: dict[int, dict[str, Any]] = {}
-    for _, _, record in scan(path):
-        steps.setdefault(record["step"], {}).update(record)
-    return [steps[step] for step in sorted(steps)]
+def _section(section: str, *rows: tuple[Any, ...]) -> list[Metric]:
+    return [Metric(name, section, *rest) for name, *rest in rows]
 
 
-def check_trackers(trackers: Sequence[str]) -> None:
-    """Raise, before anything is loaded, if a tracker is not known or its package is not installed."""
-    for name in trackers:
-        if name not in PACKAGES:
-            near = difflib.get_close_matches(name, PACKAGES, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(PACKAGES)}"
-            raise ValueError(f"trackers names {name!r}, which is not a tracker: {hint}")
-        if importlib.util.find_spec(PACKAGES[name]) is None:
-            extra = "april-rl" if name == "tensorboard" else f"april-rl[{name}]"
-            raise ModuleNotFoundError(
-                f"trackers names {name!r}, whose package {PACKAGES[name]} is not installed: pip install '{extra}'",
-                name=PACKAGES[name],
-            )
+MEAN, SUM, MAX, LAST = Over
+FAILURES = "failures"
+"""The section of what went wrong; each of its metrics counts."""
+
+TABLE: Sequence[Metric] = (
+    *_section(
+        "reward",
+        ("eval_reward", "held-out reward", thousandths, LAST),
+        ("accuracy", "held-out accuracy", thousandths, LAST),
+        ("reward", "reward", thousandths),
+        ("reward_std", "standard deviation of rewards", thousandths),
+    ),
+    *_section(
+        "response",
+        ("response_length_mean", "mean response length in tokens", whole),
+        ("response_length_p50", "median response length", whole),
+        ("response_length_p99", "99th percentile of response lengths", whole),
+        ("response_length_max", "longest response", whole, MAX),
+        ("response_length_expected", "mean length of the task's responses", whole, LAST),
+        ("truncated_share", "share of responses truncated", percent),
+    ),
+    *_section(
+        "throughput",
+        ("consumed_tokens_per_second", "consumed tokens/s", whole, MEAN, "rollout_seconds"),
+        ("generated_tokens_per_second", "generated tokens/s", whole, MEAN, "rollout_seconds"),
+        ("expected_consumed_tokens_per_second", "expected consumed tokens/s", whole, LAST),
+        ("engine_occupancy", "engine slots decoding", percent, MEAN, "rollout_seconds"),
+        ("step_consumed_tokens", "tokens trained on in a step", whole),
+        ("consumed_tokens", "tokens trained on", compact, LAST),
+        ("generated_tokens", "tokens generated", compact, LAST),
+        ("rejected_tokens", "tokens of rejected groups", compact, LAST),
+        ("discarded_tokens", "discarded tokens", compact, LAST),
+    ),
+    *_section(
+        "staleness",
+        ("staleness_mean", "mean staleness in updates", hundredths, MEAN, "groups_consumed"),
+        ("staleness_max", "largest staleness", whole, MAX),
+        ("expected_staleness", "expected staleness", hundredths, LAST),
+        ("off_policy_token_share", "off-policy tokens", percent, MEAN, "step_consumed_tokens"),
+        ("tokens_by_age", "tokens by policy age", whole, SUM),
+    ),
+    *_section(
+        "rollout",
+        ("policy_version", "policy version", whole, LAST),
+        ("epoch", "epoch", whole, LAST),
+        ("over_sampling_batch_size", "groups under way (N')", whole),
+        ("groups_consumed", "groups trained on", whole, SUM),
+        ("groups_rejected", "groups rejected", whole, SUM),
+        ("groups_buffered", "groups buffered", whole, LAST),
+        ("groups_surplus", "complete groups that wait", whole, LAST),
+        ("tokens_buffered", "tokens buffered", compact, LAST),
+        ("samples_interrupted", "samples interrupted", whole, SUM),
+        ("samples_resumed", "samples resumed", whole, SUM),
+    ),
+    *_section(
+        "optimisation",
+        ("loss", "loss"),
+        ("grad_norm", "gradient norm"),
+        ("entropy", "entropy in nats"),
+        ("kl_behaviour", "KL to the behaviour policy"),
+        ("kl_reference", "KL to the reference policy"),
+        ("clip_fraction", "share of tokens clipped", percent),
+        ("masked_fraction", "share of tokens masked", percent),
+        ("capped_fraction", "share of tokens capped", percent),
+        ("ratio_mean", "mean importance ratio"),
+        ("ratio_max", "largest importance ratio", compact, MAX),
+        ("value_loss", "value loss"),
+        ("value_grad_norm", "gradient norm of the critic"),
+        ("lr", "learning rate", compact, LAST),
+    ),
+    *_section(
+        "time",
+        ("seconds", "wall clock", clock, LAST),
+        ("rollout_seconds", "rollout", seconds, SUM),
+        ("train_seconds", "training", seconds, SUM),
+        ("eval_seconds", "evaluation", seconds, SUM),
+        ("reward_wait_seconds", "waiting for rewards", seconds, SUM),
+    ),
+    *_section(
+        FAILURES,
+        ("reward_failures", "reward errors", whole, SUM),
+        ("engine_failures", "engine requests failed", whole, SUM),
+        ("groups_quarantined", "groups quarantined", whole, SUM),
+        ("skipped_updates", "updates skipped", whole, SUM),
+        ("out_of_memory", "out of memory", whole, SUM),
+    ),
+    *_section(
+        "comparison",
+        ("time_to_target", "seconds to target", tenths, LAST),
+        ("slots", "engine slots", whole, LAST),
+    ),
+)
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in TABLE}
 
 
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+def metric(name: str) -> Metric:
+    """The metric of that name, in the table or not."""
+    if name in METRICS:
+        return METRICS[name]
+    section, slash, rest = name.rpartition("/")
+    return Metric(name, section, rest.replace("_", " ")) if slash else Metric(name)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def show(name: str, value: float | None, none: str = "–") -> str:
+    """A metric's value for people."""
+    return none if value is None else metric(name).form(value)
+
+
+def plotted(record: Mapping[str, Any]) -> dict[str, float]:
     """What a tracker can plot: each number as `section/name`, each list of numbers as `name/index`."""
-    plotted: dict[str, float] = {}
-    for name, value in metrics.items():
+    numbers_of: dict[str, float] = {}
+    for name, value in record.items():
         if name == "step":
             continue
-        if isinstance(value, numbers.Real):
-            plotted[f"{_SECTION_OF.get(name, 'rollout')}/{name}"] = float(value)
+        if is_number(value):
+            numbers_of[name if "/" in name else f"{metric(name).section}/{name}"] = float(value)
         elif isinstance(value, list | tuple):
-            plotted |= {f"{name}/{index}": float(item) for index, item in enumerate(value)}
-    return plotted
+            numbers_of |= {f"{name}/{index}": float(item) for index, item in enumerate(value)}
+    return numbers_of
 
 
-def _last_step(path: Path) -> int:
-    return max((record["step"] for _, _, record in scan(path)), default=-1) if path.exists() else -1
+def failures_in(record: Mapping[str, Any]) -> dict[str, int]:
+    """Of a record or a summary, how often what went wrong, by its name for people; nothing that did not."""
+    return {m.label: int(record[m.name]) for m in TABLE if m.section == FAILURES and record.get(m.name)}
 
 
-class _TensorBoard:
-    def __init__(self, directory: Path, recipe: dict[str, Any], resume_step: int | None) -> None:
-        from tensorboardX import SummaryWriter
-
-        # Event files are named by the second: the suffix keeps a run resumed at once from writing over its first file.
-        started = 0 if resume_step is None else resume_step + 1
-        purge = None if resume_step is None else started
-        self._writer = SummaryWriter(
-            str(directory / "tensorboard"), purge_step=purge, filename_suffix=f".from-{started}"
-        )
-        text = json.dumps(recipe, indent=2)
-        self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), started)
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+def condensed(name: str, values: Iterable[Any]) -> Any:
+    """Values of neighbouring steps as one, to plot: the sum of lists by element, else by `Over`, where a sum becomes
+    the mean of a step. None if there are none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], list):
+        return [sum(items) for items in zip(*_padded(known), strict=True)]
+    over = metric(name).over
+    if over is LAST or not is_number(known[0]):
+        return known[-1]
+    return max(known) if over is MAX else float(sum(known)) / len(known)
 
 
-class _Wandb:
-    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
-
-    def __init__(self, directory: Path, project: str, name: str, recipe: dict[str, Any], already_tracked: int) -> None:
-        import wandb
-
-        id_file = directory / "wandb_run_id"
-        known = id_file.read_text().strip() if already_tracked >= 0 and id_file.exists() else None
-        self._already_tracked = already_tracked if known else -1
-        self._run = wandb.init(project=project, name=name, id=known, resume="allow", dir=str(directory), config=recipe)
-        id_file.write_text(self._run.id + "\n")
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        if step > self._already_tracked:
-            self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class _Trackio:
-    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
-
-    def __init__(self, directory: Path, project: str, name: str, recipe: dict[str, Any], already_tracked: int) -> None:
-        import trackio
-
-        self._already_tracked = already_tracked
-        self._run = trackio.init(project=project, name=name, config=recipe, resume="allow")
-
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        if step > self._already_tracked:
-            self._run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _padded(lists: Sequence[Sequence[float]]) -> list[list[float]]:
+    longest = max(map(len, lists))
+    return [[*items, *[0] * (longest - len(items))] for items in lists]

@@ -21,7 +21,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from april.reporting.charts import clock, compact
+from april.reporting.formats import clock, compact
+from april.reporting.metrics import metric, show
 
 REFRESH_PER_SECOND = 4
 HEADER_EVERY = 25
@@ -75,13 +76,13 @@ class Progress:
         self._clock = clock
         self._started = clock()
         self._before = 0.0
-        self._first: Mapping[str, Any] = {}
+        self._first: dict[str, float] = {}
         self._latest: dict[str, Any] = {}
         self._rollout: Rollout | None = None
         self._phase = ""
         self._lines = 0
         self._rewards: deque[float] = deque(maxlen=HISTORY)
-        self._accuracies: deque[float] = deque(maxlen=HISTORY)
+        self._held_out: deque[float] = deque(maxlen=HISTORY)
         self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_OVER + 1)
         terminal = file.isatty()
         self._console = Console(file=file, force_terminal=terminal, highlight=False)
@@ -110,24 +111,35 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
+    def step(self, record: Mapping[str, Any]) -> None:
         """Show a step's metrics, named as in `metrics.jsonl`; a value that is missing keeps its latest."""
-        if not self._ends:
-            # A resumed run begins with the seconds that went before it.
-            self._before = float(metrics.get("seconds") or self.elapsed) - self.elapsed
-        known = {name: value for name, value in metrics.items() if value is not None}
-        if "accuracy" in known:
-            self._first = self._first or {"accuracy": known["accuracy"]}
-            self._accuracies.append(known["accuracy"])
-        if "reward" in known:
-            self._rewards.append(known["reward"])
-        self._latest = {**self._latest, **known}
-        self._ends.append((self._step, float(known.get("seconds", self.elapsed))))
-        self._rollout, self._phase = None, ""
+        self._take(record)
+        if "reward" in record:
+            self._rewards.append(record["reward"])
         if self._live:
             self._live.refresh()
         else:
-            self._print_line()
+            self._print_row()
+
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Show what an evaluation found."""
+        self._take(record)
+        found = {name: record[name] for name in ("eval_reward", "accuracy") if record.get(name) is not None}
+        self._first = {**found, **self._first}
+        self._held_out.append(record["eval_reward"])
+        if self._live:
+            self._live.refresh()
+        else:
+            said = ", ".join(f"{metric(name).label} {show(name, value)}" for name, value in found.items())
+            self._write(f"after step {self._step}: {said}")
+
+    def _take(self, record: Mapping[str, Any]) -> None:
+        if not self._ends:
+            # A resumed run begins with the seconds that went before it.
+            self._before = float(record.get("seconds") or self.elapsed) - self.elapsed
+        self._latest |= {name: value for name, value in record.items() if value is not None}
+        self._ends.append((self._step, float(record.get("seconds", self.elapsed))))
+        self._rollout, self._phase = None, ""
 
     def rollout(self, done_groups: int, total_groups: int, running: int, slots: int, tokens: int) -> None:
         """Where the current step's rollout stands; cheap enough to call at every chunk.
@@ -168,7 +180,7 @@ class Progress:
     def _step(self) -> int:
         return int(self._latest.get("step", 0))
 
-    def _print_line(self) -> None:
+    def _print_row(self) -> None:
         if self._lines % HEADER_EVERY == 0:
             self._write("  ".join(column.title.rjust(column.width) for column in self._columns))
         self._lines += 1
@@ -184,13 +196,11 @@ class Progress:
         steps = len(str(self.total_steps))
         return (
             Column("step", 2 * steps + 1, lambda m: f"{m.get('step', 0):>{steps}}/{self.total_steps}"),
-            Column("reward", 6, lambda m: _number(m, "reward", ".3f")),
-            Column("accuracy", 8, lambda m: _number(m, "accuracy", ".3f")),
-            Column("len mean/p99", 12, lambda m: _pair(m, "response_length_mean", "response_length_p99", ".0f")),
-            Column("consumed tok/s", 14, lambda m: _number(m, "consumed_tokens_per_second", ",.0f")),
-            Column("engine full", 11, lambda m: _number(m, "engine_occupancy", ".0%")),
-            Column("stale mean/max", 14, lambda m: _pair(m, "staleness_mean", "staleness_max", ".2f", ".0f")),
-            Column("off-policy", 10, lambda m: _number(m, "off_policy_token_share", ".0%")),
+            Column("reward", 6, lambda m: _shown(m, "reward")),
+            Column("len mean/p99", 12, lambda m: _shown(m, "response_length_mean", "response_length_p99")),
+            Column("tokens/s", 8, lambda m: _shown(m, "consumed_tokens_per_second")),
+            Column("engine", 6, lambda m: _shown(m, "engine_occupancy")),
+            Column("staleness", 9, lambda m: _shown(m, "staleness_mean", "staleness_max")),
             Column("elapsed", 7, lambda m: clock(m.get("seconds", self.elapsed))),
             Column("left", 7, lambda m: "-" if left is None else clock(left)),
         )
@@ -219,51 +229,38 @@ class Progress:
 
     def _figures(self, width: int) -> RenderableType:
         m = self._latest
-        gained = ""
-        if len(self._accuracies) > 1:
-            gained = f"from {self._first['accuracy']:.3f}"
-        half = (width - 2) // 2
-        spark = max(6, half - 27)
+        spark = max(6, width - 70)
         table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(style="dim", width=8, no_wrap=True)
-        table.add_column(width=5, style="bold", justify="right", no_wrap=True)
+        table.add_column(width=6, style="bold", justify="right", no_wrap=True)
         table.add_column(width=spark, no_wrap=True, overflow="crop")
-        table.add_column(width=11, style="dim", no_wrap=True)
-        table.add_column(style="dim", width=10, no_wrap=True)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        length = _pair(m, "response_length_mean", "response_length_p99", ",.0f")
-        stale = _pair(m, "staleness_mean", "staleness_max", ".2f", ".0f")
-        speed, full = _number(m, "consumed_tokens_per_second", ",.0f"), _number(m, "engine_occupancy", ".0%")
-        rows = (
+        table.add_column(width=10, style="dim", no_wrap=True)
+        table.add_column(width=10, style="dim", no_wrap=True)
+        table.add_column(width=24, no_wrap=True, overflow="ellipsis")
+        left = [
+            ("reward", _shown(m, "reward"), _curve(self._rewards, spark, "green"), ""),
             (
-                "reward",
-                _number(m, "reward", ".3f"),
-                self._rewards,
-                "green",
-                "",
-                "length",
-                length,
-                "mean / p99",
+                "held-out",
+                _shown(m, "eval_reward"),
+                _curve(self._held_out, spark, "yellow"),
+                self._gained("eval_reward"),
             ),
-            (
-                "accuracy",
-                _number(m, "accuracy", ".3f"),
-                self._accuracies,
-                "yellow",
-                gained,
-                "consumed",
-                speed,
-                "tokens/s",
-            ),
+        ]
+        if "accuracy" in m:
+            left.append(("accuracy", _shown(m, "accuracy"), Text(), self._gained("accuracy")))
+        right = (
+            ("length", _shown(m, "response_length_mean", "response_length_p99"), "mean / p99"),
+            ("consumed", _shown(m, "consumed_tokens_per_second"), "tokens/s"),
+            ("engine", _shown(m, "engine_occupancy"), "of slots"),
+            ("staleness", _shown(m, "staleness_mean", "staleness_max"), "mean / max"),
+            ("off-policy", _shown(m, "off_policy_token_share"), "of tokens"),
         )
-        for name, value, history, colour, aside, other, figure, unit in rows:
-            curve = Text(sparkline(list(history), spark), style=colour)
-            table.add_row(name, value, curve, aside, other, _figure(figure, unit))
-        table.add_row("", "", "", "", "engine", _figure(full, "of slots decoding"))
-        table.add_row("", "", "", "", "staleness", _figure(stale, "mean / max"))
-        off_policy = _number(m, "off_policy_token_share", ".0%")
-        table.add_row("", "", "", "", "off-policy", _figure(off_policy, "of tokens"))
+        for index, (name, value, unit) in enumerate(right):
+            table.add_row(*(left[index] if index < len(left) else ("", "", "", "")), name, _figure(value, unit))
         return table
+
+    def _gained(self, name: str) -> str:
+        return f"from {show(name, self._first[name])}" if len(self._held_out) > 1 and name in self._first else ""
 
     def _current(self, width: int) -> RenderableType:
         now = self._rollout
@@ -296,13 +293,12 @@ def _bar(done: float, total: float, width: int, colour: str) -> Text:
     return Text(filled, style=colour).append("━" * (width - len(filled)), style="bright_black")
 
 
-def _number(metrics: Mapping[str, Any], name: str, form: str) -> str:
-    value = metrics.get(name)
-    return "-" if value is None else format(value, form)
+def _shown(record: Mapping[str, Any], *names: str) -> str:
+    return " / ".join(show(name, record.get(name), "-") for name in names)
 
 
-def _pair(metrics: Mapping[str, Any], first: str, second: str, form: str, second_form: str | None = None) -> str:
-    return f"{_number(metrics, first, form)} / {_number(metrics, second, second_form or form)}"
+def _curve(values: Sequence[float], width: int, colour: str) -> Text:
+    return Text(sparkline(list(values), width), style=colour)
 
 
 def _figure(value: str, unit: str) -> Text:

@@ -53,7 +53,7 @@ class StepLog:
         step = record["step"]
         if step < self.last_step:
             raise ValueError(f"{self.path} has reached step {self.last_step} and cannot take step {step}")
-        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
+        line = json.dumps(plain(record), separators=(",", ":"), allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
         self.last_step = step
@@ -100,14 +100,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-def _finite(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` as JSON types: NumPy scalars and arrays become Python's, numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
-        return _finite(value.tolist())
-    return [_finite(item) for item in value]
+        return plain(value.tolist())
+    return [plain(item) for item in value]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 
 from april.reporting.charts import LEFT, RIGHT, Scale, clock_ticks, ticks
-from april.reporting.trace import Span, StepTrace, decoding_start, duration, load
+from april.reporting.trace import SpanRecord, StepTrace, decoding_start, duration, load
 
 WIDTH = 1112
 LOAD_HEIGHT = 56
@@ -49,12 +49,12 @@ def timeline(record: StepTrace) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
 
 
-def _rows(spans: Sequence[Span]) -> list[list[Span]]:
-    rows: dict[str, list[Span]] = {}
+def _rows(spans: Sequence[SpanRecord]) -> list[list[SpanRecord]]:
+    rows: dict[str, list[SpanRecord]] = {}
 
     first_free = min((span["end"] for span in spans if span["queued"] is not None), default=0.0)
 
-    def order(span: Span) -> tuple[bool, float, bool, float]:
+    def order(span: SpanRecord) -> tuple[bool, float, bool, float]:
         # What ran before any slot became free started together, whatever prefill took: resumed samples, then new.
         start = decoding_start(span)
         return span["queued"] is None, start if start >= first_free else -1.0, not span["resumed"], span["end"]
@@ -64,7 +64,7 @@ def _rows(spans: Sequence[Span]) -> list[list[Span]]:
     return list(rows.values())
 
 
-def _bar(span: Span, x: Scale, top: float, thick: float) -> str:
+def _bar(span: SpanRecord, x: Scale, top: float, thick: float) -> str:
     start, end = x(decoding_start(span)), x(span["end"])
     parts = []
     queued_from = x(span["start"])
@@ -82,7 +82,7 @@ def _bar(span: Span, x: Scale, top: float, thick: float) -> str:
     return f'<g data-g="{int(span["group"])}"><title>{escape(_describe(span))}</title>{"".join(parts)}</g>'
 
 
-def _describe(span: Span) -> str:
+def _describe(span: SpanRecord) -> str:
     if span["queued"] is None:
         return f"sample {span['sample']}: never got a slot"
     origin = "resumed, " if span["resumed"] else ""

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from april.reporting.step_log import StepLog, scan
+from april.rollout.step import Span, Step
+from april.rollout.trajectory import FinishReason
 
 FILE_NAME = "trace.jsonl"
 
-Outcome = Literal["finished", "interrupted", "waiting"]
-"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot."""
+Outcome = Literal["finished", "interrupted", "waiting", "failed"]
+"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed."""
 
 
-class Span(TypedDict):
+class SpanRecord(TypedDict):
     """One sample's stay in the engine, from `submit` until it finished or was interrupted."""
 
     sample: str
@@ -47,7 +49,7 @@ class StepTrace(TypedDict):
     tokens_by_age: list[int]
     """Tokens trained on that were sampled 0, 1, 2, … weight updates earlier."""
     slots: int
-    spans: list[Span]
+    spans: list[SpanRecord]
     interrupt_at: float | None
     """When the step was satisfied and the rest interrupted; None if nothing was left to interrupt."""
     end: NotRequired[float]
@@ -58,6 +60,36 @@ class TraceWriter(StepLog):
 
     def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
         super().__init__(Path(directory) / FILE_NAME, resume_step)
+
+
+def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
+    """The record of training step `number`."""
+    samples = [sample for group in step.groups for sample in group.samples]
+    return {
+        "step": number,
+        "lengths": [sample.length for sample in samples],
+        "truncated": [sample.finish is FinishReason.LENGTH for sample in samples],
+        "tokens_by_age": step.tokens_by_age.tolist(),
+        "slots": slots,
+        "spans": [_record(span) for span in step.spans],
+        "interrupt_at": step.interrupted_at,
+        "end": step.seconds,
+    }
+
+
+def _record(span: Span) -> SpanRecord:
+    waiting = span.queued is None and span.outcome == "interrupted"
+    return {
+        "sample": span.sample_id,
+        "group": span.group_id,
+        "start": round(span.start, 4),
+        "end": round(span.end, 4),
+        "before": span.before,
+        "after": span.after,
+        "queued": None if span.queued is None else round(span.queued, 4),
+        "outcome": "waiting" if waiting else span.outcome,
+        "resumed": span.before > 0,
+    }
 
 
 def read_trace(directory: Path | str) -> Iterator[StepTrace]:
@@ -127,12 +159,12 @@ def duration(record: StepTrace) -> float:
     return float(record.get("end") or max((span["end"] for span in record["spans"]), default=0.0))
 
 
-def decoding_start(span: Span) -> float:
+def decoding_start(span: SpanRecord) -> float:
     """When the sample left the queue; the end of the span if it never did."""
     return span["end"] if span["queued"] is None else min(span["start"] + span["queued"], span["end"])
 
 
-def assign_slots(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+def assign_slots(spans: Iterable[SpanRecord]) -> Iterator[tuple[int, SpanRecord]]:
     """Each span that decoded with a lane for it, the lowest that is free: no two on a lane overlap."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
@@ -145,7 +177,7 @@ def assign_slots(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
         yield lane, span
 
 
-def load(spans: Iterable[Span]) -> list[tuple[float, int, int]]:
+def load(spans: Iterable[SpanRecord]) -> list[tuple[float, int, int]]:
     """(time, samples decoding, samples waiting) at every change, in time order."""
     changes: dict[float, list[int]] = {}
     for span in spans:

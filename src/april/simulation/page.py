@@ -8,7 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from april.reporting.charts import WIDE, Axis, Series, compact, line_chart, percent, seconds
+from april.reporting.charts import WIDE, Axis, Series, line_chart
+from april.reporting.formats import compact, percent, seconds
 from april.reporting.html import Section, Tile, page, row
 from april.simulation.plan import Point
 

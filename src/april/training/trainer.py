@@ -10,15 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import json
-import platform
 import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,13 @@ import torch
 from april.algorithms.dapo import informative_groups
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.reporting.faults import FaultLog
-from april.reporting.metrics import MetricsWriter
 from april.reporting.progress import Progress
-from april.reporting.report import write_report
-from april.reporting.trace import TraceWriter
+from april.reporting.run_log import RunLog
 from april.rollout.disk import write_whole
 from april.rollout.journal import Journal, JournalError
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Group, Prompt
+from april.rollout.trajectory import Group, Prompt
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task, encode
@@ -48,23 +43,6 @@ from april.training.policy import load_policy
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
 from april.training.serving import engine_of
 from april.training.task_reward import Rewards
-
-
-@dataclass
-class Totals:
-    """What a run has amounted to so far; saved with its checkpoints."""
-
-    step: int = 0
-    seconds: float = 0.0
-    consumed_tokens: int = 0
-    rollout_seconds: float = 0.0
-    train_seconds: float = 0.0
-    staleness_sum: float = 0.0
-    groups: int = 0
-    max_staleness_seen: int = 0
-    off_policy_tokens: int = 0
-    accuracies: list[tuple[int, float, float]] = field(default_factory=list)
-    """(step, seconds of rollouts and training before it, accuracy) of each evaluation."""
 
 
 class Trainer:
@@ -81,7 +59,6 @@ class Trainer:
         self.resume = resume
         self.directory = Path(recipe.reporting.output)
         self.progress = progress
-        self.totals = Totals()
         self._stop = asyncio.Event()
         self._clock = time.perf_counter
 
@@ -104,7 +81,6 @@ class Trainer:
         prompts = self._prompts(task)
         held_out = self._held_out(task, prompts.max_prompt_length)
         state = load_state(checkpoint) if checkpoint else None
-        resumed = state["totals"]["step"] if state else -1 if self.resume else None
         async with AsyncExitStack() as stack:
             stack.enter_context(locked(self.directory))
             self.journal = stack.enter_context(
@@ -116,17 +92,22 @@ class Trainer:
             if checkpoint is not None and state is not None:
                 self.learner.load(checkpoint)
                 self.scheduler.load_state_dict(state["rollout"])
-                self.totals = Totals(**state["totals"])
             version = self.scheduler.version
             await self.engine.update_weights(version, self.learner.weights(version))
-            config, name = recipe.to_dict(), self.directory.name
+            config = recipe.to_dict()
             write_whole(self.directory / RECIPE, json.dumps(config, indent=2))  # from here on there is a run to resume
-            trackers, project = recipe.reporting.trackers, recipe.reporting.project
-            self.metrics = stack.enter_context(
-                MetricsWriter(self.directory, trackers, project, name, config, resume_step=resumed)
+            self.log = stack.enter_context(
+                RunLog(
+                    self.directory,
+                    config,
+                    recipe.reporting.trackers,
+                    recipe.reporting.project,
+                    self.resume,
+                    state["log"] if state else None,
+                    self.progress,
+                    self._clock,
+                )
             )
-            self.trace = stack.enter_context(TraceWriter(self.directory, resumed))
-            self.faults = stack.enter_context(FaultLog(self.directory, resumed))
             stack.enter_context(self._stopping_on_signals())
             return await self._train(held_out)
 
@@ -183,11 +164,10 @@ class Trainer:
         )
 
     async def _train(self, held_out: Sequence[Prompt]) -> dict[str, Any] | None:
-        settings, totals = self.recipe.training, self.totals
-        started = self._clock() - totals.seconds
-        if totals.step == 0 and not totals.accuracies:
-            self._log({"step": 0, "seconds": 0.0, **await self._evaluate(held_out)})
-        while totals.step < settings.steps:
+        settings, log = self.recipe.training, self.log
+        if log.steps == 0 and not log.evaluations:
+            await self._evaluate(held_out)
+        while log.steps < settings.steps:
             try:
                 step = await self._collect()
             except Exception:
@@ -197,20 +177,14 @@ class Trainer:
             if step is None:
                 self._save()
                 return None
-            metrics = await self._learn(step)
-            last = totals.step == settings.steps
-            if last or (settings.eval_interval and totals.step % settings.eval_interval == 0):
-                metrics |= await self._evaluate(held_out)
-            totals.seconds = self._clock() - started
-            self._log({"step": totals.step, "seconds": totals.seconds, **metrics})
-            self.trace.write(trace_record(totals.step, step, self.engine.capacity.slots))
-            self.faults.write_step(totals.step, step, metrics)
-            if last or (settings.save_interval and totals.step % settings.save_interval == 0):
+            learned = await self._learn(step)
+            log.step(step, {**learned, **self._rollout_metrics()}, self.engine.capacity.slots)
+            last = log.steps == settings.steps
+            if last or (settings.eval_interval and log.steps % settings.eval_interval == 0):
+                await self._evaluate(held_out)
+            if last or (settings.save_interval and log.steps % settings.save_interval == 0):
                 self._save()
-        summary = self.summary()
-        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2))
-        write_report(self.directory)
-        return summary
+        return log.finish()
 
     async def _collect(self) -> Step | None:
         """The next rollout step, or None if the run is to stop; what was sampled until then is kept."""
@@ -230,52 +204,26 @@ class Trainer:
     async def _learn(self, step: Step) -> dict[str, Any]:
         """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
         self._phase("training")
-        totals = self.totals
         began = self._clock()
-        learned = self.learner.train(step, totals.step + 1)
+        learned = self.learner.train(step, self.log.steps + 1)
         await self.scheduler.update_weights(self.learner.weights(step.version + 1))
-        train_seconds = self._clock() - began
-        totals.step += 1
-        totals.consumed_tokens += step.consumed_tokens
-        totals.rollout_seconds += step.seconds
-        totals.train_seconds += train_seconds
-        totals.staleness_sum += float(step.staleness.sum())
-        totals.groups += len(step.groups)
-        totals.max_staleness_seen = max(totals.max_staleness_seen, int(step.staleness.max()))
-        totals.off_policy_tokens += int(step.tokens_by_age[1:].sum())
-        return {**self._rollout_metrics(step), **learned, "train_seconds": train_seconds}
+        return {**learned, "train_seconds": self._clock() - began}
 
-    def _rollout_metrics(self, step: Step) -> dict[str, Any]:
-        samples = [sample for group in step.groups for sample in group.samples]
-        rewards = np.array([sample.reward for sample in samples])
-        lengths = np.array([sample.length for sample in samples])
+    def _rollout_metrics(self) -> dict[str, Any]:
+        """What is known of the rollouts so far beside the step itself."""
+        buffer = self.scheduler.buffer
         return {
-            **step.metrics(),
             "epoch": getattr(self.scheduler.prompts, "epoch", 0),
-            "reward": rewards.mean(),
-            "reward_std": rewards.std(),
-            "response_length_mean": lengths.mean(),
-            "response_length_p50": np.percentile(lengths, 50),
-            "response_length_p99": np.percentile(lengths, 99),
-            "response_length_max": lengths.max(),
             "response_length_expected": self.scheduler.lengths.mean,
-            "truncated_share": np.mean([sample.finish is FinishReason.LENGTH for sample in samples]),
-            "consumed_tokens": self.totals.consumed_tokens,
-            "generated_tokens": self.scheduler.buffer.sampled_tokens,
-            "discarded_tokens": self.scheduler.buffer.discarded_tokens,
-            "admission_reason": step.plan.reason,
-            "expected_consumed_tokens_per_second": step.plan.consumed_tokens_per_second,
-            "expected_staleness": step.plan.staleness,
-            "groups_consumed": len(step.groups),
-            "groups_quarantined": len(step.quarantined),
-            "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
-            "tokens_by_age": step.tokens_by_age.tolist(),
+            "generated_tokens": buffer.sampled_tokens,
+            "discarded_tokens": buffer.discarded_tokens,
+            "rejected_tokens": sum(tally.tokens for tally in buffer.rejected.values()),
         }
 
-    async def _evaluate(self, held_out: Sequence[Prompt]) -> dict[str, float]:
-        """Accuracy on held-out problems: the share of samples with full reward (1 or more)."""
+    async def _evaluate(self, held_out: Sequence[Prompt]) -> None:
+        """Reward on held-out problems, and accuracy: the share of samples with full reward (1 or more)."""
         if not held_out:
-            return {}
+            return
         self._phase("evaluating")
         began, settings = self._clock(), self.recipe.training
         sampling = self.scheduler.sampling
@@ -283,15 +231,13 @@ class Trainer:
             sampling = replace(sampling, temperature=settings.eval_temperature)
         groups = await self.scheduler.evaluate(held_out, settings.eval_samples, sampling)
         rewards = np.array(await self.rewards.score_groups(groups))
-        accuracy = float((rewards >= 1).mean())
-        self.totals.accuracies.append(
-            (self.totals.step, self.totals.rollout_seconds + self.totals.train_seconds, accuracy)
+        self.log.evaluation(
+            {
+                "eval_reward": float(rewards.mean()),
+                "accuracy": float((rewards >= 1).mean()),
+                "eval_seconds": self._clock() - began,
+            }
         )
-        return {
-            "accuracy": accuracy,
-            "eval_reward": float(rewards.mean()),
-            "eval_seconds": self._clock() - began,
-        }
 
     def _save(self) -> Path:
         self._phase("saving")
@@ -301,46 +247,14 @@ class Trainer:
         with self._holding_off_signals():
             state = {
                 "rollout": self.scheduler.state_dict(),
-                "totals": asdict(self.totals),
+                "log": self.log.state_dict(),
                 "recipe": self.recipe.to_dict(),
             }
-            self.metrics.sync()
-            self.trace.sync()
-            self.faults.sync()
-            path = save_checkpoint(directory, self.totals.step, self.learner.save, state, keep)
+            self.log.sync()
+            path = save_checkpoint(directory, self.log.steps, self.learner.save, state, keep)
             if oldest := load_mark(checkpoints(directory)[0]):
                 self.journal.prune(oldest["position"])
         return path
-
-    def summary(self) -> dict[str, Any]:
-        """What the run amounted to: the content of `summary.json`."""
-        totals, buffer = self.totals, self.scheduler.buffer
-        accuracies = [accuracy for _, _, accuracy in totals.accuracies]
-        return {
-            "accuracy_before": accuracies[0] if accuracies else None,
-            "accuracy_after": accuracies[-1] if accuracies else None,
-            "accuracies": totals.accuracies,
-            "steps": totals.step,
-            "seconds": totals.seconds,
-            "consumed_tokens": totals.consumed_tokens,
-            "consumed_tokens_per_second": totals.consumed_tokens / max(totals.rollout_seconds, 1e-9),
-            "generated_tokens": buffer.sampled_tokens,
-            "discarded_tokens": buffer.discarded_tokens,
-            "buffered_tokens": buffer.tokens,
-            "rejected_tokens": sum(tally.tokens for tally in buffer.rejected.values()),
-            "mean_staleness": totals.staleness_sum / max(totals.groups, 1),
-            "max_staleness_seen": totals.max_staleness_seen,
-            "off_policy_token_share": totals.off_policy_tokens / max(totals.consumed_tokens, 1),
-            "rollout_seconds": totals.rollout_seconds,
-            "train_seconds": totals.train_seconds,
-            "versions": versions(),
-            "recipe": self.recipe.to_dict(),
-        }
-
-    def _log(self, metrics: dict[str, Any]) -> None:
-        self.metrics.write(metrics)
-        if self.progress:
-            self.progress.step(metrics)
 
     def _phase(self, name: str) -> None:
         if self.progress:
@@ -394,38 +308,3 @@ def carries_signal(group: Group) -> bool:
     """Whether dynamic sampling keeps a group."""
     rewards = torch.tensor([[sample.reward for sample in group.samples]], dtype=torch.float64)
     return bool(informative_groups(rewards))
-
-
-def trace_record(number: int, step: Step, slots: int) -> dict[str, Any]:
-    """A step as the record that `trace.jsonl` holds."""
-    samples = [sample for group in step.groups for sample in group.samples]
-    return {
-        "step": number,
-        "lengths": [sample.length for sample in samples],
-        "truncated": [sample.finish is FinishReason.LENGTH for sample in samples],
-        "tokens_by_age": step.tokens_by_age.tolist(),
-        "slots": slots,
-        "spans": [
-            {
-                "sample": span.sample_id,
-                "group": span.group_id,
-                "start": round(span.start, 4),
-                "end": round(span.end, 4),
-                "before": span.before,
-                "after": span.after,
-                "queued": None if span.queued is None else round(span.queued, 4),
-                "outcome": "waiting" if span.queued is None and span.outcome == "interrupted" else span.outcome,
-                "resumed": span.before > 0,
-            }
-            for span in step.spans
-        ],
-        "interrupt_at": step.interrupted_at,
-        "end": step.seconds,
-    }
-
-
-def versions() -> dict[str, str]:
-    """The versions that a figure of this run depends on."""
-    packages = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "math-verify")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}

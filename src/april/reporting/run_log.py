@@ -1,0 +1,197 @@
+"""The log of a run: what each step brought, into every file, every tracker and the display; and what it amounts to.
+
+Invariants:
+- a step is recorded once, by one call, and everything that shows it takes it from that record;
+- `metrics.jsonl` holds a step before anything else shows it;
+- the totals that a checkpoint saves are those of the records up to it (see `Totals`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from april.reporting.faults import FaultLog
+from april.reporting.formats import clock as clock_time
+from april.reporting.metrics import plotted, show
+from april.reporting.metrics_log import MetricsLog, last_step
+from april.reporting.progress import Progress
+from april.reporting.report import write_report
+from april.reporting.step_log import plain
+from april.reporting.totals import Totals
+from april.reporting.trace import TraceWriter, trace_of
+from april.reporting.trackers import TrackedRun, start_trackers
+from april.rollout.disk import write_whole
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason
+
+SUMMARY = "summary.json"
+
+
+class RunLog:
+    """Records a run. Use as a context manager.
+
+    Args:
+        directory: the run directory.
+        recipe: the resolved recipe, as JSON types.
+        trackers: any of `TRACKERS`.
+        project: the project the run is filed under in wandb and trackio.
+        resume: go on with the run in the directory, cutting what lies beyond `state`; its start, if there is no state.
+        state: what `state_dict` gave when the run was saved.
+        progress: shows the run while it goes on.
+        clock: seconds that only ever grow.
+
+    Raises:
+        ValueError, ModuleNotFoundError: a tracker cannot be used; see `check_trackers`.
+        FileExistsError: the directory holds a run and `resume` is False.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        recipe: Mapping[str, Any],
+        trackers: Sequence[str] = (),
+        project: str = "april",
+        resume: bool = False,
+        state: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.directory = Path(directory)
+        self.recipe = recipe
+        self.progress = progress
+        self.steps: int = state["steps"] if state else 0
+        """Training steps recorded so far."""
+        self.evaluations: list[dict[str, float]] = list(state["evaluations"]) if state else []
+        """One record per evaluation: `step`, `training_seconds` (rollouts and training before it), what it found."""
+        self.totals = Totals(state["totals"] if state else None)
+        self._clock = clock
+        self._began = clock() - (self.totals.get("seconds") or 0.0)
+        kept = None if not resume else self.steps if state else -1
+        tracked = TrackedRun(self.directory, project, recipe, kept, last_step(self.directory))
+        with ExitStack() as stack:
+            self._metrics = stack.enter_context(MetricsLog(self.directory, kept))
+            self._trace = stack.enter_context(TraceWriter(self.directory, kept))
+            self._faults = stack.enter_context(FaultLog(self.directory, kept))
+            self._trackers = start_trackers(trackers, tracked)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+            self._stack = stack.pop_all()
+
+    def step(self, step: Step, measured: Mapping[str, Any], slots: int) -> None:
+        """Record the next training step.
+
+        Args:
+            step: the rollout step it trained on.
+            measured: what else there is to know of it, by the names of metrics.
+            slots: the engine's.
+        """
+        self.steps += 1
+        total = (self.totals.get("consumed_tokens") or 0) + step.consumed_tokens
+        record = self._record({"consumed_tokens": total, **metrics_of(step), **measured})
+        self._trace.write(trace_of(self.steps, step, slots))
+        self._faults.write_step(self.steps, step, measured)
+        if self.progress:
+            self.progress.step(record)
+
+    def evaluation(self, measured: Mapping[str, float]) -> None:
+        """Record what an evaluation found on held-out problems after the latest step."""
+        spent = sum(self.totals.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds"))
+        record = self._record(measured)
+        self.evaluations.append({"step": self.steps, "training_seconds": spent, **plain(measured)})
+        if self.progress:
+            self.progress.evaluation(record)
+
+    def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        record: dict[str, Any] = plain({"step": self.steps, "seconds": self._clock() - self._began, **metrics})
+        self._metrics.write(record)
+        self.totals.add(record)
+        numbers = plotted(record)
+        for tracker in self._trackers:
+            tracker.log(self.steps, numbers)
+        return record
+
+    def summary(self) -> dict[str, Any]:
+        """What the run amounts to: every metric over the run, by its name, and every evaluation."""
+        return {
+            "steps": self.steps,
+            **self.totals.values(),
+            "evaluations": self.evaluations,
+            "versions": versions(),
+            "recipe": self.recipe,
+        }
+
+    def finish(self) -> dict[str, Any]:
+        """Write `summary.json` and the report; returns the summary."""
+        summary = self.summary()
+        write_whole(self.directory / SUMMARY, json.dumps(summary, indent=2))
+        write_report(self.directory)
+        return summary
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "evaluations": self.evaluations, "totals": self.totals.state_dict()}
+
+    def sync(self) -> None:
+        """Wait until every line is on disk."""
+        for file in (self._metrics, self._trace, self._faults):
+            file.sync()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def metrics_of(step: Step) -> dict[str, Any]:
+    """The metrics that a rollout step has by itself."""
+    samples = [sample for group in step.groups for sample in group.samples]
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([sample.length for sample in samples])
+    return {
+        **step.metrics(),
+        "reward": rewards.mean(),
+        "reward_std": rewards.std(),
+        "response_length_mean": lengths.mean(),
+        "response_length_p50": np.percentile(lengths, 50),
+        "response_length_p99": np.percentile(lengths, 99),
+        "response_length_max": lengths.max(),
+        "truncated_share": np.mean([sample.finish is FinishReason.LENGTH for sample in samples]),
+        "admission_reason": step.plan.reason,
+        "expected_consumed_tokens_per_second": step.plan.consumed_tokens_per_second,
+        "expected_staleness": step.plan.staleness,
+        "groups_consumed": len(step.groups),
+        "groups_quarantined": len(step.quarantined),
+        "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
+        "tokens_by_age": step.tokens_by_age.tolist(),
+    }
+
+
+def closing_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How a run ended, for its user."""
+    found = [record["eval_reward"] for record in summary["evaluations"]]
+    ended = f"{summary['steps']} steps and {clock_time(summary['seconds'])}"
+    if not found:
+        return [f"done after {ended}"]
+    return [f"held-out reward {show('eval_reward', found[0])} -> {show('eval_reward', found[-1])} in {ended}"]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a figure of this run depends on."""
+    packages = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "math-verify")
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}

@@ -1,0 +1,146 @@
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio.
+
+Invariants:
+- a tracker is a view of `metrics.jsonl` and never holds what it lacks;
+- a resumed run holds each step once in every tracker;
+- a tracker's package is imported only if it was asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Tracker(Protocol):
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """What a tracker is told of a run.
+
+    Args:
+        project: what the run is filed under, where there are projects.
+        recipe: the resolved recipe, kept beside the run.
+        resume_step: the step to go on from; None for a new run.
+        already_tracked: the last step that was sent before; -1 if there was none.
+    """
+
+    directory: Path
+    project: str
+    recipe: Mapping[str, Any]
+    resume_step: int | None
+    already_tracked: int
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+
+class TensorBoard:
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboardX import SummaryWriter
+
+        # Event files are named by the second: the suffix keeps a run resumed at once from writing over its first file.
+        started = 0 if run.resume_step is None else run.resume_step + 1
+        purge = None if run.resume_step is None else started
+        self._writer = SummaryWriter(
+            str(run.directory / "tensorboard"), purge_step=purge, filename_suffix=f".from-{started}"
+        )
+        text = json.dumps(run.recipe, indent=2, default=str)
+        self._writer.add_text("recipe", "\n".join("    " + line for line in text.splitlines()), started)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        id_file = run.directory / "wandb_run_id"
+        known = id_file.read_text().strip() if run.already_tracked >= 0 and id_file.exists() else None
+        self._already_tracked = run.already_tracked if known else -1
+        self._run = wandb.init(
+            project=run.project,
+            name=run.name,
+            id=known,
+            resume="allow",
+            dir=str(run.directory),
+            config=json.loads(json.dumps(run.recipe, default=str)),
+        )
+        id_file.write_text(self._run.id + "\n")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step > self._already_tracked:
+            self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        self._already_tracked = run.already_tracked
+        config = json.loads(json.dumps(run.recipe, default=str))
+        self._run = trackio.init(project=run.project, name=run.name, config=config, resume="allow")
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step > self._already_tracked:
+            self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
+    "tensorboard": (TensorBoard, "tensorboardX", "april-rl"),
+    "wandb": (Wandb, "wandb", "april-rl[wandb]"),
+    "trackio": (Trackio, "trackio", "april-rl[trackio]"),
+}
+"""Each tracker by name, with its package and what to install for that."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise, before anything is loaded, if a tracker is not known or its package is not installed.
+
+    Raises:
+        ValueError: a tracker's name is not known.
+        ModuleNotFoundError: a tracker's package is not installed; the message names the extra that brings it.
+    """
+    for name in names:
+        if name not in TRACKERS:
+            near = difflib.get_close_matches(name, TRACKERS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(TRACKERS)}"
+            raise ValueError(f"trackers names {name!r}, which is not a tracker: {hint}")
+        _, package, extra = TRACKERS[name]
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(
+                f"trackers names {name!r}, whose package {package} is not installed: pip install '{extra}'",
+                name=package,
+            )
+
+
+def start_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
+    """The named trackers, begun; see `check_trackers` for what is raised."""
+    check_trackers(names)
+    return [TRACKERS[name][0](run) for name in names]
