@@ -260,7 +260,7 @@ def embedded(minutes: float) -> dict[str, Any]:
     pool.poll, pool.interrupt = counting(poll), counting(interrupt)  # type: ignore[method-assign]
 
     async def main() -> dict[str, Any]:
-        limits = {"workers": 1, "time_limit": 5.0, "memory_limit": 2**30}
+        limits = {"most": 1, "time_limit": 5.0, "memory_limit": 2**30}
         async with RewardWorkers(flaky_in_a_process, **limits) as workers:  # type: ignore[arg-type]
 
             async def reward(prompt: Prompt, sample: Sample) -> float:

@@ -79,7 +79,7 @@ class Recipe:
         rollout = self.rollout
         return FaultPolicy(
             on_reward_error=rollout.on_reward_error,
-            reward_timeout=None if rollout.reward_workers else rollout.reward_timeout,
+            reward_timeout=rollout.reward_timeout if rollout.reward_workers == 0 else None,
             max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
         )
 

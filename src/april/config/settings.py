@@ -65,7 +65,8 @@ class RolloutSettings:
             if unset.
         on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
         reward_timeout: Seconds a reward may take.
-        reward_workers: Processes that compute rewards beside generation; 0 computes them in the run's own
+        reward_workers: Processes that compute rewards beside generation, at most. One is there from the start, more
+            come as long as rewards wait. Unset: a few more than there are cores. 0 computes them in the run's own
             process, which suits quick functions that cannot hang.
         reward_memory_gb: Memory a reward process may take beyond what it holds after loading, in GB (on Linux);
             unset: no limit.
@@ -91,7 +92,7 @@ class RolloutSettings:
     max_rejected_groups: Positive[int] | None = None
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
     reward_timeout: Positive[float] | None = 30.0
-    reward_workers: NotNegative[int] = 1
+    reward_workers: NotNegative[int] | None = None
     reward_memory_gb: Positive[float] | None = 4.0
     reward_env: tuple[str, ...] = ()
 

@@ -4,6 +4,8 @@ Invariants:
 - the caller's event loop never waits for a worker: not for its start, nor for its end;
 - a call ends within its time limit, counted from when a worker takes it up; the worker of one that does not is killed
   and replaced, and every other call goes on;
+- calls are taken up in their order; while one waits and every worker is busy, workers are added one by one, up to the
+  most that are allowed: quick rewards keep one process, rewards that hang do not hold up the others;
 - workers are spawned, never forked: no locks, threads or device contexts of the trainer come with them;
 - no variable that looks like a secret is left in a worker's environment when the function's module is imported.
 
@@ -23,6 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,13 @@ SECRET_VALUE = re.compile(r"://[^/@\s]+:[^/@\s]+@")
 """Values that workers do not see: addresses with a password in them."""
 STATM = Path("/proc/self/statm")
 """Where Linux says how large a process is; its first number is its address space in pages."""
+PATIENCE = 0.5
+"""Seconds a call waits for a worker before another one is started."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+class WorkerDied(RewardError):
+    """The process that computed a reward ended."""
 
 
 class RewardWorkers:
@@ -46,7 +55,8 @@ class RewardWorkers:
 
     Args:
         function: must pickle; each worker unpickles it once, when it starts. Arguments and results must pickle too.
-        workers: processes, and thereby calls at a time; further calls wait their turn.
+        most: processes, and thereby calls at a time, at most; by default what `default_most` says. One is started at
+            once, another whenever a call has waited `PATIENCE` seconds for its turn.
         time_limit: seconds a call may run; None for no limit. On Linux no process that a call starts gets much more
             processor time than that either, even if nobody waits for it.
         memory_limit: bytes of address space that calls may take in one worker beyond what it holds after loading
@@ -60,30 +70,56 @@ class RewardWorkers:
     def __init__(
         self,
         function: Callable[..., Any],
-        workers: int = 2,
+        most: int | None = None,
         time_limit: float | None = 30.0,
         memory_limit: int | None = None,
         keep_env: Sequence[str] = (),
     ) -> None:
-        if workers < 1:
-            raise ValueError(f"workers = {workers}: at least one process must score")
+        if most is not None and most < 1:
+            raise ValueError(f"most = {most}: at least one process must score")
         if time_limit is not None and time_limit <= 0:
             raise ValueError(f"time_limit = {time_limit}: must be positive seconds, or None for no limit")
-        self.time_limit = time_limit
         if memory_limit is not None and (memory_limit < 1 or not STATM.exists()):
             raise ValueError(f"memory_limit = {memory_limit}: must be positive bytes, and needs Linux")
+        self.most = default_most() if most is None else most
+        self.time_limit = time_limit
         # The function travels as bytes, so that a worker's environment is set before its modules are imported.
         self._settings = (pickle.dumps(function), time_limit, memory_limit, tuple(keep_env))
-        self._workers = workers
+        self._workers: set[ProcessPool] = set()
+        """A pool of one process each: a call's pool says which process it runs in, and can be waited for alone."""
+        self._idle: asyncio.Queue[ProcessPool] = asyncio.Queue()
+        self._turns: set[asyncio.Future[ProcessPool]] = set()
         self._calls: set[Future[bytes]] = set()
         self._closed = False
-        self._pool = self._start()
+        self._newest_loads: Future[int]
+        self._idle.put_nowait(self._start())
+
+    @property
+    def processes(self) -> int:
+        """Workers that there are by now."""
+        return len(self._workers)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker."""
+        return len(self._turns)
 
     def _start(self) -> ProcessPool:
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPool(self._workers, initializer=_initialise, initargs=self._settings, context=context)
-        pool.schedule(int)  # a pool starts its workers with its first call: let them load meanwhile
-        return pool
+        worker = ProcessPool(1, initializer=_initialise, initargs=self._settings, context=context)
+        self._newest_loads = worker.schedule(int)  # a pool starts its process with its first call
+        self._workers.add(worker)
+        return worker
+
+    def _idle_once_loaded(self, worker: ProcessPool) -> None:
+        """A call that waits goes to the first worker that is ready, not to one that still imports."""
+        loop = asyncio.get_running_loop()
+
+        def give(_: Future[int]) -> None:
+            with suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(self._idle.put_nowait, worker)
+
+        worker.schedule(int).add_done_callback(give)
 
     async def __call__(self, *args: Any) -> Any:
         """The function's result.
@@ -96,34 +132,74 @@ class RewardWorkers:
         """
         if self._closed:
             raise RuntimeError("these reward workers are closed")
-        if not self._pool.active:  # a worker that dies between calls takes the pool with it
-            broken, self._pool = self._pool, self._start()
-            await _stop(broken)
-        call: Future[bytes] = self._pool.schedule(_call, args=args, timeout=self.time_limit)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        try:
-            outcome = await asyncio.wrap_future(call)
-        except TimeoutError:
-            raise TimeoutError(
-                f"the reward function ran past its time limit of {self.time_limit:g} s; its process was replaced"
-            ) from None
-        except ProcessExpired as error:
-            raise RewardError(f"the reward function ended its process (exit code {error.exitcode})") from None
-        except BrokenProcessPool:
-            raise RewardError("a reward worker died while it loaded the reward function, or between calls") from None
+        worker = await self._turn()
+        if not worker.active:  # its process died between calls
+            worker = await self._replaced(worker)
+        outcome = await self._outcome(worker, args)
         result, failure, trace = pickle.loads(outcome)
         if failure is not None:
             failure.add_note(f"In the reward worker:\n{trace}")
             raise failure
         return result
 
+    async def _turn(self) -> ProcessPool:
+        """A worker that is not busy; every `PATIENCE` seconds until there is one, another is started."""
+        turn = asyncio.ensure_future(self._idle.get())
+        self._turns.add(turn)
+        try:
+            while not (await asyncio.wait((turn,), timeout=PATIENCE))[0]:
+                if len(self._workers) < self.most and self._newest_loads.done():
+                    self._idle_once_loaded(self._start())
+            return turn.result()
+        except asyncio.CancelledError:
+            if not turn.cancel() and not turn.cancelled():
+                self._idle.put_nowait(turn.result())
+            raise
+        finally:
+            self._turns.discard(turn)
+
+    async def _replaced(self, worker: ProcessPool) -> ProcessPool:
+        self._workers.discard(worker)
+        replacement = self._start()
+        try:
+            await _stop(worker)
+        except asyncio.CancelledError:
+            self._idle.put_nowait(replacement)
+            raise
+        return replacement
+
+    async def _outcome(self, worker: ProcessPool, args: Sequence[Any]) -> bytes:
+        """What `_call` returns in the process of `worker`, which is idle again after it."""
+        call: Future[bytes] = worker.schedule(_call, args=args, timeout=self.time_limit)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        lives = False
+        try:
+            outcome = await asyncio.wrap_future(call)
+            lives = True
+            return outcome
+        except TimeoutError:
+            raise TimeoutError(
+                f"the reward function ran past its time limit of {self.time_limit:g} s; its process was replaced"
+            ) from None
+        except ProcessExpired as error:
+            raise WorkerDied(f"the reward function ended its process (exit code {error.exitcode})") from None
+        except BrokenProcessPool:
+            raise WorkerDied("a reward worker died while it loaded the reward function, or between calls") from None
+        finally:
+            if lives or not worker.active:
+                self._idle.put_nowait(worker)
+            else:
+                self._idle_once_loaded(worker)
+
     async def close(self) -> None:
         """Stop the workers, whatever they are doing; calls under way are cancelled."""
         self._closed = True
+        for turn in list(self._turns):
+            turn.cancel()
         for call in list(self._calls):
             call.cancel()
-        await _stop(self._pool)
+        await asyncio.gather(*map(_stop, self._workers))
 
     async def __aenter__(self) -> RewardWorkers:
         return self
@@ -135,6 +211,11 @@ class RewardWorkers:
 async def _stop(pool: ProcessPool) -> None:
     pool.stop()
     await asyncio.to_thread(pool.join)
+
+
+def default_most() -> int:
+    """Workers at most: a few more than the machine has cores, because what takes long in a reward is often waiting."""
+    return min(32, (os.cpu_count() or 1) + 4)
 
 
 _function: Callable[..., Any]

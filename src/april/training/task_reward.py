@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +14,29 @@ from april.rollout.trajectory import Group, Prompt, Sample
 from april.tasks.isolation import STATM, RewardWorkers
 from april.tasks.task import Problem, Scorer
 
+logger = logging.getLogger(__name__)
+
 
 class Rewards:
-    """Scores samples with a task's scorer, in worker processes or in this one. An async context manager."""
+    """Scores samples with a task's scorer, in worker processes or in this one. An async context manager.
+
+    Attributes:
+        failures: calls that failed so far, by the name of the exception: TimeoutError, WorkerDied, MemoryError, what
+            the function raised; those of evaluations included.
+    """
 
     def __init__(self, scorer: Scorer, tokenizer: Any, settings: RolloutSettings) -> None:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.scope = scorer.scope
         self._on_error = settings.on_reward_error
-        self._workers = _workers(scorer, settings) if settings.reward_workers else None
+        self._workers = None if settings.reward_workers == 0 else _workers(scorer, settings)
+        self.failures: Counter[str] = Counter()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker process."""
+        return 0 if self._workers is None else self._workers.waiting
 
     async def __call__(self, prompt: Prompt, samples: Sample | Sequence[Sample]) -> Any:
         """The reward of a sample, or of each sample of a group."""
@@ -32,10 +47,29 @@ class Rewards:
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
         problem = Problem.of(prompt)
         responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
-        if self._workers is None:
-            return self.scorer(problem, responses)
-        rewards: list[float] = await self._workers(problem, responses)
-        return rewards
+        try:
+            if self._workers is None:
+                return self.scorer(problem, responses)
+            rewards: list[float] = await self._workers(problem, responses)
+            return rewards
+        except Exception as error:
+            self._count(problem, error)
+            raise
+
+    def _count(self, problem: Problem, error: Exception) -> None:
+        """Failures that do not stop the run are said aloud all the same: the first of a kind, the 10th, the 100th."""
+        kind = type(error).__name__
+        self.failures[kind] += 1
+        times = self.failures[kind]
+        if self._on_error != "raise" and times in (1, 10, 100, 1000):
+            logger.warning(
+                "the reward function failed %s, last on prompt %r: %s: %s (on_reward_error = %r)",
+                "once" if times == 1 else f"{times} times",
+                problem.id,
+                kind,
+                error,
+                self._on_error,
+            )
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """The rewards of complete groups, for evaluation.
