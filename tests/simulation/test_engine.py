@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Chunk, FinishReason, Sample, SamplingParams
-from april.rollout.trajectory import Blank
+from april.rollout.step import Plan, Step
+from april.rollout.trajectory import Blank, Group, Prompt
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import WATERMARK, SimulatedEngine
 from april.simulation.run import simulate
@@ -306,3 +307,16 @@ def test_the_policy_that_ends_a_response_decides_its_length(drift: float) -> Non
         assert lengths == [169] * 4  # 100 * 1.3 ** 2
     else:
         assert all(25 < length < 100 for length in lengths), "longer than it would now be: it ends at its next token"
+
+
+def test_steps_that_take_no_time_have_no_rate() -> None:
+    """All responses are equally long, so every second step finds its groups complete."""
+    workload = Workload("equal", (Part(30, 1e-9),), max_tokens=200, rollout_batch_size=4, n_samples_per_prompt=1)
+    engine = cost(slots=8, decode_batches=(1, 8))
+    outcome = simulate(workload, engine, steps=2, warm_up=1, over_sampling_batch_size=8)
+    assert outcome.steps[0].seconds > 0
+    assert outcome.rollout_seconds == 0
+    assert outcome.consumed_tokens_per_second == outcome.generated_tokens_per_second == outcome.occupancy == 0
+    group = Group(0, Prompt((0,)), samples(1, group_size=1))
+    group.samples[0].extend([0], [0.0], 0, FinishReason.STOP)
+    assert Step(0, Plan(1), [group]).metrics()["consumed_tokens_per_second"] == 0

@@ -14,6 +14,11 @@ from april.rollout.buffer import Rejection
 from april.rollout.trajectory import ENVIRONMENT, Group
 
 
+def rate(amount: float, seconds: float) -> float:
+    """`amount` per second; 0 if it took no time, as a step does for which enough complete groups had waited."""
+    return amount / seconds if seconds > 0 else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What admission wants of a step, why, and what it expects of it.
@@ -157,8 +162,8 @@ class Step:
             "samples_resumed": self.resumed_samples,
             "engine_failures": sum(failure.kind == "engine" for failure in self.failures),
             "step_consumed_tokens": self.consumed_tokens,
-            "consumed_tokens_per_second": self.consumed_tokens / self.seconds,
-            "generated_tokens_per_second": self.sampled_tokens / self.seconds,
+            "consumed_tokens_per_second": rate(self.consumed_tokens, self.seconds),
+            "generated_tokens_per_second": rate(self.sampled_tokens, self.seconds),
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
         }

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from april.rollout.engine import Engine, KVPolicy
 from april.rollout.params import RolloutParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
+from april.rollout.step import Step, rate
 from april.rollout.trajectory import FinishReason, Group, Prompt, SamplingParams
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
@@ -98,16 +98,17 @@ class Outcome:
     @property
     def consumed_tokens_per_second(self) -> float:
         """Tokens handed to training, over the rollout phase."""
-        return sum(step.consumed_tokens for step in self.counted) / self.rollout_seconds
+        return rate(sum(step.consumed_tokens for step in self.counted), self.rollout_seconds)
 
     @property
     def generated_tokens_per_second(self) -> float:
         """Tokens sampled, over the rollout phase."""
-        return sum(step.sampled_tokens for step in self.counted) / self.rollout_seconds
+        return rate(sum(step.sampled_tokens for step in self.counted), self.rollout_seconds)
 
     @property
     def occupancy(self) -> float:
-        return sum(step.occupancy * step.seconds for step in self.counted) / sum(step.seconds for step in self.counted)
+        collecting = sum(step.seconds for step in self.counted)
+        return rate(sum(step.occupancy * step.seconds for step in self.counted), collecting)
 
     @property
     def staleness(self) -> NDArray[np.int64]:

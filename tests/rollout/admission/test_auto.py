@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.lengths import LengthModel
+from april.rollout.admission.rates import EngineRates
 from april.rollout.step import Plan, Span
 from april.rollout.trajectory import FinishReason
 from april.simulation.cost_model import CostModel
@@ -104,6 +105,45 @@ def test_a_step_that_took_no_time_teaches_nothing() -> None:
         span.queued = span.end = 0.0
     learn(admission, instant)
     assert (admission.rates.costs == costs).all()
+
+
+def stays(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> list[Span]:
+    """What an engine of these costs, with 8 slots, shows of a step that resumes 2 of 8 samples."""
+    spans: list[Span] = []
+    lengths, before = np.sort(rng.integers(20, 200, 8)), np.where(np.arange(8) < 2, 50, 0)
+    prefill = costs[4] * 6 * 30 + costs[5] * 2 * (30 + 50)
+    seconds, done = prefill, 0
+    for i, length in enumerate(lengths.tolist()):
+        for at in range(done, length):
+            running = 8 - i
+            held = running * (30 + at) + before[i:].sum()
+            seconds += costs[0] + costs[1] * running + costs[2] * max(running - 4, 0) + costs[3] * held
+        done, at_first = length, prefill + costs[0]
+        had = int(before[i])
+        spans.append(Span(f"{i}.0", i, 0.0, had, at_first * scale, 1, seconds * scale, had + length, "finished"))
+    return spans
+
+
+COSTS = st.tuples(*[st.floats(0, 1)] * 5)
+
+
+@given(COSTS, st.integers(0, 1000), st.floats(0, 1e-4))
+@settings(max_examples=40, deadline=None)
+def test_costs_are_never_negative_and_a_step_without_duration_changes_none(
+    some: tuple[float, ...], seed: int, scale: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    rates = EngineRates()
+    costs = np.array([0.01, *(share * most for share, most in zip(some, (1e-3, 2e-3, 1e-5, 1e-4, 1e-4), strict=True))])
+    for _ in range(3):
+        rates.observe(stays(rng, costs), 30, 8)
+        assert (rates.costs >= 0).all()
+    known = rates.costs.copy()
+    work = (100, 600, 100, 40_000, 300, 200)
+    assert rates.seconds(*work) == pytest.approx(float(costs @ work), rel=0.15)
+    rates.observe(stays(rng, 7 * costs, scale), 30, 8)
+    assert (rates.costs >= 0).all()
+    assert rates.seconds(*work) == pytest.approx(float(known @ work), rel=0.02)
 
 
 def test_what_it_learned_is_saved_and_restored() -> None:

@@ -6,12 +6,18 @@ the weights takes longer than computing with them, and more beyond. So a stay in
 each token of its own, `sample` for each token that anyone sampled meanwhile, `crowded` for those of them above half the
 slots, `context` for each token of KV cache that was read for them, and the prefill of whatever was submitted meanwhile:
 `prompt` for each token of a new prompt, `resumed` for each token of a prompt and partial response that goes on. These
-six costs are fitted, none below zero, to the stays that began with a step; an engine that keeps its KV caches shows a
-`resumed` near zero of its own accord.
+six costs are fitted to the stays that began with a step; an engine that keeps its KV caches shows a `resumed` near zero
+of its own accord.
+
+Invariants:
+- no cost is below zero, whatever was observed;
+- a stay weighs as much as it lasted, so a step of no or hardly any duration changes nothing;
+- what recent steps say nothing about stays as earlier ones had it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +31,12 @@ Floats = NDArray[np.float64]
 COSTS = 6
 PARTS = 8
 """Parts of a stay in which its context counts as constant."""
+LASTING = 0.05
+"""Weight of what is remembered ten times as long: it decides where recent steps cannot tell costs apart."""
+DOUBT = 3e-5
+"""Weight of what is physically likely, as a share of what was observed."""
+_FREE = np.array(list(itertools.product((False, True), repeat=COSTS)))
+"""Every choice of costs that are not zero, shape [64, 6]."""
 
 
 class EngineRates:
@@ -35,11 +47,14 @@ class EngineRates:
     """
 
     def __init__(self, half_life: float = 6.0) -> None:
-        self.decay = 0.5 ** (1.0 / half_life)
+        self.decay = np.array([0.5 ** (1.0 / half_life), 0.5 ** (0.1 / half_life)])
         self.costs = np.zeros(COSTS)
         """Seconds per decode step, token sampled, one above half the slots, token read, prompt token, resumed token."""
-        self._normal = np.zeros((COSTS, COSTS))
-        self._target = np.zeros(COSTS)
+        self._normal = np.zeros((2, COSTS, COSTS))
+        """Of the least squares: of recent steps, and of those remembered longer."""
+        self._target = np.zeros((2, COSTS))
+        self._lasted = np.zeros(2)
+        """Sums of stays' durations and of their squares."""
 
     @property
     def known(self) -> bool:
@@ -80,33 +95,50 @@ class EngineRates:
         by_turn = np.argsort(enters, kind="stable")
         upto = np.searchsorted(enters[by_turn], own, "right")
         prefilled = [np.concatenate(([0.0], np.cumsum(work[by_turn])))[upto] for work in (new, old)]
-        work = np.stack([own, sampled, crowded, read, *prefilled], axis=1) / np.maximum(until, 1e-9)[:, None]
-        self._normal = self.decay * self._normal + work.T @ work / len(work)
-        self._target = self.decay * self._target + work.mean(0)
-        self._fit()
+        work = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
+        self._lasted = self.decay[0] * self._lasted + [until.mean(), (until**2).mean()]
+        usual = self._lasted[1] / self._lasted[0]
+        weight = until / np.maximum(until, usual) ** 2 / len(work)
+        self._normal = self.decay[:, None, None] * self._normal + (weight[:, None] * work).T @ work
+        self._target = self.decay[:, None] * self._target + (weight * until) @ work
+        self._fit(slots)
 
-    def _fit(self) -> None:
-        """Least squares with no cost below zero. Where the data cannot tell, samples cost nothing up to half the slots,
-        as while reading the weights takes longest, and prefill costs nothing."""
-        normal, target = self._normal.copy(), self._target
-        scale = np.sqrt(np.maximum(np.diag(normal), 1e-300))
-        normal += np.diag(np.array([1e-6, 1e-3, 1e-6, 1e-6, 1e-6, 1e-6]) * scale**2)
-        free = np.diag(self._normal) > 0
-        while free.any():
-            costs = np.zeros(COSTS)
-            inner = np.ix_(free, free)
-            costs[free] = np.linalg.solve(normal[inner] / np.outer(scale, scale)[inner], target[free] / scale[free])
-            if (costs >= 0).all():
-                self.costs = costs / scale
-                return
-            free[np.argmin(costs)] = False
+    def _fit(self, slots: int) -> None:
+        """Least squares around what is physically likely, with no cost below zero."""
+        normal, target = (sums[0] + LASTING * sums[1] for sums in (self._normal, self._target))
+        step = target[0] / normal[0, 0]
+        context = normal[0, 3] / normal[0, 1]
+        # With all slots taken, samples and attention may well make a decode step twice as long. A token to prefill
+        # costs a few percent of a decode step at most; that costs nothing until seen, so that it is tried.
+        likely = step * np.array([0.7, 0, 0, 0, 0, 0])
+        spread = step * np.array([0.3, 0.1 / slots, 0.5 / slots, 0.3 / (slots * context), 0.03, 0.03])
+        belief = DOUBT * step * target[0] / spread**2
+        equations = (normal + np.diag(belief)) * np.outer(spread, spread)
+        self.costs = spread * _not_negative(equations, (target + belief * likely) * spread)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"costs": self.costs.tolist(), "normal": self._normal.tolist(), "target": self._target.tolist()}
+        return {
+            "costs": self.costs.tolist(),
+            "normal": self._normal.tolist(),
+            "target": self._target.tolist(),
+            "lasted": self._lasted.tolist(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.costs = np.array(state["costs"])
         self._normal, self._target = np.array(state["normal"]), np.array(state["target"])
+        self._lasted = np.array(state["lasted"])
+
+
+def _not_negative(normal: Floats, target: Floats) -> Floats:
+    """The least squares solution of the normal equations in which no entry is below zero: the best of all choices of
+    entries that are free."""
+    both = _FREE[:, :, None] & _FREE[:, None, :]
+    equations = np.where(both, normal, np.eye(len(target)))
+    found = np.linalg.solve(equations, np.where(_FREE, target, 0.0)[:, :, None])[:, :, 0]
+    loss = np.where((found >= 0).all(1), -(found @ target), np.inf)
+    best: Floats = found[np.argmin(loss)]
+    return best
 
 
 def crowded_tokens(start: Floats, end: Floats, slots: int, at: Floats) -> Floats:
