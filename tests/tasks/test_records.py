@@ -147,3 +147,18 @@ def test_the_seed_chooses_who_is_held_out(tmp_path):
     path = write(tmp_path / "sums.jsonl", RECORDS)
     chosen = [[p.id for p in problems(task(path, seed=seed), "eval")] for seed in (0, 0, 1)]
     assert chosen[0] == chosen[1] != chosen[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "correct"),
+    [
+        ({"reward": "task"}, [False, True, True]),
+        ({"reward": "math-verify", "correct_at": 0.5}, [True, True, True]),
+        ({"reward": "statistics:mean"}, None),
+        ({"reward": "statistics:mean", "correct_at": 2}, [False, False, True]),
+    ],
+)
+def test_what_correct_means_is_said_by_the_task_or_not_at_all(tmp_path, settings, correct):
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "2 + 2?", "answer": "4"}) + "\n")
+    task = build_task(TaskSpec("records", path=str(tmp_path / "data.jsonl"), eval_size=0, **settings))
+    assert (task.correct and [task.correct(reward) for reward in (0.5, 1.0, 2.0)]) == correct

@@ -31,6 +31,7 @@ class SpecScorer:
 
     Attributes:
         scope: "group" if the reward function must see all responses to a problem at once.
+        correct_at: see `TaskSpec`.
 
     Raises:
         ValueError: the reward function cannot be found, or a setting does not go with it.
@@ -40,11 +41,13 @@ class SpecScorer:
         self.spec = spec
         reward = "math-verify" if spec.reward == "task" and spec.kind == "records" else spec.reward
         self.scope: Literal["sample", "group"] = "sample"
+        self.correct_at = spec.correct_at
         self._score: ScoreFunction
         if reward in ("task", "math-verify"):
             if spec.reward_scope == "group":
                 raise ValueError(f'reward_scope = "group" needs a reward function of your own, not {spec.reward!r}')
             self._score = _single(_own_scorer(spec, reward))
+            self.correct_at = 1.0 if spec.correct_at is None else spec.correct_at
         else:
             if spec.extract is not None:
                 raise ValueError(f"extract = {spec.extract!r}: {reward} is given the whole response; leave it out")

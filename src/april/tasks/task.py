@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -49,6 +49,9 @@ class Scorer(Protocol):
     scope: Literal["sample", "group"]
     """"group" if all responses to a problem must be scored at once."""
 
+    correct_at: float | None
+    """A response with this reward or more is correct; None where the task does not say what correct means."""
+
     def __call__(self, problem: Problem, responses: Sequence[str]) -> list[float]:
         """One finite reward per response."""
         ...
@@ -64,6 +67,12 @@ class Task(Protocol):
     def __len__(self) -> int: ...
 
     def problem(self, index: int, split: Split = "train") -> Problem: ...
+
+    @property
+    def correct(self) -> Callable[[float], bool] | None:
+        """Whether a response with this reward is correct; None where the task does not say what correct means."""
+        bar = self.scorer.correct_at
+        return None if bar is None else lambda reward: reward >= bar
 
     def score(self, problem: Problem, response: str) -> float:
         """The reward of one response, in this process; `RewardWorkers(task.scorer)` scores in others."""
@@ -86,6 +95,8 @@ class TaskSpec:
         reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or the dotted path of a
             function, `package.module:function`.
         reward_scope: whether that function scores one response or all responses to a problem at once.
+        correct_at: the reward from which a response is correct, and counts in the accuracy; by default 1 for a
+            dataset's own scorer and math-verify. For functions of one's own nothing is correct unless this is set.
         extract: what of a response the dataset's scorer or math-verify sees: what stands in `<answer_tag>` ("tag",
             the default for a dataset's own scorer; a response without it scores 0) or all of it ("whole").
         answer_tag: the tag's name.
@@ -107,6 +118,7 @@ class TaskSpec:
     id_column: str | None = None
     reward: str = "task"
     reward_scope: Literal["sample", "group"] = "sample"
+    correct_at: float | None = None
     extract: Literal["tag", "whole"] | None = None
     answer_tag: str = "answer"
     seed: int = 0
