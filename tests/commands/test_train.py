@@ -40,7 +40,7 @@ from tests.commands.conftest import status
         ((), ("--rollout-batch-siz", "3"), "--rollout-batch-size"),
         ((), ("--temperature", "hot"), "--temperature"),
         ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
-        ((), ("--trackers", "wandb"), "april-rl[wandb]"),
+        ((), ("--trackers", "wandb"), "wandb is not installed: pip install"),
         ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
         ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
         (

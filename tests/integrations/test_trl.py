@@ -16,6 +16,7 @@ import trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
+from april.extras import install_command
 from april.integrations.requirement import require
 from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
 from april.rollout.trajectory import Prompt
@@ -321,12 +322,12 @@ metadata.version, sys.modules["trl"] = version, None
 import april.integrations.{module}
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    expected = "ModuleNotFoundError: april's integration needs trl 1.16.*, which is not installed: pip install "
-    assert done.stderr.splitlines()[-1] == expected + "'april-rl[trl]'"
+    expected = "ModuleNotFoundError: april's integration needs trl 1.16.*, which is not installed: "
+    assert done.stderr.splitlines()[-1] == expected + install_command("trl")
 
 
 def test_a_missing_framework_is_named_with_its_extra() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install 'april-rl\[nowhere\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"not installed: pip install .*\[nowhere\]'"):
         require("no-such-framework", "1", extra="nowhere")
 
 

@@ -7,12 +7,14 @@ expensive has started; a run that fails later says how to go on with it.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
 
 from april import __version__
 from april.commands.failure import fail
 from april.config.error import ConfigError
+from april.extras import missing_package
 
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
@@ -43,10 +45,13 @@ def run(args: list[str]) -> int:
     if command not in COMMANDS:
         return fail(f"there is no command {command!r}; {_nearest(command)}")
     try:
-        status: int = import_module(f"april.commands.{command}").run(rest)
+        run_command: Callable[[list[str]], int] = import_module(f"april.commands.{command}").run
+    except ModuleNotFoundError as error:
+        return fail(missing_package(error, f"april {command}"))
+    try:
+        return run_command(rest)
     except ConfigError as error:
         return fail(str(error))
-    return status
 
 
 def _nearest(command: str) -> str:

@@ -24,6 +24,7 @@ from april.config.reading import messages, nearest
 from april.config.recipe import Recipe
 from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
 from april.engines.servers.address import is_loopback
+from april.extras import install_command
 from april.reporting.trackers import check_trackers
 
 
@@ -75,7 +76,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     except (ValueError, ModuleNotFoundError) as error:
         yield str(error)
     if recipe.lora.rank and find_spec("peft") is None:
-        yield f'lora.rank = {recipe.lora.rank} needs peft: pip install "april-rl[lora]"'
+        yield f"lora.rank = {recipe.lora.rank} needs peft: {install_command('lora')}"
 
 
 def _rollout_problems(recipe: Recipe) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 
+from april.extras import install_command
+
 
 def require(package: str, *series: str, extra: str) -> None:
     """Refuse to go on without `package` in one of the version series given, as in `require("trl", "1.16", ...)`.
@@ -17,7 +19,7 @@ def require(package: str, *series: str, extra: str) -> None:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         raise ModuleNotFoundError(
-            f"april's integration needs {package} {wanted}, which is not installed: pip install 'april-rl[{extra}]'",
+            f"april's integration needs {package} {wanted}, which is not installed: {install_command(extra)}",
             name=package,
         ) from None
     if not any(f"{found}.".startswith(f"{version}.") for version in series):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from april.extras import install_command
+
 
 class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
@@ -113,11 +115,11 @@ class Trackio:
 
 
 TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
-    "tensorboard": (TensorBoard, "tensorboardX", "april-rl"),
-    "wandb": (Wandb, "wandb", "april-rl[wandb]"),
-    "trackio": (Trackio, "trackio", "april-rl[trackio]"),
+    "tensorboard": (TensorBoard, "tensorboardX", "train"),
+    "wandb": (Wandb, "wandb", "wandb"),
+    "trackio": (Trackio, "trackio", "trackio"),
 }
-"""Each tracker by name, with its package and what to install for that."""
+"""Each tracker by name, with its package and the extra that brings it."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -135,7 +137,7 @@ def check_trackers(names: Sequence[str]) -> None:
         _, package, extra = TRACKERS[name]
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(
-                f"trackers names {name!r}, whose package {package} is not installed: pip install '{extra}'",
+                f"trackers names {name!r}, whose package {package} is not installed: {install_command(extra)}",
                 name=package,
             )
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import API_KEY, EngineSettings
+from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy
@@ -74,9 +75,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> En
         from april.engines.servers.sglang import SGLangEngine
         from april.engines.servers.vllm import VLLMEngine
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f'engine.engine = "{recipe.engine.engine}" needs {error.name}: pip install "april-rl[servers]"'
-        ) from None
+        raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
     vllm = settings.engine == "vllm"
     starting = []
