@@ -28,6 +28,8 @@ class FaultProxy:
     - nonsense: an event comes whose token ids are no token ids;
     - slow: every piece of the stream waits `delay` seconds;
     - any: one of these, at random.
+
+    `hang` and `close` concern all requests, until `go_on`.
     """
 
     def __init__(self, target: str, seed: int = 0) -> None:
@@ -39,6 +41,24 @@ class FaultProxy:
         self.url = ""
         self._random = random.Random(seed)
         self._http: aiohttp.ClientSession
+        self._open = True
+        self._going = asyncio.Event()
+        self._going.set()
+        self._connections: set[asyncio.Transport] = set()
+
+    def hang(self) -> None:
+        """Forward nothing any more, and close nothing."""
+        self._going.clear()
+
+    def close(self) -> None:
+        """Cut every connection, and each new one."""
+        self._open = False
+        for connection in self._connections:
+            connection.abort()
+
+    def go_on(self) -> None:
+        self._open = True
+        self._going.set()
 
     @asynccontextmanager
     async def run(self) -> AsyncIterator[FaultProxy]:
@@ -59,6 +79,17 @@ class FaultProxy:
                 await runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        if not self._open:
+            request.transport.abort()
+        self._connections.add(request.transport)
+        try:
+            return await self._answer(request)
+        finally:
+            self._connections.discard(request.transport)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        await self._going.wait()
         fault: Fault = "none"
         if request.path in GENERATE and self._random.random() < self.chance:
             fault = self.fault if self.fault != "any" else self._random.choice(FAULTS)
@@ -79,6 +110,7 @@ class FaultProxy:
     ) -> None:
         left = self._random.randint(1, 20_000) if fault in ("cut", "half a line", "nonsense") else None
         async for piece in answer.content.iter_any():
+            await self._going.wait()
             if fault == "slow":
                 await asyncio.sleep(self.delay)
             if left is not None and len(piece) >= left:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from april.config.reading import load_recipe
 from april.engines.servers.launch import Server
 from april.training.trainer import Trainer
 from tests import tiny
-from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, python_of
+from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, environment, python_of
 
 AGREES = 1e-3
 """Largest difference of log-probabilities between a server and the trainer, both in float32."""
@@ -95,18 +97,34 @@ def check(summary: dict[str, Any] | None, mismatches: Mismatches) -> None:
     assert max(mismatches.off_policy) > 10 * AGREES, "updates are meant to move the policy"
 
 
-def processes(word: str) -> list[str]:
-    """Command lines of live processes that contain `word`."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if word in line]
+def leaders(word: str) -> list[int]:
+    """The leaders of process groups whose command lines contain `word`."""
+    lines = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    return [int(line.split()[0]) for line in lines if word in line and line.split()[0] == line.split()[1]]
 
 
-async def test_two_servers_that_april_starts(
-    kind: Kind, mismatches: Mismatches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def kill_after_a_step(run: Path, servers: str) -> list[int]:
+    """Kill the servers once the run has a step behind it; returns their process ids."""
+    metrics = run / "metrics.jsonl"
+    while not metrics.exists() or '"step": 1' not in metrics.read_text():
+        await asyncio.sleep(0.02)
+    for pid in (killed := leaders(servers)):
+        os.kill(pid, signal.SIGKILL)
+    return killed
+
+
+async def test_servers_that_april_starts_and_that_die(
+    kind: Kind,
+    mismatches: Mismatches,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    """Both are killed in the middle of the run. They are started again, get the policy's weights, and it goes on."""
     model = tiny.save(tmp_path / "policy", head_dim=32)
-    environment = {**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1", "VLLM_CPU_OMP_THREADS_BIND": str(CPU_CORES[0])}
-    for name, value in environment.items():
+    for name, value in environment(0).items():
         monkeypatch.setenv(name, value)
     recipe = write_recipe(
         tmp_path,
@@ -116,11 +134,16 @@ async def test_two_servers_that_april_starts(
         server_python=str(python_of(kind.name)),
         server_args=VLLM if kind.name == "vllm" else SGLANG,
     )
+    run = tmp_path / "run"
+    killing = asyncio.create_task(kill_after_a_step(run, str(model)))
     check(await Trainer(load_recipe(recipe)).run(), mismatches)
-    logs = sorted((tmp_path / "run" / "servers").glob("*.log"))
-    assert [log.name for log in logs] == [f"{kind.name}-0.log", f"{kind.name}-1.log"]
-    assert all(log.stat().st_size for log in logs)
-    assert not processes(str(model)), "the servers have ended with the run"
+    assert len(await killing) == 2
+    said = [record.getMessage() for record in caplog.records]
+    for name in (f"{kind.name}-0", f"{kind.name}-1"):
+        log = run / "servers" / f"{name}.log"
+        assert any(line.startswith(f"{name} died (killed by SIGKILL") and f"log: {log}" in line for line in said)
+    assert any("is back, with weights" in line for line in said)
+    assert not leaders(str(model)), "the servers have ended with the run"
 
 
 @pytest.mark.parametrize(("transfer", "lora_rank"), [("broadcast", 0), ("broadcast", 4), ("disk", 4)])

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.replica import ReplicaGoneError
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError
 from april.rollout.trajectory import Sample, Segment
 
@@ -29,6 +30,8 @@ class State(Enum):
     READY = "ready"
     LOST = "lost"
     """Dead, hung, failing or restarted; attempts are made to bring it back."""
+    GONE = "gone"
+    """Dead, and nobody starts it again."""
     TORN = "torn"
     """An update failed, here or elsewhere, so the weights it holds may not be the pool's."""
 
@@ -171,6 +174,7 @@ class EnginePool:
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._in_flight:
+            self._require_hope()
             stranded = not any(replica.ready for replica in self.replicas)
             try:
                 async with asyncio.timeout(self._patience if stranded else None):
@@ -222,6 +226,7 @@ class EnginePool:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience
         while not await self._all_go_over(version, weights):
+            self._require_hope()
             if loop.time() >= until:
                 raise EngineError(
                     f"weights {version}: no replica was ready for {self._patience:g} s: {self._reasons()}"
@@ -232,7 +237,7 @@ class EnginePool:
         """Whether there was a replica to go over."""
         async with self._updating:
             await asyncio.gather(*(self._find_out(replica) for replica in self.replicas))
-            targets = [replica for replica in self.replicas if replica.state is not State.LOST]
+            targets = [replica for replica in self.replicas if replica.state not in (State.LOST, State.GONE)]
             if not targets:
                 return False
             results = await asyncio.gather(
@@ -402,6 +407,10 @@ class EnginePool:
                     await self._learn(replica)
                     if self._updated:
                         await self._give(replica, self.version, self._weights)
+                except ReplicaGoneError as error:
+                    replica.state, replica.reason = State.GONE, str(error)
+                    self._queue.wake()
+                    return
                 except (EngineError, ValueError, TimeoutError) as error:
                     replica.reason = str(error) or type(error).__name__
                     continue
@@ -447,6 +456,10 @@ class EnginePool:
                 task.cancel()
                 alive.append(task)
         await asyncio.gather(*alive, return_exceptions=True)
+
+    def _require_hope(self) -> None:
+        if all(replica.state is State.GONE for replica in self.replicas):
+            raise EngineError(f"no replica is left: {self._reasons()}")
 
     def _reasons(self) -> str:
         return "; ".join(f"{replica.engine!r}: {replica.reason}" for replica in self.replicas if not replica.ready)

@@ -9,10 +9,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +26,19 @@ from april.rollout.engine import Engine
 from april.training.lora import Adapters
 from april.training.policy import save_policy
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
 @asynccontextmanager
-async def engine_of(recipe: Recipe, model: Any, directory: Path) -> AsyncIterator[Engine]:
-    """The engine that the recipe names, ready; closed afterwards."""
+async def engine_of(
+    recipe: Recipe, model: Any, directory: Path, starting: Callable[[str], None] = log.info
+) -> AsyncIterator[Engine]:
+    """The engine that the recipe names, ready; closed afterwards.
+
+    `starting` is told about every second which servers have been starting for how long, and where their logs are.
+    """
     settings = recipe.engine
     async with AsyncExitStack() as stack:
         engine: Engine
@@ -39,7 +47,7 @@ async def engine_of(recipe: Recipe, model: Any, directory: Path) -> AsyncIterato
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
         else:
-            engine = await _servers(recipe, directory, stack)
+            engine = await _servers(recipe, directory, stack, starting)
         stack.push_async_callback(engine.close)
         yield engine
 
@@ -67,42 +75,55 @@ def _in_process(recipe: Recipe) -> Engine:
     )
 
 
-async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack) -> Engine:
-    """Running servers by their URLs, or servers started here; several of them as one pool."""
+async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
+    """Running servers by their URLs, or servers started here, as one pool: any of them may die and come back."""
     try:
         from april.engines.pool import EnginePool
-        from april.engines.servers.launch import launch_sglang, launch_vllm
         from april.engines.servers.sglang import SGLangEngine
         from april.engines.servers.vllm import VLLMEngine
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
+    kind = VLLMEngine if settings.engine == "vllm" else SGLangEngine
+    servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
+    places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
+    engines: list[Engine] = []
+    for url, process in places:
+        key = os.environ.get(API_KEY)
+        engine = await kind.connect(url, on_update=settings.on_update, api_key=key, process=process)
+        stack.push_async_callback(engine.close)
+        engines.append(engine)
+    return EnginePool(engines)
+
+
+async def _started(
+    recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]
+) -> list[Any]:
+    """The servers that april starts, all at the same time."""
+    from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+
+    settings = recipe.engine
     vllm = settings.engine == "vllm"
-    starting = []
-    for index in range(0 if settings.urls else settings.replicas):
+
+    def waiting(server: Server, seconds: float) -> None:
+        starting(f"starting {server.name}, {seconds:.0f} s, log: {server.log}")
+
+    launching = []
+    for index in range(settings.replicas):
         common: dict[str, Any] = {
+            "arguments": [*_limits(recipe, vllm), *settings.server_args],
             "log_dir": directory / "servers",
             "python": settings.server_python or sys.executable,
             "ready_timeout": settings.ready_timeout,
             "name": f"{settings.engine}-{index}",
             "host": settings.server_host,
             "api_key": os.environ.get(API_KEY),
+            "waiting": waiting,
         }
-        arguments = [*_limits(recipe, vllm), *settings.server_args]
         if vllm:
-            broadcast = settings.weight_transfer == "broadcast"
-            starting.append(launch_vllm(recipe.model.path, arguments=arguments, broadcast=broadcast, **common))
-        else:
-            starting.append(launch_sglang(recipe.model.path, arguments=arguments, **common))
-    urls = settings.urls or [server.url for server in await _all_entered(starting, stack)]
-    kind = VLLMEngine if vllm else SGLangEngine
-    engines: list[Engine] = []
-    for url in urls:
-        engine = await kind.connect(url, on_update=settings.on_update, api_key=os.environ.get(API_KEY))
-        if len(urls) > 1:
-            stack.push_async_callback(engine.close)
-        engines.append(engine)
-    return engines[0] if len(engines) == 1 else EnginePool(engines)
+            common["broadcast"] = settings.weight_transfer == "broadcast"
+        launching.append((launch_vllm if vllm else launch_sglang)(recipe.model.path, **common))
+    return await _all_entered(launching, stack)
 
 
 async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack: AsyncExitStack) -> list[T]:

@@ -87,7 +87,9 @@ class Trainer:
                 closing(Journal(self.directory / JOURNAL, recipe.training.journal_delay))
             )
             self.rewards = await stack.enter_async_context(Rewards(task.scorer, self.tokenizer, recipe.rollout))
-            self.engine = await stack.enter_async_context(engine_of(recipe, self.learner.served, self.directory))
+            self.engine = await stack.enter_async_context(
+                engine_of(recipe, self.learner.served, self.directory, self._phase)
+            )
             self.scheduler = await stack.enter_async_context(self._scheduler(prompts))
             if checkpoint is not None and state is not None:
                 self.learner.load(checkpoint)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -28,9 +31,10 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def start(tmp_path: Path, script: str, ready_timeout: float = 20.0):  # type: ignore[no-untyped-def]
+def start(tmp_path: Path, script: str, ready_timeout: float = 20.0, **settings: Any) -> Any:
     port = free_port()
-    return launch("toy", [sys.executable, "-c", script, str(port)], port, tmp_path / "run", {"A": "1"}, ready_timeout)
+    command = [sys.executable, "-c", script, str(port)]
+    return launch("toy", command, port, tmp_path / "run", {"A": "1"}, ready_timeout, **settings)
 
 
 def child_of(log: Path) -> int:
@@ -109,23 +113,49 @@ asyncio.run(main())
 
 
 async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("april.engines.servers.launch.GRACE", 0.2)
+    monkeypatch.setattr("april.engines.servers.process.GRACE", 0.2)
     async with start(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVER) as server:
         child = child_of(server.log)
     assert server.process.returncode == -9
     assert await gone(child)
 
 
-async def test_a_server_that_dies_while_starting_shows_its_log(tmp_path: Path) -> None:
-    script = "import sys\nfor i in range(100): print('line', i)\nsys.exit('no such model')"
-    with pytest.raises(EngineError, match="no such model") as caught:
+async def test_a_server_that_dies_while_starting_says_why_in_one_line(tmp_path: Path) -> None:
+    script = "import sys\nfor i in range(100): print('line', i)\nraise ValueError('no such model')"
+    with pytest.raises(EngineError) as caught:
         async with start(tmp_path, script):
             pass
-    message = str(caught.value)
-    assert "toy died while starting (exit status 1)" in message
-    assert str(tmp_path / "run" / "toy.log") in message
-    assert "line 99" in message
-    assert "line 50" not in message
+    log = tmp_path / "run" / "toy.log"
+    assert str(caught.value) == f"toy died while starting (exit status 1): ValueError: no such model; log: {log}"
+
+
+async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("april.engines.servers.launch.BACKOFF", 0.01)
+    async with start(tmp_path, SERVER, restarts=2) as server:
+        for death in range(3):
+            first, child = server.process.pid, int(re.findall(r"child (\d+)", server.log.read_text())[-1])
+            os.kill(first, signal.SIGKILL)
+            while server.down is None:
+                await asyncio.sleep(0)
+            assert await gone(child), "nothing of the dead server is left"
+            while not server.given_up and server.down is not None:
+                await asyncio.sleep(0.01)
+            assert server.given_up == (death == 2)
+            assert server.process.pid != first or server.given_up
+        assert server.down == f"toy died (killed by SIGKILL, by someone or for lack of memory); log: {server.log}"
+    said = [record.getMessage().partition("; it is ")[2] for record in caplog.records]
+    assert said == ["started again, 1 of 2", "started again, 2 of 2", "not started again, for it died 3 times in a row"]
+
+
+async def test_who_waits_for_a_server_is_told_how_long_it_takes(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    slow = "import time; time.sleep(1.5)" + SERVER
+    async with start(tmp_path, slow, waiting=lambda server, seconds: told.append((server.name, seconds))):
+        pass
+    assert told
+    assert all(name == "toy" and seconds >= 1 for name, seconds in told)
 
 
 async def test_a_server_that_never_gets_ready(tmp_path: Path) -> None:

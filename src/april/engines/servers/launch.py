@@ -3,9 +3,9 @@
 Invariants:
 - a server listens where only this machine reaches it, unless it is told another host, and then it asks for a key;
 - a key is in no command line, which everybody on the machine sees, and in no log;
-- a server and everything it spawned is one process group, and no process of it outlives the block, however it ends,
-  nor this process, should it be killed;
-- the server's log is in the run directory from its first line on, and its tail is in the error if it dies.
+- a server that dies is started again on its port, at most `restarts` times in a row, and its death is said with the
+  cause and the path of its log;
+- the server's log is in the run directory from its first line on, those of its restarts behind one another.
 
 vLLM asks for its key on some paths only, and not on those that change its weights: on a network that others use, keep
 it on the loopback interface.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import shutil
@@ -22,37 +23,133 @@ import signal
 import socket
 import sys
 import tempfile
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
 
 from april.engines.servers.address import is_loopback, reachable
+from april.engines.servers.log_cause import cause, exit_of, last_line
+from april.engines.servers.process import process_group
 from april.rollout.engine import EngineError
 
-LOG_TAIL = 30
-GRACE = 10.0
-"""Seconds a server has to end itself before it is killed."""
-GUARD = 'read -r group && { read -r _; kill -s TERM -- "-$group"; sleep "$1"; kill -s KILL -- "-$group"; }'
-"""A shell that reads a process group, and ends it once nobody holds the other end of its standard input any more."""
+log = logging.getLogger(__name__)
+
+RESTARTS = 3
+"""Deaths in a row after which a server is not started again."""
+STEADY = 600.0
+"""Seconds that a server has to run until its earlier deaths no longer count."""
+BACKOFF = 1.0
+"""Seconds before a dead server is started again; twice as long after each further death in a row."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Server:
-    """A running server: where it listens, where its log is, and the process (leader of its group)."""
+    """A server that april runs.
+
+    Args:
+        name: of the log file, and in errors.
+        command: with all its options.
+        url: where it listens.
+        log: its log.
+        environment: more variables than this process has.
+        ready_timeout: seconds it may take until it answers.
+        health_path: where it answers 200 once it is ready.
+        api_key: what it asks clients for.
+        restarts: deaths in a row that it is started again after.
+        waiting: called about every second while it starts, with the server and the seconds it has taken.
+    """
 
     name: str
+    command: Sequence[str]
     url: str
     log: Path
-    process: asyncio.subprocess.Process
+    environment: Mapping[str, str]
+    ready_timeout: float
+    health_path: str = "/health"
+    api_key: str | None = None
+    restarts: int = RESTARTS
+    waiting: Callable[[Server, float], None] | None = None
+    process: asyncio.subprocess.Process = field(init=False)
+    """The leader of its process group, or that of the last one."""
+    down: str | None = field(default=None, init=False)
+    """Why it does not run; None while it does."""
+    given_up: bool = field(default=False, init=False)
+    """It died so often that it is not started again."""
+    _said: int = field(default=0, init=False)
+    """Where in its log this start begins."""
 
-    def tail(self) -> str:
-        """The last lines of the log."""
-        with open(self.log, errors="replace") as lines:
-            return "".join(deque(lines, LOG_TAIL))
+    async def keep_running(self, started: asyncio.Event) -> None:
+        """Run it until this is cancelled, or it is given up. `started` is set when it is ready for the first time.
+
+        Raises:
+            EngineError: it died, or was not ready in time, before it was ready for the first time.
+        """
+        deaths, clock = 0, asyncio.get_running_loop().time
+        while True:
+            began = clock()
+            try:
+                await self._live(started)
+            except EngineError as error:
+                self.down = str(error)
+                if not started.is_set():
+                    raise
+            deaths = 1 if clock() - began > STEADY else deaths + 1
+            if deaths > self.restarts:
+                self.given_up = True
+                log.error("%s; it is not started again, for it died %d times in a row", self.down, deaths)
+                return
+            log.warning("%s; it is started again, %d of %d", self.down, deaths, self.restarts)
+            await asyncio.sleep(BACKOFF * 2 ** (deaths - 1))
+
+    async def _live(self, started: asyncio.Event) -> None:
+        """One life, which ends with an EngineError that says why."""
+        self._said = self.log.stat().st_size
+        died = "died while starting"
+        try:
+            async with process_group(self.command, self.log, self.environment, self.api_key) as self.process:
+                if await self._ready():
+                    self.down, died = None, "died"
+                    started.set()
+                    await self.process.wait()
+                    self.down = f"{self.name} died"
+        except OSError as error:
+            raise EngineError(f"{self.name} could not be started: {error}") from error
+        assert self.process.returncode is not None
+        raise EngineError(f"{self.name} {died} ({exit_of(self.process.returncode)}){self._last_words()}")
+
+    async def _ready(self) -> bool:
+        """Wait until it answers. False if it died instead."""
+        clock = asyncio.get_running_loop().time
+        began = said = clock()
+        async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=10)) as session:
+            while not await self._healthy(session):
+                if self.process.returncode is not None:
+                    return False
+                if clock() - began > self.ready_timeout:
+                    late = f"{self.name} was not ready after {self.ready_timeout:g} s (ready_timeout)"
+                    raise EngineError(late + self._last_words())
+                if self.waiting is not None and clock() - said >= 1.0:
+                    said = clock()
+                    self.waiting(self, said - began)
+                await asyncio.sleep(0.2)
+        return True
+
+    async def _healthy(self, session: aiohttp.ClientSession) -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with session.get(self.health_path) as response:
+                return response.status == 200
+        return False
+
+    def _last_words(self) -> str:
+        with open(self.log, "rb") as lines:
+            lines.seek(self._said)
+            text = lines.read().decode(errors="replace")
+        killed = self.process.returncode == -signal.SIGKILL  # without a word of its own
+        why = None if killed else cause(text) or last_line(text)
+        return f"{f': {why}' if why else ''}; log: {self.log}"
 
 
 def launch_vllm(
@@ -67,6 +164,8 @@ def launch_vllm(
     name: str = "vllm",
     host: str = "127.0.0.1",
     api_key: str | None = None,
+    restarts: int = RESTARTS,
+    waiting: Callable[[Server, float], None] | None = None,
     broadcast: bool = False,
 ) -> AbstractAsyncContextManager[Server]:
     """vLLM on `model`, with everything `VLLMEngine` needs; the log is `log_dir/<name>.log`.
@@ -82,11 +181,13 @@ def launch_vllm(
         name: of the log file, and in errors.
         host: the address it listens on.
         api_key: what it asks clients for; needed where `host` is reached from other machines.
+        restarts: deaths in a row after which it is started again, on its port.
+        waiting: called about every second while it starts, with the server and the seconds it has taken so far.
         broadcast: make the server able to take weights from an `april.engines.servers.broadcast.Broadcast`.
 
     Raises:
         ValueError: other machines reach `host`, and there is no key.
-        EngineError: the server died or did not become ready; with the tail of its log.
+        EngineError: the server died or did not become ready; with the cause and the path of its log.
     """
     port = port or free_port()
     command = [
@@ -108,7 +209,13 @@ def launch_vllm(
     command += ["--worker-extension-cls", "april_vllm_worker.WorkerExtension"]
     if broadcast:
         command += ["--weight-transfer-config", '{"backend": "april"}']
-    return launch(name, command, port, Path(log_dir), variables, ready_timeout, host=host, api_key=api_key)
+    return launch(
+        *(name, command, port, Path(log_dir), variables, ready_timeout),
+        host=host,
+        api_key=api_key,
+        restarts=restarts,
+        waiting=waiting,
+    )
 
 
 @asynccontextmanager
@@ -124,6 +231,8 @@ async def launch_sglang(
     name: str = "sglang",
     host: str = "127.0.0.1",
     api_key: str | None = None,
+    restarts: int = RESTARTS,
+    waiting: Callable[[Server, float], None] | None = None,
 ) -> AsyncIterator[Server]:
     """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`.
 
@@ -143,7 +252,11 @@ async def launch_sglang(
             options.write_text(f"api-key: {json.dumps(api_key)}\n")
             command += ["--config", str(options)]
         async with launch(
-            name, command, port, Path(log_dir), environment or {}, ready_timeout, host=host, api_key=api_key
+            *(name, command, port, Path(log_dir), environment or {}, ready_timeout),
+            host=host,
+            api_key=api_key,
+            restarts=restarts,
+            waiting=waiting,
         ) as server:
             yield server
 
@@ -156,73 +269,33 @@ async def launch(
     log_dir: Path,
     environment: Mapping[str, str],
     ready_timeout: float,
+    *,
     health_path: str = "/health",
     host: str = "127.0.0.1",
     api_key: str | None = None,
+    restarts: int = RESTARTS,
+    waiting: Callable[[Server, float], None] | None = None,
 ) -> AsyncIterator[Server]:
-    """Run any server that answers 200 at `health_path` once it is ready."""
+    """Run any server that answers 200 at `health_path` once it is ready, and start it again if it dies."""
     if not api_key and not is_loopback(host):
         raise ValueError(f"host = {host!r}: other machines reach a server there: give it an api_key to ask for")
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / f"{name}.log"
-    async with _guard() as guard:
-        with open(path, "wb") as output:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    # Servers are known to log their settings, key and all: what they say then goes through here.
-                    stdout=asyncio.subprocess.PIPE if api_key else output,
-                    stderr=asyncio.subprocess.STDOUT,
-                    # A log that is buffered lacks its last lines, or has them in another order.
-                    env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise EngineError(f"{name} could not be started: {error}") from error
-        guard(process.pid)
-        server = Server(name, f"http://{reachable(host)}:{port}", path, process)
-        logging = {asyncio.create_task(_log(process, path, api_key), name=f"log of {name}")} if api_key else set()
-        try:
-            await _ready(server, health_path, ready_timeout, logging)
-            yield server
-        finally:
-            await _stop(process)
-            for task in logging:  # what has left the process group may hold its end open
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(task, GRACE)
-
-
-@asynccontextmanager
-async def _guard() -> AsyncIterator[Callable[[int], None]]:
-    """A process that ends the process group it is told of, should this process end within the block."""
-    process = await asyncio.create_subprocess_exec(
-        *("sh", "-c", GUARD, "sh", f"{GRACE:g}"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    stdin = process.stdin
+    path.write_bytes(b"")
+    url = f"http://{reachable(host)}:{port}"
+    server = Server(name, command, url, path, environment, ready_timeout, health_path, api_key, restarts, waiting)
+    started = asyncio.Event()
+    running = asyncio.create_task(server.keep_running(started), name=f"run {name}")
+    ready = asyncio.create_task(started.wait())
     try:
-        yield lambda group: stdin.write(f"{group}\n".encode())
+        await asyncio.wait((running, ready), return_when=asyncio.FIRST_COMPLETED)
+        if not started.is_set():
+            running.result()
+        yield server
     finally:
-        process.kill()
-        await process.wait()
-
-
-async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> None:
-    """Write what a server says to `path`, with stars where the secret stood."""
-    assert process.stdout is not None
-    hidden, rest = secret.encode(), b""
-    with open(path, "ab", buffering=0) as log:
-        while data := await process.stdout.read(2**16):
-            text = (rest + data).replace(hidden, b"***")
-            end = max(0, len(text) - len(hidden) + 1)  # the rest may be the beginning of a secret
-            log.write(text[:end])
-            rest = text[end:]
-        log.write(rest)
+        ready.cancel()
+        running.cancel()
+        await asyncio.wait((running,))
 
 
 def free_port() -> int:
@@ -230,50 +303,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-async def _ready(server: Server, health_path: str, timeout: float, logging: set[asyncio.Task[None]]) -> None:
-    client = aiohttp.ClientTimeout(total=10)
-    try:
-        async with asyncio.timeout(timeout), aiohttp.ClientSession(server.url, timeout=client) as session:
-            while True:
-                if server.process.returncode is not None:
-                    if logging:
-                        await asyncio.wait(logging, timeout=1.0)
-                    raise EngineError(
-                        f"{server.name} died while starting (exit status {server.process.returncode}); the end of its "
-                        f"log, {server.log}:\n{server.tail()}"
-                    )
-                with suppress(aiohttp.ClientError, TimeoutError):
-                    async with session.get(health_path) as response:
-                        if response.status == 200:
-                            return
-                await asyncio.sleep(0.2)
-    except TimeoutError:
-        raise EngineError(
-            f"{server.name} was not ready after {timeout:g} s (ready_timeout); the end of its log, "
-            f"{server.log}:\n{server.tail()}"
-        ) from None
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the whole process group: politely, then not. Cancelling this does not spare the group."""
-    try:
-        if _signal_group(process.pid, signal.SIGTERM):
-            async with asyncio.timeout(GRACE):
-                await process.wait()
-    except TimeoutError:
-        pass
-    finally:
-        # What the server spawned may survive its leader.
-        _signal_group(process.pid, signal.SIGKILL)
-        await asyncio.shield(process.wait())
-
-
-def _signal_group(group: int, number: signal.Signals) -> bool:
-    """False if nothing is left of the group."""
-    try:
-        os.killpg(group, number)
-    except ProcessLookupError:
-        return False
-    return True

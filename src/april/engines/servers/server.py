@@ -26,7 +26,9 @@ from typing import Any, Self, get_args
 import aiohttp
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events
+from april.engines.servers.launch import Server
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.trajectory import Sample, SamplingParams
@@ -98,6 +100,7 @@ class ServerEngine(ABC):
         patience: seconds that a control call, or the end of an interrupted stream, may take.
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
+        process: the server, if april started it: then its death is known, and said, at once.
     """
 
     name: str
@@ -113,6 +116,7 @@ class ServerEngine(ABC):
         patience: float = 30.0,
         backlog: int = 4096,
         api_key: str | None = None,
+        process: Server | None = None,
     ) -> None:
         if on_update not in get_args(KVPolicy):
             raise ValueError(f'on_update = {on_update!r}: must be "recompute" or "keep"')
@@ -125,6 +129,7 @@ class ServerEngine(ABC):
         self._salt = ""
         self._stall_timeout = stall_timeout
         self._patience = patience
+        self._process = process
         self._http = HTTPClient(url, connect_timeout=patience, api_key=api_key)
         self._streams: dict[str, Stream] = {}
         self._frozen: dict[str, Stream] = {}
@@ -156,12 +161,19 @@ class ServerEngine(ABC):
         return engine
 
     async def learn(self) -> None:
-        """Ask the server what it can hold, and see that nobody has left it paused."""
+        """Ask the server what it can hold, and see that nobody has left it paused.
+
+        Raises:
+            ReplicaGoneError: april started it, and does not start it again.
+            EngineError: no server answers, or it was started without something this engine needs.
+        """
+        if self._process is not None and self._process.given_up:
+            raise ReplicaGoneError(self._process.down)
         try:
             info = await self._describe()
             await self._thaw()
         except FAILURES as error:
-            raise EngineError(f"no {self.name} server answers at {self.url}: {describe(error)}") from error
+            raise EngineError(f"no {self.name} server answers at {self.url}: {self._why(error)}") from error
         except (LookupError, TypeError, AttributeError) as error:
             raise EngineError(
                 f"what answers at {self.url} is not {self.name} as april knows it, see docs/engines.md for the version "
@@ -178,6 +190,10 @@ class ServerEngine(ABC):
 
     def __repr__(self) -> str:
         return f"{self.name} at {self.url}"
+
+    def _why(self, error: BaseException) -> str:
+        """Why a call failed: the server's death, if it is that."""
+        return (self._process and self._process.down) or describe(error)
 
     @abstractmethod
     async def _describe(self) -> ServerInfo: ...
@@ -312,7 +328,7 @@ class ServerEngine(ABC):
             async with asyncio.timeout(max(self._patience, 600.0)):
                 await self._load(version, weights)
         except (*FAILURES, RuntimeError) as error:
-            raise EngineError(f"{self!r} did not take up weights {version}: {describe(error)}") from error
+            raise EngineError(f"{self!r} did not take up weights {version}: {self._why(error)}") from error
         self._label = str(version)
         self.version = version
         self._renew_salt()
@@ -330,7 +346,7 @@ class ServerEngine(ABC):
                 await self._http.get("/health")
                 label = await self._current_label()
         except FAILURES as error:
-            raise EngineError(f"{self!r} is not well: {describe(error)}") from error
+            raise EngineError(f"{self!r} is not well: {self._why(error)}") from error
         if label != self._label:
             raise EngineError(f"{self!r} holds weights {label!r} where {self._label!r} were given to it")
 
@@ -457,7 +473,7 @@ class ServerEngine(ABC):
             while await self._request(stream) == "again":
                 stream.renew()
         except (*FAILURES, ValueError, LookupError, TypeError) as failure:
-            error = f"{self!r}: {describe(failure)}"
+            error = f"{self!r}: {self._why(failure)}"
         finally:
             if self._streams.get(stream.sample_id) is stream:
                 del self._streams[stream.sample_id]
