@@ -11,7 +11,8 @@ from typing import Literal
 import pytest
 import pytest_asyncio
 
-from april.engines.pool import EnginePool, Replica
+from april.engines.member import Member
+from april.engines.pool import EnginePool
 from april.engines.servers.launch import Server
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
@@ -104,7 +105,7 @@ async def test_a_replica_that_is_lost_and_comes_back(
     """One of two hangs, or has its connections cut and takes no new ones, in mid-step, and is well again later."""
     victim = await connect(proxy.url)
     pool = EnginePool([await connect(), victim], health_interval=0.3, health_timeout=3.0)
-    lost = pool.replicas[1]
+    lost = pool.members[1]
     async with scheduler(pool, LONG) as rollouts:
         step = await disturbed(rollouts, lost, getattr(proxy, fault))
         check(step, rollouts, oracles)
@@ -117,7 +118,7 @@ async def test_a_replica_that_is_lost_and_comes_back(
     await pool.close()
 
 
-async def disturbed(rollouts: RolloutScheduler, replica: Replica, disturb: Callable[[], None]) -> Step:
+async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callable[[], None]) -> Step:
     """A step in whose middle, when the replica has streamed tokens for a sample it runs, `disturb` is called."""
     while True:
         collecting = asyncio.ensure_future(rollouts.collect())
@@ -128,7 +129,7 @@ async def disturbed(rollouts: RolloutScheduler, replica: Replica, disturb: Calla
             await asyncio.sleep(0)
 
 
-async def until_ready(replica: Replica) -> None:
+async def until_ready(replica: Member) -> None:
     async with asyncio.timeout(90):
         while not replica.ready:
             await asyncio.sleep(0.1)
@@ -140,7 +141,7 @@ async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
     pool = EnginePool([await connect(), await connect()])
     rollouts = scheduler(pool)
     check(await rollouts.collect(), rollouts, oracles)
-    second = pool.replicas[1].engine
+    second = pool.members[1].replica
     refused = await refuse_updates(second)
     with pytest.raises(EngineError, match=r"not all replicas took up weights 1; failed: .*" + second.url):
         await rollouts.update_weights(models[1])

@@ -103,7 +103,7 @@ class ServerEngine(ABC):
         process: the server, if april started it: then its death is known, and said, at once.
     """
 
-    name: str
+    kind: str
     generate_path: str
 
     def __init__(
@@ -173,10 +173,10 @@ class ServerEngine(ABC):
             info = await self._describe()
             await self._thaw()
         except FAILURES as error:
-            raise EngineError(f"no {self.name} server answers at {self.url}: {self._why(error)}") from error
+            raise EngineError(f"no {self.kind} server answers at {self.url}: {self._why(error)}") from error
         except (LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"what answers at {self.url} is not {self.name} as april knows it, see docs/engines.md for the version "
+                f"what answers at {self.url} is not {self.kind} as april knows it, see docs/engines.md for the version "
                 f"it is written to: {describe(error)}"
             ) from error
         if not info.vocab_size:
@@ -188,8 +188,13 @@ class ServerEngine(ABC):
         """Name the weights for prefix caches, in a way that nobody has used: KV of other weights is never found."""
         self._salt = f"{self._nonce}-{next(self._numbers)}"
 
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"{self._process.name if self._process else self.kind} at {self.url}"
+
     def __repr__(self) -> str:
-        return f"{self.name} at {self.url}"
+        return self.name
 
     def _why(self, error: BaseException) -> str:
         """Why a call failed: the server's death, if it is that."""

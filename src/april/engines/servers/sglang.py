@@ -32,7 +32,7 @@ FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.L
 class SGLangEngine(ServerEngine):
     """A running SGLang server. `await SGLangEngine.connect(url)`; see `ServerEngine` for the settings."""
 
-    name = "SGLang"
+    kind = "SGLang"
     generate_path = "/generate"
 
     async def _describe(self) -> ServerInfo:

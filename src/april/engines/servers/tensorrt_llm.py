@@ -35,7 +35,7 @@ class TensorRTLLMEngine(ServerEngine):
         load: called with (version, weights) to have the server take weights up, KV cache reset included.
     """
 
-    name = "TensorRT-LLM"
+    kind = "TensorRT-LLM"
     generate_path = "/v1/completions"
 
     def __init__(

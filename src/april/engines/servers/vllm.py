@@ -33,7 +33,7 @@ FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.L
 class VLLMEngine(ServerEngine):
     """A running vLLM server. `await VLLMEngine.connect(url)`; see `ServerEngine` for the settings."""
 
-    name = "vLLM"
+    kind = "vLLM"
     generate_path = "/inference/v1/generate"
 
     async def _describe(self) -> ServerInfo:
