@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import logging
+import warnings
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS
 from april.commands.algorithms import print_algorithms
+from april.reporting.messages import messages
 from april.reporting.progress import HEADER_EVERY, Progress
 from tests.reporting.conftest import simulate
 
@@ -48,6 +53,51 @@ def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> N
     for piece in ("6/10", "3/8", "60/64", "reward", "held-out", "accuracy"):
         assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
     assert "…" not in shown, "nothing is cut"
+
+
+def test_failures_are_seen_while_the_run_goes_on() -> None:
+    """204 rewards that failed are no detail."""
+    record = simulate(steps=1)[0][1] | {"reward_failures": 4, "reward_timeouts": 1}
+    out = io.StringIO()
+    log, screen = Progress(5, file=out), Progress(5, file=io.StringIO())
+    for progress in (log, screen):
+        progress.step(record, {"reward errors": 204, "reward timeouts": 1})
+    assert "step 1: reward errors 4, reward timeouts 1" in out.getvalue()
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(screen.render())
+    assert "reward errors 204, reward timeouts 1" in console.export_text()
+
+
+def test_there_is_time_left_until_the_last_step() -> None:
+    """After the first of three steps, and however long the second one takes."""
+    now = 10.0
+    progress = Progress(3, file=io.StringIO(), clock=lambda: now)
+    assert progress.time_left is None
+    now = 16.0
+    progress.step({"step": 1, "seconds": 6.0, "rollout_seconds": 4.0, "train_seconds": 1.0})
+    assert progress.time_left == 10.0
+    now = 30.0
+    assert progress.time_left == 5.0
+    progress.step({"step": 2, "seconds": 20.0, "rollout_seconds": 13.0, "train_seconds": 1.0})
+    progress.step({"step": 3, "seconds": 25.0, "rollout_seconds": 4.0, "train_seconds": 1.0})
+    assert progress.time_left == 0.0
+
+
+def test_what_libraries_warn_of_does_not_stand_between_our_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    with messages(said.append, tmp_path / "run"):
+        warnings.warn("this will change", FutureWarning, stacklevel=1)
+        (tmp_path / "run").mkdir()
+        logging.getLogger("somebody.else").warning("a shard")
+        logging.getLogger("april.training").warning("update %s is skipped", 3)
+    assert said == ["warning: update 3 is skipped"]
+    log = (tmp_path / "run" / "library.log").read_text()
+    assert "this will change" in log
+    assert "a shard" in log
+    assert "skipped" not in log
+    assert "".join(capsys.readouterr()) == ""
 
 
 def test_every_algorithm_and_correction_is_listed_with_settings_and_sources() -> None:

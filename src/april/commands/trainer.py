@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging as transformers
+
 from april.commands.failure import fail
 from april.config.recipe import Recipe
+from april.reporting.messages import messages
 from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
 from april.rollout.engine import EngineError
@@ -41,7 +44,8 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
     directory = Path(recipe.reporting.output)
     title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
     try:
-        with Progress(recipe.training.steps, title=title) as progress:
+        with Progress(recipe.training.steps, title=title) as progress, messages(progress.note, directory):
+            _say_nothing_between_our_lines()
             summary = asyncio.run(Trainer(recipe, resume, progress).run())
     except FAILURES as error:
         return _failed(f"{type(error).__name__}: {error}", 1, directory)
@@ -52,6 +56,12 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
         return INTERRUPTED
     _print_result(summary, directory)
     return 0
+
+
+def _say_nothing_between_our_lines() -> None:
+    transformers.disable_progress_bar()
+    transformers.disable_default_handler()
+    transformers.enable_propagation()
 
 
 def _failed(message: str, status: int, directory: Path) -> int:

@@ -18,6 +18,7 @@ MOST = 20
 """Different failures, and quarantined groups, that a line names."""
 LONGEST = 500
 """Characters of an error."""
+KINDS = {"reward": "reward error", "reward timeout": "reward timeout", "engine": "engine request failed"}
 
 
 class FaultLog(StepLog):
@@ -63,7 +64,10 @@ def read_faults(directory: Path | str) -> list[dict[str, Any]]:
 def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
     """A line of the log for people: what happened, and why."""
     lines = [
-        (f"{failure['times']} × {failure['kind']} failure", f"{failure['error']} (prompt {failure['prompt']})")
+        (
+            f"{failure['times']} × {KINDS[failure['kind']]}",
+            f"{failure['error']} (prompt {failure['prompt']})",
+        )
         for failure in record.get("failures", ())
     ]
     lines += [

@@ -135,6 +135,7 @@ TABLE: Sequence[Metric] = (
     *_section(
         FAILURES,
         ("reward_failures", "reward errors", whole, SUM),
+        ("reward_timeouts", "reward timeouts", whole, SUM),
         ("engine_failures", "engine requests failed", whole, SUM),
         ("groups_quarantined", "groups quarantined", whole, SUM),
         ("skipped_updates", "updates skipped", whole, SUM),
@@ -182,6 +183,11 @@ def plotted(record: Mapping[str, Any]) -> dict[str, float]:
 def failures_in(record: Mapping[str, Any]) -> dict[str, int]:
     """Of a record or a summary, how often what went wrong, by its name for people; nothing that did not."""
     return {m.label: int(record[m.name]) for m in TABLE if m.section == FAILURES and record.get(m.name)}
+
+
+def counted(failures: Mapping[str, int]) -> str:
+    """What `failures_in` found, for people."""
+    return ", ".join(f"{name} {whole(times)}" for name, times in failures.items())
 
 
 def condensed(name: str, values: Iterable[Any]) -> Any:

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from april.reporting.formats import clock, compact
-from april.reporting.metrics import metric, show
+from april.reporting.metrics import counted, failures_in, metric, show
 
 REFRESH_PER_SECOND = 4
 HEADER_EVERY = 25
@@ -84,6 +84,7 @@ class Progress:
         self._rewards: deque[float] = deque(maxlen=HISTORY)
         self._held_out: deque[float] = deque(maxlen=HISTORY)
         self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_OVER + 1)
+        self._failures: dict[str, int] = {}
         terminal = file.isatty()
         self._console = Console(file=file, force_terminal=terminal, highlight=False)
         capable = not self._console.is_dumb_terminal and self._console.encoding.startswith("utf")
@@ -111,22 +112,35 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Show a step's metrics, named as in `metrics.jsonl`; a value that is missing keeps its latest."""
+    def step(self, record: Mapping[str, Any], failures: Mapping[str, int] | None = None) -> None:
+        """Show a step.
+
+        Args:
+            record: its metrics, named as in `metrics.jsonl`; a value that is missing keeps its latest.
+            failures: what has gone wrong in the run so far, and how often.
+        """
+        if not self._ends:
+            spent = sum(record.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds"))
+            self._ends.append((record["step"] - 1, record["seconds"] - spent))
         self._take(record)
-        if "reward" in record:
+        self._ends.append((record["step"], record["seconds"]))
+        if record.get("reward") is not None:
             self._rewards.append(record["reward"])
+        self._failures = dict(failures or {})
         if self._live:
             self._live.refresh()
         else:
             self._print_row()
+            if fresh := failures_in(record):
+                self._write(f"step {self._step}: {counted(fresh)}")
 
     def evaluation(self, record: Mapping[str, Any]) -> None:
         """Show what an evaluation found."""
         self._take(record)
         found = {name: record[name] for name in ("eval_reward", "accuracy") if record.get(name) is not None}
         self._first = {**found, **self._first}
-        self._held_out.append(record["eval_reward"])
+        if "eval_reward" in found:
+            self._held_out.append(found["eval_reward"])
         if self._live:
             self._live.refresh()
         else:
@@ -134,11 +148,10 @@ class Progress:
             self._write(f"after step {self._step}: {said}")
 
     def _take(self, record: Mapping[str, Any]) -> None:
-        if not self._ends:
+        if not self._latest:
             # A resumed run begins with the seconds that went before it.
-            self._before = float(record.get("seconds") or self.elapsed) - self.elapsed
+            self._before = float(record["seconds"]) - self.elapsed
         self._latest |= {name: value for name, value in record.items() if value is not None}
-        self._ends.append((self._step, float(record.get("seconds", self.elapsed))))
         self._rollout, self._phase = None, ""
 
     def rollout(self, done_groups: int, total_groups: int, running: int, slots: int, tokens: int) -> None:
@@ -169,12 +182,16 @@ class Progress:
 
     @property
     def time_left(self) -> float | None:
-        """Seconds to the last step at the pace of the latest ones; None before there is a pace."""
-        if len(self._ends) < 2:
+        """Seconds to the last step at the pace of the latest ones; None before there is a pace.
+
+        A step that takes longer than the others shortens the time of none that follow.
+        """
+        if not self._ends:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        pace = (ended - began) / max(1, last - first)
-        return max(0.0, pace * (self.total_steps - last) - max(0.0, self.elapsed - ended))
+        pace = (ended - began) / (last - first)
+        remaining = max(0, self.total_steps - last)
+        return max(pace * max(0, remaining - 1), pace * remaining - max(0.0, self.elapsed - ended))
 
     @property
     def _step(self) -> int:
@@ -209,7 +226,9 @@ class Progress:
         """The live display as it stands."""
         width = min(self._console.width, WIDTH)
         return Panel(
-            Group(self._overall(width - 6), Text(), self._figures(width - 6), Text(), self._current(width - 6)),
+            Group(
+                self._overall(width - 6), Text(), self._figures(width - 6), *self._faults(), self._current(width - 6)
+            ),
             title=Text(f" {self._title} ", style="bold"),
             title_align="left",
             box=box.ROUNDED,
@@ -261,6 +280,11 @@ class Progress:
 
     def _gained(self, name: str) -> str:
         return f"from {show(name, self._first[name])}" if len(self._held_out) > 1 and name in self._first else ""
+
+    def _faults(self) -> Sequence[RenderableType]:
+        if not self._failures:
+            return (Text(),)
+        return (Text(), Text(counted(self._failures), style="red"), Text())
 
     def _current(self, width: int) -> RenderableType:
         now = self._rollout

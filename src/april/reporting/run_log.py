@@ -22,7 +22,7 @@ import numpy as np
 
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
-from april.reporting.metrics import plotted, show
+from april.reporting.metrics import counted, failures_in, plotted, show
 from april.reporting.metrics_log import MetricsLog, last_step
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
@@ -101,7 +101,7 @@ class RunLog:
         self._trace.write(trace_of(self.steps, step, slots))
         self._faults.write_step(self.steps, step, measured)
         if self.progress:
-            self.progress.step(record)
+            self.progress.step(record, failures_in(self.totals.values()))
 
     def evaluation(self, measured: Mapping[str, float]) -> None:
         """Record what an evaluation found on held-out problems after the latest step."""
@@ -177,6 +177,7 @@ def metrics_of(step: Step) -> dict[str, Any]:
         "groups_consumed": len(step.groups),
         "groups_quarantined": len(step.quarantined),
         "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
+        "reward_timeouts": sum(failure.kind == "reward timeout" for failure in step.failures),
         "tokens_by_age": step.tokens_by_age.tolist(),
     }
 
@@ -185,9 +186,12 @@ def closing_lines(summary: Mapping[str, Any]) -> list[str]:
     """How a run ended, for its user."""
     found = [record["eval_reward"] for record in summary["evaluations"]]
     ended = f"{summary['steps']} steps and {clock_time(summary['seconds'])}"
-    if not found:
-        return [f"done after {ended}"]
-    return [f"held-out reward {show('eval_reward', found[0])} -> {show('eval_reward', found[-1])} in {ended}"]
+    lines = [f"done after {ended}"]
+    if found:
+        lines = [f"held-out reward {show('eval_reward', found[0])} -> {show('eval_reward', found[-1])} in {ended}"]
+    if failures := failures_in(summary):
+        lines.append(f"survived: {counted(failures)}; which and why: faults.jsonl and the report")
+    return lines
 
 
 def versions() -> dict[str, str]:

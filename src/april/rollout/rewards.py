@@ -41,6 +41,8 @@ class Verdict(NamedTuple):
     samples: Sequence[Sample]
     rewards: Sequence[float]
     error: str | None = None
+    failure: Literal["reward", "reward timeout"] = "reward"
+    """What kind of error it is."""
 
 
 class RewardTasks:
@@ -95,7 +97,7 @@ class RewardTasks:
             self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
         except TimeoutError as error:
             reason = str(error) or f"no reward within {self.timeout:g} s"
-            self._verdicts.append(Verdict(group, samples, (), reason))
+            self._verdicts.append(Verdict(group, samples, (), reason, "reward timeout"))
         except Exception as error:
             self._verdicts.append(Verdict(group, samples, (), f"{type(error).__name__}: {error}"))
         finally:

@@ -359,7 +359,7 @@ class RolloutScheduler(RolloutState):
             if verdict.group.id not in self.buffer.groups:
                 continue
             if verdict.error is not None:
-                failure = Failure("reward", verdict.samples[0].id, verdict.group.prompt.id, verdict.error)
+                failure = Failure(verdict.failure, verdict.samples[0].id, verdict.group.prompt.id, verdict.error)
                 self._step.failures.append(failure)
                 if self.faults.on_reward_error == "raise":
                     failed = failure

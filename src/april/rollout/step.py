@@ -58,7 +58,7 @@ class Span:
 class Failure:
     """A reward function or an engine request that failed, with the prompt it failed on."""
 
-    kind: Literal["reward", "engine"]
+    kind: Literal["reward", "reward timeout", "engine"]
     sample_id: str
     prompt_id: str
     error: str

@@ -1,0 +1,223 @@
+"""The text of a run: every prompt and completion it trained on or was evaluated on, in `completions/` as Parquet.
+
+Invariants:
+- a file is one step's (`step-000012.parquet`, `step-000012-held-out.parquet`), whole or not there; a resumed run
+  replaces those of the steps that it does again;
+- text is decoded and written in a thread: a step waits for at most the one before it;
+- the pieces of a completion, one for each policy version that sampled it, make up the completion.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NotRequired, Self, TypedDict
+
+from april.rollout.trajectory import Group, Sample
+
+DIRECTORY = "completions"
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text."""
+
+
+class Piece(TypedDict):
+    """What one policy version sampled of a completion; `version` is ENVIRONMENT for what no policy did."""
+
+    version: int
+    tokens: int
+    text: str
+
+
+class Completion(TypedDict):
+    """A row of the table."""
+
+    step: int
+    held_out: bool
+    group: int
+    sample: int
+    prompt_id: str
+    prompt: str
+    completion: str
+    reward: float | None
+    components: NotRequired[str]
+    """What the reward says beside its value, as JSON."""
+    length: int
+    """Response tokens."""
+    finish: str
+    staleness: int
+    """Weight updates between the group's first token and the step."""
+    pieces: list[Piece]
+
+
+def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, held_out: bool) -> list[Completion]:
+    """The samples of complete groups as rows, for a step that starts from policy `version`."""
+    rows = []
+    for group in groups:
+        prompt = decode(group.prompt.token_ids)
+        rows += [_row(group, sample, prompt, step, version, decode, held_out) for sample in group.samples]
+    return rows
+
+
+def _row(
+    group: Group, sample: Sample, prompt: str, step: int, version: int, decode: Decode, held_out: bool
+) -> Completion:
+    pieces = _pieces(sample, decode)
+    return {
+        "step": step,
+        "held_out": held_out,
+        "group": group.id,
+        "sample": sample.index,
+        "prompt_id": group.prompt.id,
+        "prompt": prompt,
+        "completion": "".join(piece["text"] for piece in pieces),
+        "reward": sample.reward,
+        "length": sample.length,
+        "finish": str(sample.finish or ""),
+        "staleness": 0 if held_out else group.staleness(version),
+        "pieces": pieces,
+    }
+
+
+def _pieces(sample: Sample, decode: Decode) -> list[Piece]:
+    """The response cut where another version goes on; a character whose bytes two versions share is the later one's."""
+    ids: list[int] = []
+    ends = []
+    for segment in sample.segments:
+        ids += segment.token_ids
+        ends.append(len(ids))
+    text = decode(ids)
+    cuts = [min(len(text), len(decode(ids[:end]).rstrip("�"))) for end in ends[:-1]] + [len(text)]
+    pieces: list[Piece] = []
+    start = 0
+    for segment, cut in zip(sample.segments, cuts, strict=False):
+        pieces.append({"version": segment.version, "tokens": len(segment), "text": text[start:cut]})
+        start = max(start, cut)
+    return pieces
+
+
+class CompletionsWriter:
+    """Writes the table, a step at a time, and hands each step's rows on.
+
+    Args:
+        directory: the run directory.
+        decode: the tokenizer's; called in a thread.
+        then: called in that thread with the rows of each step.
+        resume_step: the step to go on from; files of later steps go. None for a new run.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        decode: Decode,
+        then: Callable[[list[Completion]], None],
+        resume_step: int | None = None,
+    ) -> None:
+        self.directory = directory / DIRECTORY
+        self._decode = decode
+        self._then = then
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="completions")
+        self._pending: Future[None] | None = None
+        for path in files(directory):
+            if _step_of(path) > (-1 if resume_step is None else resume_step):
+                path.unlink()
+
+    def write(self, groups: Sequence[Group], step: int, version: int, held_out: bool = False) -> None:
+        """Write complete groups, which must not change any more. Returns at once unless the step before is not done.
+
+        Raises:
+            OSError: the step before could not be written.
+        """
+        self.sync()
+        self._pending = self._thread.submit(self._write, list(groups), step, version, held_out)
+
+    def _write(self, groups: Sequence[Group], step: int, version: int, held_out: bool) -> None:
+        rows = rows_of(groups, step, version, self._decode, held_out)
+        write_rows(self.directory / f"step-{step:06d}{'-held-out' * held_out}.parquet", rows)
+        self._then(rows)
+
+    def sync(self) -> None:
+        """Wait until what was given to `write` is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        try:
+            self.sync()
+        finally:
+            self._thread.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def write_rows(path: Path, rows: Sequence[Completion]) -> None:
+    """Write rows as a Parquet file, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(exist_ok=True)
+    fresh = path.with_suffix(".new")
+    pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema=_schema()), fresh, compression="zstd")
+    os.replace(fresh, path)
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    piece = pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("text", pa.string())])
+    return pa.schema(
+        [
+            ("step", pa.int64()),
+            ("held_out", pa.bool_()),
+            ("group", pa.int64()),
+            ("sample", pa.int64()),
+            ("prompt_id", pa.string()),
+            ("prompt", pa.string()),
+            ("completion", pa.string()),
+            ("reward", pa.float64()),
+            ("components", pa.string()),
+            ("length", pa.int64()),
+            ("finish", pa.string()),
+            ("staleness", pa.int64()),
+            ("pieces", pa.list_(piece)),
+        ]
+    )
+
+
+def files(run_directory: Path | str) -> list[Path]:
+    """The run's files of completions, by step."""
+    return sorted((Path(run_directory) / DIRECTORY).glob("step-*.parquet"))
+
+
+def read_completions(path: Path) -> list[Mapping[str, Any]]:
+    """The rows of one step's file."""
+    import pyarrow.parquet as pq
+
+    rows: list[Mapping[str, Any]] = pq.read_table(path, schema=_schema()).to_pylist()
+    return rows
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.split("-")[1])
+
+
+def telling(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Mapping[str, Any]]:
+    """At most `count` rows that say most: the best and the worst rewarded, the longest, the stalest, then the first."""
+    orders: Sequence[Callable[[Mapping[str, Any]], float]] = (
+        lambda row: -(row["reward"] or 0.0),
+        lambda row: row["reward"] or 0.0,
+        lambda row: -row["length"],
+        lambda row: -row["staleness"],
+    )
+    chosen = [min(rows, key=order) for order in orders if rows]
+    unique = {(row["group"], row["sample"]): row for row in (*chosen, *rows)}
+    yield from list(unique.values())[:count]
