@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -94,16 +94,20 @@ def test_a_resumed_log_amounts_to_what_one_that_never_stopped_does(tmp_path: Pat
         }
 
 
+FOLDED = ("skipped_updates", "staleness_max", "lr", "engine_occupancy", "rollout_seconds", "mine")
+
+
 @given(
     records=st.lists(
         st.fixed_dictionaries(
             {},
-            optional={m.name: st.integers(0, 1000) for m in TABLE} | {"mine": st.integers(0, 9)},
+            optional={name: st.integers(0, 1000) for name in FOLDED},
         ),
         max_size=12,
     ),
     cut=st.integers(0, 12),
 )
+@settings(max_examples=40)
 def test_totals_saved_at_any_moment_go_on_as_if_nothing_had_happened(records: list[dict[str, int]], cut: int) -> None:
     resumed = Totals(json.loads(json.dumps(Totals.of(records[:cut]).state_dict())))
     for record in records[cut:]:
@@ -142,5 +146,5 @@ def test_a_metric_that_nobody_knows_is_one_like_the_others() -> None:
 def test_a_tracker_that_is_unknown_or_missing_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'tensorboard'"):
         check_trackers(["tensorbord"])
-    with pytest.raises(ModuleNotFoundError, match=r"april-rl\[wandb\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"\[wandb\]"):
         RunLog(tmp_path, {}, trackers=["wandb"])

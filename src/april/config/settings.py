@@ -273,9 +273,11 @@ class ReportingSettings:
         if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
         trackers: Where metrics go beside metrics.jsonl.
         project: Project name for wandb and trackio.
+        show_completions: Completions of each step and evaluation that are shown on the console.
     """
 
     output: str = "runs/april"
     if_exists: Literal["error", "rename"] = "error"
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     project: str = "april"
+    show_completions: NotNegative[int] = 0

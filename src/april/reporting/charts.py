@@ -245,7 +245,7 @@ def _y_scale(values: Sequence[float], fixed: tuple[Value, Value], height: int) -
     if 0 <= low <= 0.6 * high:
         low = 0.0
     if high <= low:
-        low, high = (0.0, 2 * high) if high > 0 else (low - 1, low + 1)
+        low, high = (0.0, 2 * high or 1.0) if high >= 0 else (low - 1, low + 1)
     space = 0.06 * (high - low)
     low = fixed[0] if fixed[0] is not None else (low if low == 0 else low - space)
     high = fixed[1] if fixed[1] is not None else high + space

@@ -56,7 +56,7 @@ def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, he
     """The samples of complete groups as rows, for a step that starts from policy `version`."""
     rows = []
     for group in groups:
-        prompt = decode(group.prompt.token_ids)
+        prompt = decode(list(group.prompt.token_ids))
         rows += [_row(group, sample, prompt, step, version, decode, held_out) for sample in group.samples]
     return rows
 
@@ -194,8 +194,8 @@ def _schema() -> Any:
 
 
 def files(run_directory: Path | str) -> list[Path]:
-    """The run's files of completions, by step."""
-    return sorted((Path(run_directory) / DIRECTORY).glob("step-*.parquet"))
+    """The run's files of completions, by step, those trained on before those held out."""
+    return sorted((Path(run_directory) / DIRECTORY).glob("step-*.parquet"), key=lambda path: path.stem)
 
 
 def read_completions(path: Path) -> list[Mapping[str, Any]]:

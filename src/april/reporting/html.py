@@ -78,7 +78,13 @@ details{margin:0}
 summary{cursor:pointer;font-weight:600;font-size:15px}
 pre{margin:12px 0 0;font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;white-space:pre-wrap;
 overflow-wrap:anywhere}
+.completion{border-bottom:1px solid var(--rule);padding:5px 0}
+.completion summary{font-weight:400;font-size:13px;overflow-wrap:anywhere}
+.completion[hidden]{display:none}
+.prompt{color:var(--soft)}
+.piece{box-shadow:inset 0 -2px var(--c);border-left:2px solid var(--c);padding-left:1px}
 .scroll{overflow-x:auto}
+.narrow{display:none}
 table{border-collapse:collapse;width:100%;margin-top:12px;font-size:13px}
 tr.chosen{font-weight:600}
 th,td{text-align:right;padding:3px 10px;border-bottom:1px solid var(--rule);white-space:nowrap}
@@ -86,7 +92,9 @@ th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left;padding-left:0}
 .text{text-align:left;white-space:normal;overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:13px}
-@media(max-width:760px){main{padding:20px 12px}.tiles{grid-template-columns:repeat(2,1fr)}.wide svg{min-width:640px}}
+@media(max-width:760px){main{padding:20px 12px}.tiles{grid-template-columns:repeat(2,1fr)}
+.broad{display:none}.narrow{display:block}
+.timeline svg text{font-size:26px}.timeline svg text.note{stroke-width:6px}}
 @media print{:root,:root.dark{color-scheme:light;--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;
 --grid:#e5e5e5;--blue:#0072b2;--green:#009e73;--amber:#e69f00;--red:#c8371b;--purple:#a2508a;--wait:#c9c9cc;
 --load:#b7d3e6;--age1:#f3c65f;--age2:#e69f00;--age3:#c47200;--age4:#944a00;--age5:#652c00}
@@ -133,6 +141,23 @@ for (const svg of document.querySelectorAll('svg[data-hover]')) {
     place(event);
   });
   svg.addEventListener('pointerleave', () => { rule.removeAttribute('d'); tip.hidden = true; });
+}
+
+const list = document.getElementById('completions');
+if (list) {
+  const [which, at, order] = ['which', 'at', 'order'].map(id => document.getElementById(id)), most = 40;
+  const items = [...list.children];
+  const arrange = () => {
+    const name = order.value.replace('-', ''), sign = order.value[0] === '-' ? -1 : 1;
+    const value = item => sign * (parseFloat(item.dataset[name]) || 0);
+    const fits = ({dataset: own}) =>
+      (!which.value || own.held === which.value) && (!at.value || own.step === at.value);
+    items.sort((a, b) => value(a) - value(b));
+    let shown = 0;
+    for (const item of items) { item.hidden = !fits(item) || ++shown > most; list.append(item); }
+  };
+  for (const control of [which, at, order]) control.addEventListener('change', arrange);
+  arrange();
 }
 
 const pick = document.getElementById('pick');
@@ -206,6 +231,11 @@ def row(*parts: tuple[str, str], thirds: bool = False) -> str:
     """Titled plots beside one another, as many as fit."""
     cells = "".join(f"<div><h3>{escape(title)}</h3>{body}</div>" for title, body in parts)
     return f'<div class="row{" thirds" if thirds else ""}">{cells}</div>'
+
+
+def both_widths(broad: str, narrow: str) -> str:
+    """A plot drawn for a wide screen, and the same drawn for a phone."""
+    return f'<div class="broad">{broad}</div><div class="narrow">{narrow}</div>'
 
 
 def folded(title: str, body: str) -> str:

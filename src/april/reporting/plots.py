@@ -8,6 +8,7 @@ from html import escape
 import numpy as np
 
 from april.reporting.charts import (
+    HALF,
     THIRD,
     WIDE,
     Axis,
@@ -20,7 +21,7 @@ from april.reporting.charts import (
     stacked_chart,
 )
 from april.reporting.formats import clock, percent, seconds
-from april.reporting.html import Section, row
+from april.reporting.html import Section, both_widths, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
 from april.reporting.timeline import LEGEND, timeline
@@ -100,14 +101,20 @@ def _lengths(run: Run) -> Section:
         name = f"steps {end[0].step} to {end[-1].step}" if len(end) > 1 else f"step {end[0].step}"
         cut = f"{int(truncated.sum()):,} truncated" if truncated.any() else "none truncated"
         title = f"{name}: {len(lengths):,} responses, {cut}"
-        plot = histogram(
-            f"Response lengths, {title}",
-            lengths.tolist(),
-            truncated.tolist(),
-            high=high,
-            top=top,
-            size=(WIDE[0], 210),
-            x_title="response length in tokens" if end is ends[-1] else "",
+        plot = both_widths(
+            *(
+                histogram(
+                    f"Response lengths, {title}",
+                    lengths.tolist(),
+                    truncated.tolist(),
+                    high=high,
+                    top=top,
+                    size=(width, 210),
+                    x_title="response length in tokens" if end is ends[-1] else "",
+                    bins=bins,
+                )
+                for width, bins in ((WIDE[0], 56), (HALF[0], 28))
+            )
         )
         plots.append(f"<h3>{escape(title)}</h3>{plot}")
     legend = legend_of([Series("responses", [], "c-blue"), Series("of them truncated", [], "c-red")])
@@ -160,13 +167,12 @@ def _ages(run: Run) -> Section:
         notes.append(
             [f"{percent(share)}, {counts[age]:,.0f} tokens" for share, counts in zip(shares, tokens, strict=True)]
         )
-    chart = stacked_chart(
-        "Share of tokens trained on, by policy age",
-        _axis(records),
-        series,
-        y_format=percent,
-        y_range=(0, 1),
-        notes=notes,
+    label, axis = "Share of tokens trained on, by policy age", _axis(records)
+    chart = both_widths(
+        *(
+            stacked_chart(label, axis, series, y_format=percent, y_range=(0, 1), size=size, notes=notes)
+            for size in (WIDE, HALF)
+        )
     )
     return Section(
         "Tokens by policy age",
@@ -263,7 +269,14 @@ def _phases(run: Run) -> Section:
     ]
     return Section(
         "Time per phase",
-        stacked_chart("Seconds per step, by phase", _axis(records), series, y_format=seconds, columns=True),
+        both_widths(
+            *(
+                stacked_chart(
+                    "Seconds per step, by phase", _axis(records), series, y_format=seconds, size=size, columns=True
+                )
+                for size in (WIDE, HALF)
+            )
+        ),
         "Where each step's wall-clock time went. Rollout is the part that active partial rollouts shorten; training "
         "and evaluation cost the same with them or without.",
     )

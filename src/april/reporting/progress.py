@@ -2,7 +2,7 @@
 
 Invariants:
 - the caller never waits for the display: `rollout` only stores a few numbers, a thread draws them four times a second;
-- a log gets no control codes, and nothing but ASCII.
+- a log gets no control codes, and of april's own nothing but ASCII.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ WIDTH = 100
 HISTORY = 512
 RATE_OVER = 20
 """Steps whose duration the time left is judged by."""
+SHOWN = 1000
+"""Characters of a prompt and of a completion."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -175,6 +177,15 @@ class Progress:
         else:
             self._write(text)
 
+    def completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show completions, see `april.reporting.completions`; may be called from any thread."""
+        for row in rows:
+            kind = "held out" if row["held_out"] else f"staleness {row['staleness']}"
+            reward = show("reward", row["reward"], "-")
+            self.note(f"--- step {row['step']}, {row['prompt_id']}: reward {reward}, {row['length']} tokens, {kind}")
+            self.note(printable(row["prompt"][-SHOWN:]))
+            self.note(">>> " + printable(row["completion"][:SHOWN]))
+
     @property
     def elapsed(self) -> float:
         """Seconds since the run began, over all its resumptions."""
@@ -204,7 +215,8 @@ class Progress:
         self._write("  ".join(column.text(self._latest).rjust(column.width) for column in self._columns))
 
     def _write(self, text: str) -> None:
-        self._file.write(text + "\n")
+        encoding = self._file.encoding or "utf-8"
+        self._file.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._file.flush()
 
     @property
@@ -298,6 +310,11 @@ class Progress:
         line.append_text(_bar(now.running, now.slots, bars, "magenta"))
         line.append(f"  {now.running:>3}/{now.slots} slots", style="default")
         return line.append(f"   {compact(now.tokens)} tokens", style="dim")
+
+
+def printable(text: str) -> str:
+    """Text that somebody else wrote, without what a terminal would take for commands."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

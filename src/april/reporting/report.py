@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from april.reporting.browser import browser
 from april.reporting.faults import described, read_faults
 from april.reporting.formats import clock, compact
 from april.reporting.html import Section, Tile, folded, page
@@ -34,7 +35,7 @@ def write_report(run_directory: Path | str) -> Path:
     """
     run = Run.read(Path(run_directory))
     sections = [_note(run)] if not run.steps else plots_of(run)
-    sections += [_faults(run), _numbers(run), _recipe(run)]
+    sections += [browser(run.directory), _faults(run), _numbers(run), _recipe(run)]
     versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
     text = page(
         run.directory.resolve().name,

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
 from april.reporting.metrics import counted, failures_in, plotted, show
@@ -32,9 +34,11 @@ from april.reporting.trace import TraceWriter, trace_of
 from april.reporting.trackers import TrackedRun, start_trackers
 from april.rollout.disk import write_whole
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason
+from april.rollout.trajectory import FinishReason, Group
 
 SUMMARY = "summary.json"
+MOST_TRACKED = 16
+"""Completions of a step that trackers get; `completions/` has all of them."""
 
 
 class RunLog:
@@ -49,6 +53,8 @@ class RunLog:
         state: what `state_dict` gave when the run was saved.
         progress: shows the run while it goes on.
         clock: seconds that only ever grow.
+        decode: turns token ids into text, for the table of completions; there is none if None.
+        show_completions: of each step, on `progress`.
 
     Raises:
         ValueError, ModuleNotFoundError: a tracker cannot be used; see `check_trackers`.
@@ -65,6 +71,8 @@ class RunLog:
         state: Mapping[str, Any] | None = None,
         progress: Progress | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        decode: Decode | None = None,
+        show_completions: int = 0,
     ) -> None:
         self.directory = Path(directory)
         self.recipe = recipe
@@ -75,6 +83,9 @@ class RunLog:
         """One record per evaluation: `step`, `training_seconds` (rollouts and training before it), what it found."""
         self.totals = Totals(state["totals"] if state else None)
         self._clock = clock
+        self._show_completions = show_completions
+        self._rows: deque[list[Completion]] = deque()
+        """Written, and not sent to the trackers yet."""
         self._began = clock() - (self.totals.get("seconds") or 0.0)
         kept = None if not resume else self.steps if state else -1
         tracked = TrackedRun(self.directory, project, recipe, kept, last_step(self.directory))
@@ -85,6 +96,10 @@ class RunLog:
             self._trackers = start_trackers(trackers, tracked)
             for tracker in self._trackers:
                 stack.callback(tracker.close)
+            stack.callback(self._send_rows)
+            self._completions = decode and stack.enter_context(
+                CompletionsWriter(self.directory, decode, self._take_rows, kept)
+            )
             self._stack = stack.pop_all()
 
     def step(self, step: Step, measured: Mapping[str, Any], slots: int) -> None:
@@ -102,23 +117,40 @@ class RunLog:
         self._faults.write_step(self.steps, step, measured)
         if self.progress:
             self.progress.step(record, failures_in(self.totals.values()))
+        if self._completions:
+            self._completions.write(step.groups, self.steps, step.version)
 
-    def evaluation(self, measured: Mapping[str, float]) -> None:
-        """Record what an evaluation found on held-out problems after the latest step."""
+    def evaluation(self, measured: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
+        """Record what an evaluation found on held-out problems after the latest step, with the groups it sampled."""
         spent = sum(self.totals.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds"))
         record = self._record(measured)
         self.evaluations.append({"step": self.steps, "training_seconds": spent, **plain(measured)})
         if self.progress:
             self.progress.evaluation(record)
+        if self._completions and groups:
+            self._completions.write(groups, self.steps, version=0, held_out=True)
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         record: dict[str, Any] = plain({"step": self.steps, "seconds": self._clock() - self._began, **metrics})
+        self._send_rows()
         self._metrics.write(record)
         self.totals.add(record)
         numbers = plotted(record)
         for tracker in self._trackers:
             tracker.log(self.steps, numbers)
         return record
+
+    def _take_rows(self, rows: list[Completion]) -> None:
+        """In the writer's thread: show some, and keep them for the trackers, which take tables between records."""
+        self._rows.append(rows)
+        if self.progress and self._show_completions:
+            self.progress.completions(list(telling(rows, self._show_completions)))
+
+    def _send_rows(self) -> None:
+        while self._rows:
+            rows = self._rows.popleft()
+            for tracker in self._trackers:
+                tracker.table(rows[0]["step"], list(telling(rows, MOST_TRACKED)))
 
     def summary(self) -> dict[str, Any]:
         """What the run amounts to: every metric over the run, by its name, and every evaluation."""
@@ -133,6 +165,8 @@ class RunLog:
     def finish(self) -> dict[str, Any]:
         """Write `summary.json` and the report; returns the summary."""
         summary = self.summary()
+        if self._completions:
+            self._completions.sync()
         write_whole(self.directory / SUMMARY, json.dumps(summary, indent=2))
         write_report(self.directory)
         return summary
@@ -142,6 +176,8 @@ class RunLog:
 
     def sync(self) -> None:
         """Wait until every line is on disk."""
+        if self._completions:
+            self._completions.sync()
         for file in (self._metrics, self._trace, self._faults):
             file.sync()
 

@@ -22,6 +22,10 @@ from april.extras import install_command
 class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Completions of `step`, which is the latest that was logged, or the one before."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -47,6 +51,14 @@ class TrackedRun:
         return self.directory.resolve().name
 
 
+COLUMNS = ("step", "prompt", "completion", "reward", "length", "finish", "staleness", "prompt_id")
+"""Of a completion, what trackers show."""
+
+
+def kind_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "held_out" if rows[0]["held_out"] else "trained"
+
+
 class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
@@ -64,6 +76,11 @@ class TensorBoard:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        lines = [f"reward {row['reward']}, {row['length']} tokens\n\n{row['completion']}" for row in rows]
+        text = "\n\n".join("\n".join("    " + line for line in part.splitlines()) for part in lines)
+        self._writer.add_text(f"completions/{kind_of(rows)}", text, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -92,6 +109,13 @@ class Wandb:
         if step > self._already_tracked:
             self._run.log(dict(numbers), step=step)
 
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if step > self._already_tracked:
+            import wandb
+
+            table = wandb.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
+            self._run.log({f"completions/{kind_of(rows)}": table}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -109,6 +133,14 @@ class Trackio:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         if step > self._already_tracked:
             self._run.log(dict(numbers), step=step)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if step > self._already_tracked:
+            import pandas as pd
+            import trackio
+
+            frame = pd.DataFrame([{name: row[name] for name in COLUMNS} for row in rows])
+            self._run.log({f"completions/{kind_of(rows)}": trackio.Table(dataframe=frame)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -108,6 +108,8 @@ class Trainer:
                     state["log"] if state else None,
                     self.progress,
                     self._clock,
+                    self.tokenizer.decode,
+                    recipe.reporting.show_completions,
                 )
             )
             stack.enter_context(self._stopping_on_signals())
@@ -233,12 +235,16 @@ class Trainer:
             sampling = replace(sampling, temperature=settings.eval_temperature)
         groups = await self.scheduler.evaluate(held_out, settings.eval_samples, sampling)
         rewards = np.array(await self.rewards.score_groups(groups))
+        for group, scores in zip(groups, rewards, strict=True):
+            for sample, reward in zip(group.samples, scores, strict=True):
+                sample.reward = float(reward)
         self.log.evaluation(
             {
                 "eval_reward": float(rewards.mean()),
                 "accuracy": float((rewards >= 1).mean()),
                 "eval_seconds": self._clock() - began,
-            }
+            },
+            groups,
         )
 
     def _save(self) -> Path:

@@ -1,0 +1,139 @@
+"""The text of a run can be read: all of it in a table, what tells most on the console and in the report."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from april import Group, Prompt, SamplingParams, Step
+from april.reporting.completions import CompletionsWriter, files, read_completions, rows_of, telling
+from april.reporting.progress import Progress
+from april.reporting.report import write_report
+from april.reporting.run_log import RunLog
+from april.rollout.step import Plan
+from april.rollout.trajectory import FinishReason
+from tests.reporting.test_report import page
+
+TEXT = "Ünïcode <script>alert(1)</script> \x1b[31m"
+
+
+def decode(ids: Sequence[int]) -> str:
+    """Token i is byte i, as in a byte-level tokenizer: a character may fall on two tokens."""
+    return bytes(ids).decode("utf-8", "replace")
+
+
+def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> Step:
+    """A group of two samples, each interrupted at the bytes `cuts`, the last part sampled by `version`."""
+    group = Group.start(
+        version, Prompt(tuple(b"say it"), f"prompt {version}"), 2, SamplingParams(max_tokens=30_000), seed=0
+    )
+    for sample in group.samples:
+        body = text.encode() + b"!" * sample.index
+        bounds = [0, *cuts, len(body)]
+        first = version - len(cuts)
+        for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+            finish = FinishReason.STOP if end == len(body) else None
+            ids = list(body[start:end])
+            sample.extend(ids, [-1.0] * len(ids), version=first + number, finish=finish)
+        sample.reward = float(sample.index)
+    return Step(version, Plan(1), groups=[group], seconds=1.0)
+
+
+def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> None:
+    for cut in range(1, 9):
+        step = step_of(5, cuts=(cut, cut + 1))
+        for row in rows_of(step.groups, 6, step.version, decode, held_out=False):
+            assert "".join(piece["text"] for piece in row["pieces"]) == row["completion"] == TEXT + "!" * row["sample"]
+            assert [piece["version"] for piece in row["pieces"]] == [3, 4, 5]
+            assert sum(piece["tokens"] for piece in row["pieces"]) == row["length"]
+            assert row["staleness"] == 2
+
+
+def test_a_run_has_all_its_text_in_a_table_and_a_resumed_one_each_step_once(tmp_path: Path) -> None:
+    with RunLog(tmp_path, {}, decode=decode) as log:
+        for version in (2, 3, 4):
+            log.step(step_of(version), {}, slots=2)
+        log.evaluation({"eval_reward": 0.5}, step_of(9).groups)
+        state = log.state_dict()
+        log.step(step_of(5), {}, slots=2)
+    with RunLog(tmp_path, {}, resume=True, state=state, decode=decode) as log:
+        assert [path.stem for path in files(tmp_path)][2:] == ["step-000003", "step-000003-held-out"]
+        log.step(step_of(6), {}, slots=2)
+    rows = [row for path in files(tmp_path) for row in read_completions(path)]
+    assert [(row["step"], row["held_out"], row["sample"], row["reward"]) for row in rows] == [
+        (step, held_out, sample, float(sample))
+        for step, held_out in ((1, False), (2, False), (3, False), (3, True), (4, False))
+        for sample in (0, 1)
+    ]
+    assert {row["prompt"] for row in rows} == {"say it"}
+    assert rows[-1]["prompt_id"] == "prompt 6"
+
+
+def test_a_step_does_not_wait_for_its_text(tmp_path: Path) -> None:
+    allowed = threading.Event()
+
+    def slow(ids: Sequence[int]) -> str:
+        assert allowed.wait(30)
+        return decode(ids)
+
+    done: list[int] = []
+    with CompletionsWriter(tmp_path, slow, lambda rows: done.append(rows[0]["step"])) as writer:
+        writer.write(step_of(4).groups, 1, 4)
+        assert not files(tmp_path)
+        allowed.set()
+        writer.write(step_of(4).groups, 2, 4)
+        assert done[0] == 1
+    assert done == [1, 2]
+
+
+def test_text_that_cannot_be_written_is_not_lost_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "completions").write_text("a file is in the way")
+    writer = CompletionsWriter(tmp_path, decode, lambda rows: None)
+    writer.write(step_of(4).groups, 1, 4)
+    with pytest.raises(OSError, match="completions"):
+        writer.close()
+
+
+def test_the_report_shows_text_as_text_with_a_colour_for_each_age(tmp_path: Path) -> None:
+    with RunLog(tmp_path, {}, decode=decode) as log:
+        log.step(step_of(4), {}, slots=2)
+    checker = page(tmp_path)
+    assert checker.tags.get("script") == 1
+    assert "Ünïcode <script>alert(1)</script>" in "".join(checker.text)
+    html = (tmp_path / "report.html").read_text()
+    assert 'class="piece c-age2" title="policy version 2, 1 tokens"' in html
+    assert 'class="piece c-age0" title="policy version 4' in html
+
+
+def test_the_page_of_a_run_with_much_text_stays_small(tmp_path: Path) -> None:
+    with RunLog(tmp_path, {}, decode=decode) as log:
+        for version in range(2, 122):
+            log.step(step_of(version, text="long " * 4000), {}, slots=2)
+    assert write_report(tmp_path).stat().st_size < 2_000_000
+
+
+def test_completions_are_shown_on_request_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with RunLog(tmp_path, {}, progress=Progress(1, file=out), decode=decode, show_completions=1) as log:
+        log.step(step_of(4), {}, slots=2)
+    shown = out.getvalue()
+    assert "--- step 1, prompt 4: reward 1.000, 42 tokens, staleness 2" in shown
+    assert "say it\n>>> Ünïcode" in shown
+    assert "\x1b" not in shown
+
+
+def test_what_tells_most_comes_first() -> None:
+    facts = ((0.5, 5, 0), (0.4, 9, 0), (0.9, 4, 0), (0.1, 3, 0), (0.3, 2, 7))
+    rows = [
+        {"group": 0, "sample": i, "reward": reward, "length": length, "staleness": staleness}
+        for i, (reward, length, staleness) in enumerate(facts)
+    ]
+    assert [row["sample"] for row in telling(rows, 4)] == [2, 3, 1, 4]
+    assert len(list(telling(rows, 99))) == 5
+    assert json.dumps(list(telling([], 3))) == "[]"
