@@ -10,7 +10,7 @@ from april.rollout.rewards import RewardError
 from april.rollout.scheduler import RejectionError, RolloutScheduler
 from april.rollout.staleness import StalenessError
 from april.rollout.step import Step
-from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Sample, SamplingParams, Segment
+from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Reward, Sample, SamplingParams, Segment
 
 __version__ = "0.1.0"
 
@@ -28,6 +28,7 @@ __all__ = [
     "Prompt",
     "Rejection",
     "RejectionError",
+    "Reward",
     "RewardError",
     "RolloutParams",
     "RolloutScheduler",

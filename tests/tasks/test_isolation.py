@@ -13,6 +13,7 @@ import time
 import pytest
 
 from april.rollout.rewards import RewardError
+from april.rollout.trajectory import Reward
 from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer
@@ -215,13 +216,13 @@ async def test_a_task_is_scored_by_workers_that_build_their_own_scorer():
     task = build_task(TaskSpec("reasoning_gym", "gcd", size=20, eval_size=2))
     problem = task.problem(0)
     async with RewardWorkers(task.scorer, most=1) as workers:
-        assert await workers(problem, [f"<answer>{problem.answer}</answer>", "?"]) == [1.0, 0.0]
+        assert await workers(problem, [f"<answer>{problem.answer}</answer>", "?"]) == [Reward(1.0), Reward(0.0)]
 
 
 async def test_math_verify_runs_in_workers():
     scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward="math-verify"))
     async with RewardWorkers(scorer, most=1) as workers:
-        assert await workers(Problem("p", "?", "1/2"), ["\\boxed{0.5}", "2"]) == [1.0, 0.0]
+        assert await workers(Problem("p", "?", "1/2"), ["\\boxed{0.5}", "2"]) == [Reward(1.0), Reward(0.0)]
 
 
 @pytest.mark.parametrize("limits", [{"most": 0}, {"time_limit": 0}, {"time_limit": -1.0}, {"memory_limit": 0}], ids=str)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.rollout.trajectory import Reward
 from april.tasks.build import build_task
 from april.tasks.reasoning_gym import pack, unpack
 from april.tasks.task import Problem, TaskSpec
@@ -112,7 +113,7 @@ def test_a_scorer_pickles_as_its_settings():
     payload = pickle.dumps(task.scorer)
     assert len(payload) < 1000
     problem = task.problem(0)
-    assert pickle.loads(payload)(problem, [f"<answer>{problem.answer}</answer>", "?"]) == [1.0, 0.0]
+    assert pickle.loads(payload)(problem, [f"<answer>{problem.answer}</answer>", "?"]) == [Reward(1.0), Reward(0.0)]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import threading
 import pytest
 
 from april.rollout.rewards import RewardError
+from april.rollout.trajectory import Reward
+from april.tasks import length
 from april.tasks.math import math_verify
 from april.tasks.scoring import RewardFunction, SpecScorer, load_function
 from april.tasks.task import Problem, TaskSpec
@@ -39,6 +41,13 @@ ranks.reward_scope = "group"
 def plain_ranks(responses, answer):
     return [sorted(responses).index(r) for r in responses]
 
+def brevity(response, *, length):
+    return -length
+
+def judged(response, answer):
+    from april import Reward
+    return Reward(0.5, {"fluent": 0.25, "why": "terse"})
+
 def needs_more(response, answer, difficulty):
     return 0.0
 
@@ -47,6 +56,7 @@ class Judge:
         return 0.5
 judge = Judge()
 
+def dist(response, answer): return 0.0
 def nothing(response, answer): return None
 def not_a_number(response, answer): return float("nan")
 def too_few(responses, answer): return [1.0]
@@ -76,15 +86,16 @@ def scorer(reward: str, **settings) -> SpecScorer:
         ("exact", "5", 0.0),
         ("by_level", "4", 3.0),
         ("shortness", "four", -4.0),
-        ("everything", "4", 5.0),
+        ("everything", "4", 6.0),
         ("patient", "4", 1.0),
+        ("brevity", "4", -9.0),
         ("judge", "4", 0.5),
     ],
 )
 def test_a_function_is_given_what_its_signature_names(name, response, reward):
     score = scorer(f"my_rewards:{name}")
     assert score.scope == "sample"
-    assert score(PROBLEM, [response]) == [reward]
+    assert score(PROBLEM, [response], lengths=[9]) == [Reward(reward)]
 
 
 def test_module_dot_function_works_too():
@@ -102,11 +113,78 @@ def test_functions_without_a_signature_get_response_and_answer():
 def test_whole_group_rewards(name, settings):
     score = scorer(f"my_rewards:{name}", **settings)
     assert score.scope == "group"
-    assert score(PROBLEM, ["c", "a", "b"]) == [2.0, 0.0, 1.0]
+    assert score(PROBLEM, ["c", "a", "b"]) == [Reward(2.0), Reward(0.0), Reward(1.0)]
+
+
+def test_several_rewards_are_weighed_and_named():
+    weights = {"my_rewards:exact": 1.0, "my_rewards:ranks": 0.1, "my_rewards:judged": 2, "april.tasks.format:boxed": 0}
+    score = SpecScorer(TaskSpec("reasoning_gym", "gcd", rewards=weights))
+    assert (score.scope, score.correct_at) == ("group", None)
+    said = {"judged": 0.5, "judged/fluent": 0.25, "judged/why": "terse", "boxed": 0.0}
+    assert score(PROBLEM, ["4", "3"]) == [
+        Reward(pytest.approx(2.1), {"exact": 1.0, "ranks": 1.0, **said}),
+        Reward(1.0, {"exact": 0.0, "ranks": 0.0, **said}),
+    ]
+    assert scorer("my_rewards:judged")(PROBLEM, ["4"]) == [Reward(0.5, {"fluent": 0.25, "why": "terse"})]
+
+
+def test_parts_of_one_name_are_told_apart_by_their_paths():
+    weights = {"my_rewards:dist": 1.0, "my_rewards.dist": 1.0}
+    score = SpecScorer(TaskSpec("reasoning_gym", "gcd", rewards=weights))
+    assert list(score(PROBLEM, ["4"])[0].info) == list(weights)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reward": "math-verify", "rewards": {"my_rewards:exact": 1.0}}, "rewards are set too"),
+        ({"rewards": {"math-verify": math.nan}}, "weights must be finite"),
+    ],
+)
+def test_wrong_weights(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TaskSpec("reasoning_gym", "gcd", **settings)
+
+
+@pytest.mark.parametrize(
+    ("form", "kept", "broken"),
+    [
+        ("boxed", ["So\n\\boxed{4}", "It is $\\boxed{ 4 }$."], ["\\boxed{4}\nor so", "\\boxed{}", "4", ""]),
+        (
+            "answered",
+            ["think <answer>4</answer>\n", "<answer>4\n5</answer>"],
+            ["<answer>4</answer> or 5", "<answer></answer>", "<answer>4</answer><answer>5</answer>", "4"],
+        ),
+        (
+            "thought",
+            ["<think>2 and 2</think>4", "2 and 2\n</think>\n\n4\n"],
+            [
+                "<think>2 and 2</think>\n",
+                "<think></think>4",
+                "<think> </think>4",
+                "4",
+                "a</think>b</think>c",
+                "a<think>b</think>c",
+            ],
+        ),
+    ],
+)
+def test_forms(form, kept, broken):
+    function = load_function(f"april.tasks.format:{form}")
+    assert [function(response) for response in kept] == [1.0] * len(kept)
+    assert [function(response) for response in broken] == [0.0] * len(broken)
+
+
+def test_brevity():
+    assert length.per_thousand("", None, 500) == -0.5
+    assert length.relative(["a", "b", "c"], None, [10, 30, 20]) == [0.5, -0.5, 0.0]
+    assert length.relative(["a", "b"], None, [7, 7]) == [0.0, 0.0]
+    assert length.repetition("a b c d e f") == length.repetition("a b") == 0.0
+    assert length.repetition("so it goes on " * 25) == pytest.approx(-93 / 97)
 
 
 async def test_an_async_function_is_scored_from_a_thread_of_a_running_loop():
-    assert await asyncio.to_thread(scorer("my_rewards:patient"), PROBLEM, ["4"]) == [1.0]
+    assert await asyncio.to_thread(scorer("my_rewards:patient"), PROBLEM, ["4"]) == [Reward(1.0)]
 
 
 @pytest.mark.parametrize("name", ["nothing", "not_a_number"])
@@ -179,7 +257,7 @@ def test_math_verify_compares_by_meaning(answer, response, reward):
 
 
 def test_math_verify_reads_the_tag_if_told_to():
-    assert scorer("math-verify", extract="tag")(PROBLEM, ["5 <answer>4</answer>", "4"]) == [1.0, 0.0]
+    assert scorer("math-verify", extract="tag")(PROBLEM, ["5 <answer>4</answer>", "4"]) == [Reward(1.0), Reward(0.0)]
 
 
 def test_math_verify_scores_in_any_thread():

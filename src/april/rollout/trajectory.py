@@ -86,6 +86,15 @@ class Prompt:
         return cls(tuple(state["token_ids"]), state["id"], state["metadata"])
 
 
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a reward function may say beside its number: `info` holds its components, and whatever else is worth
+    keeping with the sample. It must survive JSON; its numbers become the metrics `reward/<name>`."""
+
+    value: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Blank(Sequence[int]):
     """Tokens of which only the number is known, as a simulated engine hands them out: zeros in constant memory.
 

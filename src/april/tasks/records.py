@@ -25,8 +25,9 @@ class RecordsTask(Task):
     """The records of `spec.path`; columns that are neither prompt, answer nor id become the problem's metadata."""
 
     def __init__(self, spec: TaskSpec, scorer: Scorer) -> None:
-        if spec.reward in ("task", "math-verify") and spec.answer_column is None:
-            raise ValueError(f"answer_column = None: reward = {spec.reward!r} compares with an answer; name its column")
+        if spec.needs_answer and spec.answer_column is None:
+            named = ", ".join(map(repr, spec.weights))
+            raise ValueError(f"answer_column = None: reward = {named} compares with an answer; name its column")
         path = Path(spec.path or "")
         self.name = path.stem
         self.scorer = scorer
@@ -130,7 +131,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> Problem:
     prompt = _checked_prompt(_column(record, spec.prompt_column, "prompt_column"), spec.prompt_column)
     answer = None if spec.answer_column is None else _column(record, spec.answer_column, "answer_column")
-    if answer is None and spec.reward in ("task", "math-verify"):
+    if answer is None and spec.needs_answer:
         raise ValueError(f"the answer in column {spec.answer_column!r} is empty")
     id = default_id if spec.id_column is None else str(_column(record, spec.id_column, "id_column"))
     used = (spec.prompt_column, spec.answer_column, spec.id_column)

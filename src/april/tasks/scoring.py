@@ -13,70 +13,118 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.rewards import RewardError, check_rewards
-from april.tasks.task import Problem, TaskSpec
+from april.rollout.trajectory import Reward
+from april.tasks.task import OWN, Problem, TaskSpec
 
-ScoreFunction = Callable[[Problem, Sequence[str]], Any]
+
+class ScoreFunction(Protocol):
+    """Scores all responses to a problem: a number or a `Reward` each."""
+
+    def __call__(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> Any: ...
+
+
+class Part(NamedTuple):
+    """One of the rewards that are added up."""
+
+    path: str
+    name: str
+    weight: float
+    score: ScoreFunction
+
+    def rewards(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> list[Reward]:
+        found = self.score(problem, responses, lengths)
+        try:
+            several = list(found) if isinstance(found, Iterable) else found
+            if isinstance(several, list):
+                several = [one.value if isinstance(one, Reward) else one for one in several]
+            values = check_rewards(several, len(responses))
+        except ValueError as error:
+            raise RewardError(f"problem {problem.id!r}, reward {self.path!r}: {error}") from None
+        infos = [one.info if isinstance(one, Reward) else {} for one in found]
+        return list(map(Reward, values, infos))
 
 
 class SpecScorer:
-    """The scorer that `spec` describes: `scorer(problem, responses) -> rewards`, in their order.
+    """The scorer that `spec` describes: `scorer(problem, responses, lengths) -> rewards`, in their order.
+
+    Of several rewards, the sum is weighted; its `info` names each, unweighted, and what each said beside its number.
 
     Args:
-        spec: its settings `reward`, `reward_scope`, `extract` and `answer_tag`, and for a dataset's own scorer `name`
-            and `params`.
+        spec: its settings `reward` or `rewards`, `reward_scope`, `correct_at`, `extract` and `answer_tag`, and for a
+            dataset's own scorer `name` and `params`.
 
     Attributes:
-        scope: "group" if the reward function must see all responses to a problem at once.
+        scope: "group" if a reward function must see all responses to a problem at once.
         correct_at: see `TaskSpec`.
 
     Raises:
-        ValueError: the reward function cannot be found, or a setting does not go with it.
+        ValueError: a reward function cannot be found, or a setting does not go with it.
     """
 
     def __init__(self, spec: TaskSpec) -> None:
         self.spec = spec
-        reward = "math-verify" if spec.reward == "task" and spec.kind == "records" else spec.reward
-        self.scope: Literal["sample", "group"] = "sample"
         self.correct_at = spec.correct_at
-        self._score: ScoreFunction
-        if reward in ("task", "math-verify"):
-            if spec.reward_scope == "group":
-                raise ValueError(f'reward_scope = "group" needs a reward function of your own, not {spec.reward!r}')
-            self._score = _single(_own_scorer(spec, reward))
-            self.correct_at = 1.0 if spec.correct_at is None else spec.correct_at
-        else:
-            if spec.extract is not None:
-                raise ValueError(f"extract = {spec.extract!r}: {reward} is given the whole response; leave it out")
-            function = RewardFunction(reward, spec.reward_scope)
-            self.scope = function.scope
-            self._score = function if function.scope == "group" else _single(function)
+        own = OWN.intersection(spec.weights)
+        if own == set(spec.weights) and len(own) == 1 and spec.correct_at is None:
+            self.correct_at = 1.0
+        if spec.extract is not None and not own:
+            raise ValueError(f"extract = {spec.extract!r}: {spec.reward} is given the whole response; leave it out")
+        if spec.reward_scope == "group" and own == set(spec.weights):
+            raise ValueError(f'reward_scope = "group" needs a reward function of your own, not {spec.reward!r}')
+        self.scope: Literal["sample", "group"] = "sample"
+        self._parts = [self._part(path, weight) for path, weight in spec.weights.items()]
+        names = [part.name for part in self._parts]
+        if len(set(names)) < len(names):
+            self._parts = [part._replace(name=part.path) for part in self._parts]
+
+    def _part(self, path: str, weight: float) -> Part:
+        if path in OWN:
+            return Part(path, path, weight, _single(_own_scorer(self.spec, path)))
+        function = RewardFunction(path, self.spec.reward_scope)
+        if function.scope == "group":
+            self.scope = "group"
+        return Part(path, function.name, weight, function.of_group if function.scope == "group" else _single(function))
 
     def __reduce__(self) -> tuple[type[SpecScorer], tuple[TaskSpec]]:
         return SpecScorer, (self.spec,)
 
-    def __call__(self, problem: Problem, responses: Sequence[str]) -> list[float]:
+    def __call__(
+        self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None = None
+    ) -> list[Reward]:
         """One finite reward per response.
 
         Raises:
             RewardError: what came back is not that; the message names the problem.
         """
-        rewards = self._score(problem, responses)
-        try:
-            return check_rewards(rewards, len(responses))
-        except ValueError as error:
-            raise RewardError(f"problem {problem.id!r}, reward {self.spec.reward!r}: {error}") from None
+        columns = [part.rewards(problem, responses, lengths) for part in self._parts]
+        if not self.spec.rewards:
+            return columns[0]
+        return [self._sum(row) for row in zip(*columns, strict=True)]
+
+    def _sum(self, rewards: Sequence[Reward]) -> Reward:
+        value, info = 0.0, dict[str, Any]()
+        for part, reward in zip(self._parts, rewards, strict=True):
+            value += part.weight * reward.value
+            info |= {part.name: reward.value} | {f"{part.name}/{name}": said for name, said in reward.info.items()}
+        return Reward(value, info)
 
 
-def _single(score: Callable[[Problem, str], float]) -> ScoreFunction:
-    return lambda problem, responses: [score(problem, response) for response in responses]
+def _single(score: Callable[..., Any]) -> ScoreFunction:
+    def of_each(problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> list[Any]:
+        known: Sequence[int | None] = [None] * len(responses) if lengths is None else lengths
+        return [score(problem, response, length) for response, length in zip(responses, known, strict=True)]
+
+    return of_each
 
 
-def _own_scorer(spec: TaskSpec, reward: str) -> Callable[[Problem, str], float]:
+def _own_scorer(spec: TaskSpec, reward: str) -> Callable[[Problem, str, Any], float]:
     score: Callable[[Problem, str], float]
+    if reward == "task" and spec.kind == "records":
+        reward = "math-verify"
     if reward == "task":
         from april.tasks.reasoning_gym import DatasetScorer
 
@@ -86,10 +134,10 @@ def _own_scorer(spec: TaskSpec, reward: str) -> Callable[[Problem, str], float]:
 
         score = math_verify
     if (spec.extract or ("tag" if reward == "task" else "whole")) == "whole":
-        return score
+        return lambda problem, response, _: score(problem, response)
     from reasoning_gym.utils import extract_answer
 
-    def score_tagged(problem: Problem, response: str) -> float:
+    def score_tagged(problem: Problem, response: str, _: Any) -> float:
         answer = extract_answer(response, spec.answer_tag)
         return 0.0 if answer is None else score(problem, answer)
 
@@ -101,7 +149,8 @@ class RewardFunction:
     `fn(responses, answer, **metadata)`; it may be async.
 
     Its first two positional parameters get response and answer, whatever they are called. Of the problem's metadata,
-    its `prompt` and its `id` it gets what its signature names, or everything if it takes `**kwargs`.
+    its `prompt` and its `id`, and the response's `length` in tokens (with group scope `lengths`), it gets what its
+    signature names, or everything if it takes `**kwargs`. It returns a number, or a `Reward` with more to say.
 
     Args:
         path: `package.module:function`, or `package.module.function`. The current directory is searched first.
@@ -111,6 +160,7 @@ class RewardFunction:
 
     def __init__(self, path: str, scope: Literal["sample", "group"] = "sample") -> None:
         self.path = path
+        self.name = path.rpartition(":" if ":" in path else ".")[2]
         self.function = load_function(path)
         self.scope: Literal["sample", "group"] = (
             "group" if getattr(self.function, "reward_scope", scope) == "group" else scope
@@ -120,15 +170,22 @@ class RewardFunction:
         except ValueError:  # functions written in C may have none
             self.signature = None
 
-    def __call__(self, problem: Problem, responses: str | Sequence[str]) -> Any:
-        response = responses if isinstance(responses, str) else list(responses)
-        args, kwargs = self._arguments(problem, response)
+    def __call__(self, problem: Problem, response: str, length: int | None = None) -> Any:
+        return self._call(problem, response, {} if length is None else {"length": length})
+
+    def of_group(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None = None) -> Any:
+        return self._call(problem, list(responses), {} if lengths is None else {"lengths": list(lengths)})
+
+    def _call(self, problem: Problem, response: Any, known: dict[str, Any]) -> Any:
+        args, kwargs = self._arguments(problem, response, known)
         value = self.function(*args, **kwargs)
         if inspect.isawaitable(value):
             value = asyncio.run(_await(value))
         return value
 
-    def _arguments(self, problem: Problem, response: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(
+        self, problem: Problem, response: Any, known: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         both = (response, problem.answer)
         if self.signature is None:
             return both, {}
@@ -136,7 +193,7 @@ class RewardFunction:
         kinds = [p.kind for p in parameters]
         positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         args = both if len(positional) >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds else both[:1]
-        offered = {"id": problem.id, "prompt": problem.prompt, **problem.metadata, "answer": problem.answer}
+        offered = {"id": problem.id, "prompt": problem.prompt, **known, **problem.metadata, "answer": problem.answer}
         taken = positional[: len(args)] + (["answer"] if len(args) == 2 else [])
         everything = inspect.Parameter.VAR_KEYWORD in kinds
         named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -9,11 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from april.rollout.trajectory import Prompt
+from april.rollout.trajectory import Prompt, Reward
 
 Split = Literal["train", "eval"]
 Messages = list[dict[str, str]]
@@ -52,8 +53,10 @@ class Scorer(Protocol):
     correct_at: float | None
     """A response with this reward or more is correct; None where the task does not say what correct means."""
 
-    def __call__(self, problem: Problem, responses: Sequence[str]) -> list[float]:
-        """One finite reward per response."""
+    def __call__(
+        self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None = None
+    ) -> list[Reward]:
+        """One finite reward per response; `lengths` are the responses' in tokens, where they are known."""
         ...
 
 
@@ -76,7 +79,11 @@ class Task(Protocol):
 
     def score(self, problem: Problem, response: str) -> float:
         """The reward of one response, in this process; `RewardWorkers(task.scorer)` scores in others."""
-        return self.scorer(problem, [response])[0]
+        return self.scorer(problem, [response])[0].value
+
+
+OWN = frozenset({"task", "math-verify"})
+"""Rewards that need no function: the dataset's own scorer, and math-verify."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,8 @@ class TaskSpec:
         id_column: a unique name per record; by default file name and record number.
         reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or the dotted path of a
             function, `package.module:function`.
+        rewards: several of them instead, each with its weight: the reward is their weighted sum, and each is logged
+            by its name. april.tasks.format and april.tasks.length have ready-made ones.
         reward_scope: whether that function scores one response or all responses to a problem at once.
         correct_at: the reward from which a response is correct, and counts in the accuracy; by default 1 for a
             dataset's own scorer and math-verify. For functions of one's own nothing is correct unless this is set.
@@ -117,6 +126,7 @@ class TaskSpec:
     answer_column: str | None = "answer"
     id_column: str | None = None
     reward: str = "task"
+    rewards: Mapping[str, float] = field(default_factory=dict)
     reward_scope: Literal["sample", "group"] = "sample"
     correct_at: float | None = None
     extract: Literal["tag", "whole"] | None = None
@@ -135,6 +145,8 @@ class TaskSpec:
         require(self.kind in ("reasoning_gym", "records"), "kind", 'must be "reasoning_gym" or "records"')
         require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
         require(self.kind != "records" or bool(self.path), "path", "give a .jsonl or .parquet file of records")
+        require(not self.rewards or self.reward == "task", "reward", "rewards are set too: give it a weight among them")
+        require(all(map(math.isfinite, self.rewards.values())), "rewards", "weights must be finite numbers")
         require(self.reward_scope in ("sample", "group"), "reward_scope", 'must be "sample" or "group"')
         require(self.extract in (None, "tag", "whole"), "extract", 'must be "tag" or "whole"')
         require(self.chat_template in ("auto", "always", "never"), "chat_template", "must be auto, always or never")
@@ -149,6 +161,16 @@ class TaskSpec:
             "system_prompt",
             'needs the chat template, but chat_template = "never"; write it into the prompts instead',
         )
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What a response is scored by, and how much each counts."""
+        return self.rewards or {self.reward: 1.0}
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether april compares with the answer itself."""
+        return not OWN.isdisjoint(self.weights)
 
     def prompt(self, prompt: str | Messages) -> str | Messages:
         """`prompt` with the system prompt before it, where there is one."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from april.config.settings import RolloutSettings
 from april.rollout.rewards import RewardError
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.tasks.isolation import STATM, RewardWorkers
 from april.tasks.task import Problem, Scorer
 
@@ -42,15 +42,17 @@ class Rewards:
         """The reward of a sample, or of each sample of a group."""
         several = not isinstance(samples, Sample)
         rewards = await self.score(prompt, samples if several else [samples])  # type: ignore[arg-type, list-item]
-        return rewards if several else rewards[0]
+        values = [reward.value for reward in rewards]
+        return values if several else values[0]
 
-    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         problem = Problem.of(prompt)
         responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
+        lengths = [sample.length for sample in samples]
         try:
             if self._workers is None:
-                return self.scorer(problem, responses)
-            rewards: list[float] = await self._workers(problem, responses)
+                return self.scorer(problem, responses, lengths)
+            rewards: list[Reward] = await self._workers(problem, responses, lengths)
             return rewards
         except Exception as error:
             self._count(problem, error)
@@ -81,7 +83,7 @@ class Rewards:
 
     async def _score_group(self, group: Group) -> list[float]:
         try:
-            return await self.score(group.prompt, group.samples)
+            return [reward.value for reward in await self.score(group.prompt, group.samples)]
         except Exception as error:
             if self._on_error != "raise":
                 return [0.0] * len(group.samples)
