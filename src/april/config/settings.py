@@ -111,6 +111,8 @@ class EngineSettings:
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
             free.
         stream_interval: embedded: decode steps between two looks at what was sampled; finished samples show at once.
+        draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
+            what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
         replicas: vllm, sglang: servers to start.
         server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
@@ -128,6 +130,7 @@ class EngineSettings:
     on_update: Literal["recompute", "keep"] = "recompute"
     kv_cache_gb: Positive[float] | None = None
     stream_interval: Positive[int] = 8
+    draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
     replicas: Positive[int] = 1
     server_python: str | None = None
@@ -148,8 +151,6 @@ class AlgorithmSettings:
         correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
         correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
         correction_tau: m2po: the second moment that the tokens trained on may have; unset: as published.
-        correction_delta: dppo: how far a token's probability may move; opsm: how far a response's mean log-probability
-            may fall; unset: as published.
         correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
@@ -168,7 +169,6 @@ class AlgorithmSettings:
     correction_low: NotNegative[float] | None = None
     correction_high: PositiveUnbounded[float] | None = None
     correction_tau: NotNegative[float] | None = None
-    correction_delta: NotNegative[float] | None = None
     correction_max_age: NotNegative[int] | None = None
     eps_low: NotNegativeUnbounded[float] | None = None
     eps_high: NotNegativeUnbounded[float] | None = None
@@ -183,7 +183,7 @@ class AlgorithmSettings:
     @property
     def correction_bounds(self) -> dict[str, float]:
         """The bounds that are set, by the names `corrections.correct` gives them."""
-        names = ("cap", "low", "high", "tau", "delta", "max_age")
+        names = ("cap", "low", "high", "tau", "max_age")
         bounds = {name: getattr(self, f"correction_{name}") for name in names}
         return {name: value for name, value in bounds.items() if value is not None}
 
@@ -217,8 +217,6 @@ class TrainingSettings:
         updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
         learning_rate: Peak learning rate of AdamW.
         critic_learning_rate: ppo: that of the critic.
-        ess_learning_rate: Multiply the learning rate of each update by the root of its effective sample size: smaller
-            steps where stale samples count very unequally (VCPO, arXiv 2602.17616).
         lr_schedule: How the learning rates go from their peaks to zero at the last step.
         warmup_steps: Steps of linear warm-up.
         betas: AdamW's decay rates.
@@ -245,7 +243,6 @@ class TrainingSettings:
     updates_per_step: Positive[int] = 1
     learning_rate: Positive[float] = 1e-6
     critic_learning_rate: Positive[float] = 1e-5
-    ess_learning_rate: bool = False
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NotNegative[int] = 0
     betas: tuple[float, float] = (0.9, 0.95)

@@ -37,7 +37,6 @@ OPTIMISED = (
     "grad_norm",
     "entropy",
     "kl_behaviour",
-    "ess",
     "clip_fraction",
     "ratio_max",
     "response_length_mean",

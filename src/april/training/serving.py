@@ -62,6 +62,7 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
         on_update=settings.on_update,
         stream_interval=settings.stream_interval,
+        draft_tokens=settings.draft_tokens,
     )
 
 

@@ -2,14 +2,14 @@
 
 Invariants:
 - a step's tokens are packed into one row [1, tokens]: first one per decoding sequence, tier by tier, in the order of
-  the tier's rows, then the chunks that prefill;
+  the tier's rows, then the runs: what prefills, and drafts, which stand behind their sequence's last token;
 - keys and values of every token of the step are in the cache before any query of the same layer reads it;
 - what a query sees depends on its sequence alone: its own position and earlier ones, within the layer's window.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
@@ -104,6 +104,14 @@ def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: t
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
+class Run(NamedTuple):
+    """Tokens of one sequence that a step computes together, the first of them at position `start`."""
+
+    sequence: Sequence
+    start: int
+    tokens: list[int]
+
+
 class _Write:
     """Puts keys and values of the step's tokens `start` to `stop` into the cache, at the flat `index`."""
 
@@ -143,21 +151,22 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Prefill:
-    """Chunks of several sequences of a tier, padded to one another: tokens `start` to `stop` of the step.
+    """Runs of several sequences of a tier, padded to one another: tokens `start` to `stop` of the step.
 
-    `padded` [chunks * longest] picks the tokens of the padded batch, `packed` [tokens] picks from it what is no
-    padding; both None where nothing is padded. `rows` are the rows in the tier to read keys and values from; None if
-    the chunks are the whole sequences so far, so that the step's own keys and values are all there is to see.
+    `padded` [runs * longest] picks the tokens of the padded batch, `packed` [tokens] picks from it what is no padding;
+    both None where nothing is padded. `rows` are the rows in the tier to read keys and values from, a slice where they
+    stand side by side; None if the runs are the whole sequences so far, so that the step's own keys and values are all
+    there is to see.
     """
 
     tier: Tier[Sequence]
     start: int
     stop: int
-    chunks: int
+    runs: int
     longest: int
     keys: int
     positions: torch.Tensor
-    rows: torch.Tensor | None
+    rows: torch.Tensor | slice | None
     padded: torch.Tensor | None
     packed: torch.Tensor | None
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -166,15 +175,15 @@ class _Prefill:
         if self.rows is None:
             keys, values = self._batch(key), self._batch(value)
         else:
-            keys = self.tier.keys[call.layer][:, :, : self.keys].index_select(0, self.rows)
-            values = self.tier.values[call.layer][:, :, : self.keys].index_select(0, self.rows)
+            keys = self.tier.keys[call.layer][self.rows, :, : self.keys]
+            values = self.tier.values[call.layer][self.rows, :, : self.keys]
         out = attend(self._batch(query), keys, values, self._mask(call, query.dtype), call.scaling, call.softcap)
-        flat = out.transpose(1, 2).reshape(self.chunks * self.longest, query.shape[1], -1)
+        flat = out.transpose(1, 2).reshape(self.runs * self.longest, query.shape[1], -1)
         return flat if self.packed is None else flat.index_select(0, self.packed)
 
     def _batch(self, tokens: torch.Tensor) -> torch.Tensor:
         picked = tokens[self.start : self.stop] if self.padded is None else tokens[self.padded]
-        return picked.view(self.chunks, self.longest, *picked.shape[1:]).transpose(1, 2)
+        return picked.view(self.runs, self.longest, *picked.shape[1:]).transpose(1, 2)
 
     def _mask(self, call: LayerCall, dtype: torch.dtype) -> torch.Tensor | None:
         window = None if call.window is None or call.window >= self.keys else call.window
@@ -186,10 +195,10 @@ class _Prefill:
 
 
 class Step:
-    """One forward pass: every decoding sequence's last token, and `chunks` of sequences that prefill.
+    """One forward pass: every decoding sequence's last token and draft, and `chunks` of sequences that prefill.
 
     Attributes:
-        sequences: the sequences whose next token this pass computes.
+        sequences: the sequences whose next token this pass computes, and those behind it where they have drafts.
         tokens, positions: [1, tokens], what the model reads.
         sampled: the tokens whose logits are wanted, in the order of `sequences`; None for all of them.
     """
@@ -200,24 +209,24 @@ class Step:
         tokens = [sequence.tokens[-1] for sequence in self.sequences]
         positions = [sequence.kv_length for sequence in self.sequences]
         rows = [row for tier in decoding for row in range(len(tier.decoding))]
-        decoded = len(tokens)
-        groups = _batches(chunks)
-        sampled: list[int] = []
-        for group in groups:
-            for sequence, size in group:
-                start = sequence.kv_length
-                tokens += sequence.tokens[start : start + size]
-                positions += range(start, start + size)
-                rows += [sequence.row] * size
-                if size == sequence.missing:
-                    self.sequences.append(sequence)
-                    sampled.append(len(tokens) - 1)
+        wanted = {sequence: [place] for place, sequence in enumerate(self.sequences)}
+        groups = _batches([*_drafts(self.sequences), *_prefills(chunks)])
+        for sequence, start, run in (each for group in groups for each in group):
+            if sequence in wanted:
+                wanted[sequence] += range(len(tokens), len(tokens) + len(run))
+            elif start + len(run) == len(sequence.tokens):
+                self.sequences.append(sequence)
+                wanted[sequence] = [len(tokens) + len(run) - 1]
+            tokens += run
+            positions += range(start, start + len(run))
+            rows += [sequence.row] * len(run)
         packed = torch.tensor([tokens, positions, rows]).to(device)
         self.tokens, self.positions = packed[:1], packed[1:2]
         self._rows = packed[2]
         self.sampled: torch.Tensor | None = None
         if groups:
-            self.sampled = torch.tensor([*range(decoded), *sampled], dtype=torch.long).to(device)
+            places = [place for sequence in self.sequences for place in wanted[sequence]]
+            self.sampled = torch.tensor(places, dtype=torch.long).to(device)
         self._writes: list[_Write] = []
         self._decodes: list[_Decode] = []
         self._prefills: list[_Prefill] = []
@@ -229,7 +238,7 @@ class Step:
             self._decodes.append(_Decode(tier, start, stop, keys, self.positions[0, start:stop]))
             start = stop
         for group in groups:
-            stop = start + sum(size for _, size in group)
+            stop = start + sum(len(run.tokens) for run in group)
             prefill = _prefill(group, start, stop, device)
             self._write(prefill.tier, start, stop)
             self._prefills.append(prefill)
@@ -255,40 +264,48 @@ def _aligned(keys: int, tier: Tier[Sequence]) -> int:
     return min(-(-keys // 8) * 8, tier.length)
 
 
-def _batches(chunks: Iterable[tuple[Sequence, int]]) -> list[list[tuple[Sequence, int]]]:
-    """Chunks that share an attention call: of one tier, all fresh or none, padded to one another at little cost."""
+def _drafts(sequences: Iterable[Sequence]) -> Iterator[Run]:
+    return (Run(each, each.kv_length + 1, each.draft) for each in sequences if each.draft)
 
-    def kind(chunk: tuple[Sequence, int]) -> tuple[int, bool]:
-        sequence, _ = chunk
-        assert sequence.tier is not None
-        return sequence.tier.length, sequence.kv_length > 0
 
-    def span(chunk: tuple[Sequence, int]) -> tuple[int, int]:
-        sequence, size = chunk
-        return size, sequence.kv_length
+def _prefills(chunks: Iterable[tuple[Sequence, int]]) -> Iterator[Run]:
+    for sequence, size in chunks:
+        start = sequence.kv_length
+        yield Run(sequence, start, sequence.tokens[start : start + size])
 
-    batches: list[list[tuple[Sequence, int]]] = []
-    ordered = sorted(chunks, key=lambda chunk: (*kind(chunk), *span(chunk)))
+
+def _batches(runs: Iterable[Run]) -> list[list[Run]]:
+    """Runs that share an attention call: of one tier, all fresh or none, padded to one another at little cost."""
+
+    def kind(run: Run) -> tuple[int, bool]:
+        assert run.sequence.tier is not None
+        return run.sequence.tier.length, run.start > 0
+
+    def span(run: Run) -> tuple[int, int]:
+        return len(run.tokens), run.start
+
+    batches: list[list[Run]] = []
+    ordered = sorted(runs, key=lambda run: (*kind(run), *span(run)))
     for _, similar in groupby(ordered, key=kind):
-        batch: list[tuple[Sequence, int]] = []
+        batch: list[Run] = []
         total = 0
-        for chunk in similar:
-            size = chunk[1]
+        for run in similar:
+            size = len(run.tokens)
             padding = (len(batch) + 1) * size - (total + size)
             if batch and padding > _PADDING_WORTH_A_CALL + total // 8:
                 batches.append(batch)
                 batch, total = [], 0
-            batch.append(chunk)
+            batch.append(run)
             total += size
         batches.append(batch)
-    return batches
+    return [sorted(batch, key=lambda run: run.sequence.row) for batch in batches]
 
 
-def _prefill(group: list[tuple[Sequence, int]], start: int, stop: int, device: torch.device) -> _Prefill:
-    tier = group[0][0].tier
+def _prefill(group: list[Run], start: int, stop: int, device: torch.device) -> _Prefill:
+    tier = group[0].sequence.tier
     assert tier is not None
-    sizes = torch.tensor([size for _, size in group])
-    begins = torch.tensor([sequence.kv_length for sequence, _ in group])
+    sizes = torch.tensor([len(run.tokens) for run in group])
+    begins = torch.tensor([run.start for run in group])
     longest = int(sizes.max())
     offsets = torch.arange(longest)
     positions = begins[:, None] + offsets
@@ -299,6 +316,13 @@ def _prefill(group: list[tuple[Sequence, int]], start: int, stop: int, device: t
         padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
         packed = real.flatten().nonzero()[:, 0].to(device)
     fresh = not bool(begins.any())
-    rows = None if fresh else torch.tensor([sequence.row for sequence, _ in group]).to(device)
+    rows = None if fresh else _side_by_side([run.sequence.row for run in group], device)
     keys = longest if fresh else _aligned(int((begins + sizes).max()), tier)
     return _Prefill(tier, start, stop, len(group), longest, keys, positions.to(device), rows, padded, packed)
+
+
+def _side_by_side(rows: list[int], device: torch.device) -> torch.Tensor | slice:
+    """Ascending `rows` as a slice, which copies nothing, if none is missing between them."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows).to(device)

@@ -3,8 +3,8 @@
 Invariants:
 - every sample in flight is either waiting or admitted, and at most `max_running` are admitted; samples are admitted in
   the order of submission, and who is preempted goes back to the front;
-- a forward pass carries one token of every decoding sequence and at most `prefill_chunk` tokens that prefill, so a
-  long prompt never makes the others wait longer than that;
+- a forward pass carries the last token and the draft of every decoding sequence and at most `prefill_chunk` tokens that
+  prefill, so a long prompt never makes the others wait longer than that;
 - the sequences that need the KV cache most give it up last: parked ones go first, then waiting ones, then the youngest
   admitted; nothing that was sampled is ever lost or drawn again;
 - an admitted sequence waits for a `leader` only if that one was admitted before it.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,12 +23,13 @@ from dataclasses import replace
 import torch
 
 from april.engines.embedded.attention import Step
+from april.engines.embedded.drafts import Drafter
 from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import FinishReason, Sample, SamplingParams
+from april.rollout.trajectory import Sample, SamplingParams
 
 _SHARE_OF_FREE_MEMORY = 0.4
 
@@ -49,6 +51,9 @@ class EmbeddedEngine:
         on_update: what happens to the KV cache of interrupted samples when the weights change.
         prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
         dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
+        draft_tokens: tokens that a pass may verify for a sample besides drawing its next one, from what the other
+            samples of its prompt said at such a place. No token changes; which passes a token shares with others does,
+            and with it the rounding of its log-probability. Fewer, or none, are tried where they do not pay; 0: none.
         stream_interval: decode steps per `poll`. More than one makes fewer, longer chunks; a finished sample is handed
             out at once all the same.
 
@@ -66,6 +71,7 @@ class EmbeddedEngine:
         on_update: KVPolicy = "recompute",
         prefill_chunk: int = 1024,
         dtype: torch.dtype | None = None,
+        draft_tokens: int = 0,
         stream_interval: int = 1,
     ) -> None:
         for name, value in (
@@ -75,6 +81,8 @@ class EmbeddedEngine:
         ):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+        if draft_tokens < 0:
+            raise ValueError(f"draft_tokens = {draft_tokens}: must be 0, for no drafts, or positive")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
         self._model = ServedModel(model, dtype)
@@ -82,6 +90,7 @@ class EmbeddedEngine:
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
         self._unseen = 0
+        self._drafter = Drafter(draft_tokens)
         token_bytes = self._model.shape.bytes(self._model.dtype)
         budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._model.device)
         context = self._context_length(context_length, budget, token_bytes)
@@ -132,6 +141,7 @@ class EmbeddedEngine:
         # Budgets and stop tokens are the sequence's; rows that share the rest are drawn together.
         shared = replace(sample.sampling, max_tokens=1, stop_token_ids=())
         sequence.sampling = self._settings.setdefault(shared, shared)
+        self._drafter.follow(sequence)
         self._in_flight[sample.id] = sequence
         self._waiting.append(sequence)
 
@@ -229,13 +239,16 @@ class EmbeddedEngine:
         """One forward pass; true if it sampled anything."""
         self._admit()
         chunks = self._chunks()
+        began = time.perf_counter()
+        decoding = [sequence for tier in self._cache.tiers for sequence in tier.decoding]
+        self._drafter.draft(decoding, sum(size for _, size in chunks))
         step = Step(self._cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         for sequence, size in chunks:
             sequence.kv_length += size
         self._lead()
-        if step.sequences:
-            self._sample(step.sequences, logits)
+        drawn = self._sample(step.sequences, logits) if step.sequences else {}
+        self._drafter.learn(drawn, step.tokens.shape[1], time.perf_counter() - began)
         return bool(step.sequences)
 
     def _chunks(self) -> list[tuple[Sequence, int]]:
@@ -248,23 +261,26 @@ class EmbeddedEngine:
             left -= size
         return chunks
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> None:
-        settings = [sequence.sampling for sequence in sequences]
-        tokens, logprobs = draw_tokens(logits, settings, [next(sequence.uniforms) for sequence in sequences])
+    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> dict[Sequence, int]:
+        """Draw the next token of each sequence, and those behind it as far as its draft holds.
+
+        Returns:
+            tokens drawn, of the sequences that had a draft.
+        """
+        settings = [sequence.sampling for sequence in sequences for _ in range(1 + len(sequence.draft))]
+        tokens, logprobs = draw_tokens(logits, settings, [n for sequence in sequences for n in sequence.numbers()])
         if math.isnan(sum(logprobs)):
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
-        ended, full = [], []
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            length = sequence.kv_length = len(sequence.tokens)
-            sequence.tokens.append(token)
-            sequence.pending.append(logprob)
-            if token in sequence.stop:
-                sequence.finish = FinishReason.STOP
+        ended, full, drawn, start = [], [], {}, 0
+        for sequence in sequences:
+            stop = start + 1 + len(sequence.draft)
+            count = sequence.draw(tokens[start:stop], logprobs[start:stop])
+            start = stop
+            if sequence.draft:
+                drawn[sequence] = count
+            if sequence.finish is not None:
                 ended.append(sequence)
-            elif length + 1 == sequence.limit:
-                sequence.finish = FinishReason.LENGTH
-                ended.append(sequence)
-            elif length == sequence.tier.length:  # type: ignore[union-attr]
+            elif sequence.kv_length == _tier(sequence).length:
                 full.append(sequence)
         # Rows move from here on, and take with them what every sequence's length says it has.
         for sequence in ended:
@@ -272,6 +288,7 @@ class EmbeddedEngine:
         self._decode_prefilled()
         for sequence in full:
             self._grow(sequence)
+        return drawn
 
     def _decode_prefilled(self) -> None:
         prefilling = []

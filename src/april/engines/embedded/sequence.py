@@ -43,6 +43,8 @@ class Sequence(Resident):
         kv_epoch: the engine's count of weight updates when its first keys and values were computed.
         leader: sequence with the same prompt that is being prefilled, and whose keys and values this one waits for.
         pending: log-probabilities of the last tokens, which were not handed out yet.
+        ahead: uniform numbers of the next tokens, which were looked at and not used yet.
+        draft: tokens that the next pass verifies, and `order`, the length of the run they were found by.
     """
 
     id: str
@@ -57,6 +59,9 @@ class Sequence(Resident):
     leader: Sequence | None = None
     pending: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
+    ahead: list[float] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
+    order: int = 0
 
     @classmethod
     def of(cls, sample: Sample, tokens: list[int], limit: int) -> Sequence:
@@ -79,12 +84,46 @@ class Sequence(Resident):
         self.kv_length = shared
         self.prompt, self.tokens, self.limit = other.prompt, other.tokens, other.limit
         self.sampling, self.stop = other.sampling, other.stop
-        self.seed, self.uniforms = other.seed, other.uniforms
+        self.seed, self.uniforms, self.ahead = other.seed, other.uniforms, other.ahead
+        self.draft = []
 
     @property
     def missing(self) -> int:
         """Tokens whose keys and values are not in the cache; the forward pass that computes the last one samples."""
         return len(self.tokens) - self.kv_length
+
+    @property
+    def room(self) -> int:
+        """Tokens behind the next one that the row has room for."""
+        assert self.tier is not None
+        return self.tier.length - self.kv_length - 1
+
+    def numbers(self) -> list[float]:
+        """The uniform numbers that the next token and those behind it, as many as are drafted, are drawn with."""
+        while len(self.ahead) <= len(self.draft):
+            self.ahead.append(next(self.uniforms))
+        return self.ahead[: len(self.draft) + 1]
+
+    def draw(self, tokens: list[int], logprobs: list[float]) -> int:
+        """Append what was drawn at the next position and at the drafted ones, as far as it follows from the draft.
+
+        Returns:
+            how many tokens that was: up to the first that is not the drafted one, or that ends the response.
+        """
+        count = 0
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            self.tokens.append(token)
+            self.pending.append(logprob)
+            count += 1
+            if token in self.stop:
+                self.finish = FinishReason.STOP
+            elif len(self.tokens) == self.limit:
+                self.finish = FinishReason.LENGTH
+            if self.finish is not None or (count <= len(self.draft) and token != self.draft[count - 1]):
+                break
+        del self.ahead[:count]
+        self.kv_length = len(self.tokens) - 1
+        return count
 
     def take(self, version: int) -> Chunk:
         """What was sampled since the last time."""

@@ -1,0 +1,161 @@
+"""Drafts: what a response may go on with, from what other responses to the same prompt said at such a place.
+
+A draft is verified by computing the logits at all of its positions in one pass and drawing each with its own uniform
+number; the drawn tokens are kept up to the first that differs. So what is kept are the very tokens that would have been
+drawn one by one (speculative decoding without rejection: the randomness of a token is a function of its index).
+
+Invariants:
+- a draft decides how many tokens a pass samples, never which;
+- a draft never takes a response past its budget, nor past the row of its KV cache;
+- where drafts are expected to gain nothing, as in a batch that fills the machine, none is made.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from april.engines.embedded.sequence import Sequence
+
+ORDERS = (6, 3, 2)
+"""Tokens that have to agree before a place counts as like another; the longest run that is found counts."""
+PROMPTS, PLACES = 1024, 1 << 20
+"""Prompts, and places in the responses to them, that are kept; the prompts begun longest ago go first."""
+WORTH = 1.2
+"""How many times its cost a drafted token has to be expected to bring before it is drafted."""
+FEWEST = 0.05
+"""A token that is drawn less often than this is not drafted, however cheap."""
+FORGET = 0.98
+"""How much less a pass counts in costs and shares than the one behind it."""
+PRIOR, RECOVERY = 0.5, 0.001
+"""The share of drafted tokens that are drawn, before any was tried, and how fast a low share is doubted again."""
+
+
+@dataclass(slots=True)
+class Past:
+    """The responses to one prompt, and where each run of tokens last stood in them."""
+
+    texts: dict[str, list[int]] = field(default_factory=dict)
+    """Prompt and response by sample, as far as known."""
+    known: dict[str, int] = field(default_factory=dict)
+    """Tokens of each that `places` has seen."""
+    places: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
+    """What followed a run of tokens: a text, and the place in it."""
+
+    def observe(self) -> None:
+        """Index what the texts have grown by; the run a text ends with has no continuation yet, and waits."""
+        for id, text in self.texts.items():
+            begin, end = self.known[id], len(text)
+            if begin == end:
+                continue
+            self.known[id] = end
+            for order in ORDERS:
+                for place in range(max(begin, order), end):
+                    self.places[tuple(text[place - order : place])] = (text, place)
+
+    def propose(self, tokens: list[int], count: int) -> tuple[int, list[int]]:
+        """At most `count` tokens that may follow `tokens`, and the length of the run they were found by."""
+        for order in ORDERS:
+            found = self.places.get(tuple(tokens[-order:]))
+            if found is not None:
+                text, place = found
+                return order, text[place : place + count]
+        return 0, []
+
+
+class Drafter:
+    """Makes drafts for the sequences of an engine, as long as they pay.
+
+    Args:
+        longest: tokens of a draft at most; 0 makes none.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.longest = longest
+        self._pasts: OrderedDict[tuple[int, ...], Past] = OrderedDict()
+        self._places = 0
+        self._costs = PassCosts()
+        self._accepted = dict.fromkeys(ORDERS, PRIOR)
+        """Share of drafted tokens that were drawn, by the length of the run they were found by."""
+
+    def follow(self, sequence: Sequence) -> None:
+        """What `sequence` holds, and will hold, may serve as drafts."""
+        if not self.longest:
+            return
+        past = self._pasts.setdefault(sequence.prompt, Past())
+        self._pasts.move_to_end(sequence.prompt)
+        past.texts[sequence.id] = sequence.tokens
+        past.known[sequence.id] = min(past.known.get(sequence.id, 0), len(sequence.tokens))
+        while len(self._pasts) > PROMPTS or (self._places > PLACES and len(self._pasts) > 1):
+            _, oldest = self._pasts.popitem(last=False)
+            self._places -= len(oldest.places)
+
+    def draft(self, decoding: list[Sequence], prefilling: int) -> None:
+        """Give decoding sequences drafts for the pass that begins, in which `prefilling` tokens take part besides."""
+        longest = self._lengths(len(decoding), prefilling) if self.longest and decoding else {}
+        for sequence in decoding if longest else ():
+            past = self._pasts.get(sequence.prompt)
+            room = min(sequence.room, sequence.limit - len(sequence.tokens) - 1)
+            if past is None or room <= 0:
+                continue
+            before = len(past.places)
+            past.observe()
+            self._places += len(past.places) - before
+            sequence.order, draft = past.propose(sequence.tokens, room)
+            sequence.draft = draft[: longest.get(sequence.order, 0)]
+
+    def _lengths(self, decoding: int, prefilling: int) -> dict[int, int]:
+        """How long drafts may be, by the length of the run they are found by; empty if none pays.
+
+        A pass brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th token of a
+        draft is drawn with probability share^j, and takes what a token more takes.
+        """
+        if not self._costs.known:
+            return {}
+        price = WORTH * self._costs.slope * decoding / self._costs.seconds(decoding + prefilling)
+        found = {}
+        for order, share in self._accepted.items():
+            length = next((j for j in range(self.longest) if share ** (j + 1) < max(price, FEWEST)), self.longest)
+            if length:
+                found[order] = length
+        return found
+
+    def learn(self, drawn: dict[Sequence, int], tokens: int, seconds: float) -> None:
+        """A pass over `tokens` took so long, and drew so many tokens for each sequence that had a draft."""
+        self._costs.observe(tokens, seconds)
+        for order, share in self._accepted.items():
+            self._accepted[order] = share + RECOVERY * max(0.0, PRIOR - share)
+        for sequence, count in drawn.items():
+            agreed = min(count - 1, len(sequence.draft))
+            tried = min(agreed + 1, len(sequence.draft))
+            weight = FORGET**tried
+            self._accepted[sequence.order] = weight * self._accepted[sequence.order] + (1 - weight) * agreed / tried
+            sequence.draft = []
+
+
+class PassCosts:
+    """Seconds of a forward pass by its tokens: a straight line through what passes took lately."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    @property
+    def known(self) -> bool:
+        """Whether passes of different sizes have been seen."""
+        weight, x, _, xx, _ = self._sums
+        return weight > 2 and xx * weight - x * x > 1e-9 * xx * weight
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        terms = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a token more takes; never less than none."""
+        weight, x, y, xx, xy = self._sums
+        return max(0.0, (weight * xy - x * y) / (weight * xx - x * x))
+
+    def seconds(self, tokens: int) -> float:
+        """What a pass over `tokens` is expected to take."""
+        weight, x, y, _, _ = self._sums
+        return max(1e-9, y / weight + self.slope * (tokens - x / weight))

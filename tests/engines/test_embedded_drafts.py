@@ -1,0 +1,102 @@
+"""Drafts change how many tokens a pass samples, and never which."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april.engines.embedded import EmbeddedEngine
+from april.rollout.trajectory import Sample
+from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
+
+POLICY = model()
+SETTINGS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def worth_it_whatever_they_cost() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("april.engines.embedded.drafts.WORTH", 0.0)
+        patch.setattr("april.engines.embedded.drafts.FEWEST", 0.0)
+        yield
+
+
+def engine(**config: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(POLICY, **{"kv_cache_bytes": 1 << 24, "max_running": 8, **config})
+
+
+UNDRAFTED = responses(asyncio.run(run(engine(), samples(**SETTINGS))))
+
+
+async def polls(subject: EmbeddedEngine, done: list[Sample]) -> int:
+    for sample in done:
+        subject.submit(sample)
+    count = 0
+    while chunks := await subject.poll():
+        append(done, chunks)
+        count += 1
+    return count
+
+
+async def experienced(**config: Any) -> EmbeddedEngine:
+    """An engine that has seen every answer before, beside others to the same prompts: most drafts hold, some do not."""
+    subject = engine(draft_tokens=8, **config)
+    await run(subject, samples(**SETTINGS))
+    await run(subject, samples(**SETTINGS, seed=8))
+    return subject
+
+
+async def test_fewer_passes_sample_the_same_tokens() -> None:
+    done = samples(**SETTINGS)
+    drafted = await polls(await experienced(max_running=9), done)
+    assert responses(done) == UNDRAFTED
+    assert_behaviour(POLICY, done)
+    assert drafted < 0.7 * await polls(engine(max_running=9), samples(**SETTINGS))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    rounds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.booleans()), max_size=3),
+    max_running=st.integers(1, 9),
+    kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
+    on_update=st.sampled_from(["keep", "recompute"]),
+    stream_interval=st.integers(1, 4),
+)
+def test_no_schedule_changes_a_token(rounds: list[tuple[int, int, bool]], **config: Any) -> None:
+    """Interrupts at any pass, updates to the same weights, caches that fill up and preempt."""
+
+    async def schedule() -> None:
+        subject, done = await experienced(**config), samples(**SETTINGS)
+        for version, (submitted, polled, update) in enumerate(rounds, 1):
+            for sample in [each for each in done if each.finish is None][:submitted]:
+                subject.submit(sample)
+            for _ in range(polled):
+                append(done, await subject.poll())
+            append(done, await subject.interrupt())
+            if update:
+                await subject.update_weights(version)
+        await run(subject, [sample for sample in done if sample.finish is None])
+        assert responses(done) == UNDRAFTED
+        assert_behaviour(POLICY, done)
+
+    asyncio.run(schedule())
+
+
+async def test_a_stop_token_inside_a_draft_ends_the_response() -> None:
+    text = next(iter(UNDRAFTED.values()))
+    stop = text[len(text) // 2]
+    stopped = {**SETTINGS, "stop_token_ids": (stop,)}
+    plain, drafted = samples(**stopped), samples(**stopped)
+    await run(engine(), plain)
+    await run(await experienced(), drafted)
+    assert responses(drafted) == responses(plain)
+    assert [each.finish for each in drafted] == [each.finish for each in plain]
+
+
+def test_a_draft_of_fewer_than_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="draft_tokens = -1"):
+        engine(draft_tokens=-1)
