@@ -100,6 +100,7 @@ class RolloutScheduler(RolloutState):
         """Something unfinished is not in flight."""
         self._step = Step(version=0, plan=Plan(params.rollout_batch_size))
         self._began = 0.0
+        self._update_seconds: float | None = None
 
     async def __aenter__(self) -> RolloutScheduler:
         return self
@@ -154,7 +155,9 @@ class RolloutScheduler(RolloutState):
         self._check_bound(
             self.version + 1, "collect a step between two weight updates: not all groups can be trained on"
         )
+        began = asyncio.get_running_loop().time()
         await self.engine.update_weights(self.version + 1, weights)
+        self._update_seconds = asyncio.get_running_loop().time() - began
         self.version += 1
 
     async def evaluate(
@@ -218,6 +221,7 @@ class RolloutScheduler(RolloutState):
         self._resume = True
         self._retries.hurry()
         self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
+        self._step.update_seconds = self._update_seconds
         self._step.spans += self._cut_short
         self._cut_short = []
         self._rewards.missing(self.buffer)

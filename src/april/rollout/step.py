@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,14 @@ def rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
+class Alternative(NamedTuple):
+    """What a choice of N' is expected to bring in the long run."""
+
+    target: int
+    consumed_tokens_per_second: float
+    staleness: float
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What admission wants of a step, why, and what it expects of it.
@@ -28,12 +36,17 @@ class Plan:
         reason: a sentence for the report.
         consumed_tokens_per_second: expected of a step in the long run; None if nothing is expected.
         staleness: expected mean staleness, in versions.
+        alternatives: each N' that was thought about, least first.
     """
 
     target: int
     reason: str = "as set"
     consumed_tokens_per_second: float | None = None
     staleness: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alternatives", tuple(Alternative(*one) for one in self.alternatives))
 
 
 @dataclass(slots=True)
@@ -94,6 +107,8 @@ class Step:
     """Those of the rejected groups that a fault turned away, and which."""
     seconds: float = 0.0
     reward_wait_seconds: float = 0.0
+    update_seconds: float | None = None
+    """Of the weight update before the step; None if this process saw none."""
     interrupted_at: float | None = None
     sampled_tokens: int = 0
     occupancy: float = 0.0

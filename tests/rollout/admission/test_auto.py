@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
-from april.rollout.admission.auto import AutoAdmission
+from april.rollout.admission.auto import CANDIDATES, EFFORT, SECONDS_PER_STEP, AutoAdmission
+from april.rollout.admission.choice import STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
 from april.rollout.step import Plan, Span
@@ -33,21 +35,23 @@ def engine(slots: int = 8, kv_tokens: int | None = None) -> StreamEngine:
 
 
 def a_step(rng: np.random.Generator, batch_size: int, group_size: int, budget: int, shortest: int = 1) -> Step:
-    """A step in which every response got a slot at once and took 10 ms a token."""
+    """A step in which every response got a slot at once and took a second a token."""
     groups = [
         Group.start(i, Prompt((1, 2)), group_size, SamplingParams(max_tokens=budget), 0) for i in range(batch_size)
     ]
-    step = Step(0, Plan(batch_size), groups, seconds=1.0)
+    step = Step(0, Plan(batch_size), groups)
     for group in groups:
         for sample in group.samples:
             length = int(rng.integers(shortest, budget + 1))
             sample.extend([5] * length, [-1.0] * length, 0, FinishReason.STOP)
-            step.spans.append(Span(sample.id, group.id, 0.0, 0, 0.01, 1, 0.01 * length, length, "finished"))
+            step.spans.append(Span(sample.id, group.id, 0.0, 0, 1.0, 1, 1.0 * length, length, "finished"))
+    step.seconds, step.sampled_tokens = max(span.end for span in step.spans), step.consumed_tokens
     return step
 
 
 def learn(admission: AutoAdmission, step: Step) -> None:
     spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+    step.plan = admission.plan(len(step.groups))
     admission.lengths.observe(*zip(*spans, strict=True))
     admission.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
     admission.observe(step)
@@ -76,14 +80,13 @@ def test_the_choice_is_never_less_than_a_batch_nor_more_than_the_bound_allows(
 
 def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
     """All responses are equally long and the batch fills the slots: more under way would only wait."""
-    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5)
+    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5, share=0.9)
     rng = np.random.default_rng(0)
     for _ in range(4):
         learn(admission, a_step(rng, 8, 4, 40, shortest=40))
     assert admission.plan(8).target == 8
-    learn(admission, a_step(rng, 8, 4, 40))
-    learn(admission, a_step(rng, 8, 4, 40))
-    admission.steps = 8
+    for _ in range(4):
+        learn(admission, a_step(rng, 8, 4, 40))
     assert admission.plan(8).target > 8, "of unequal lengths, more under way keep the slots busy"
 
 
@@ -154,12 +157,78 @@ def test_what_it_learned_is_saved_and_restored() -> None:
         one.plan(6)
         learn(one, a_step(rng, 6, 4, 100))
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.plan(6) == two.plan(6)
     two.lengths.load_state_dict(json.loads(json.dumps(one.lengths.state_dict())))
     assert two.current == one.current
     step = a_step(rng, 6, 4, 100)
     learn(one, step)
     learn(two, step)
     assert one.plan(6) == two.plan(6)
+
+
+def test_the_plan_shows_its_alternatives_and_is_the_freshest_of_those_fast_enough() -> None:
+    admission = AutoAdmission(engine(32), LengthModel(100), 4, 5)
+    for _ in range(3):
+        learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
+    plan = admission.plan(6)
+    rates = [one.consumed_tokens_per_second for one in plan.alternatives]
+    enough = [one for one in plan.alternatives if one.consumed_tokens_per_second >= admission.share * max(rates)]
+    chosen = next(one for one in plan.alternatives if one.target == plan.target)
+    assert chosen in enough
+    assert chosen.staleness <= min(one.staleness for one in enough) + STALER
+    assert Plan(**json.loads(json.dumps(asdict(plan)))) == plan
+
+
+def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:
+    """All responses are equally long, so more groups under way bring nothing; but only resuming some can show it."""
+    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5, share=0.9)
+    targets = []
+    for i in range(24):
+        targets.append(admission.plan(8).target)
+        learn(admission, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
+    assert targets.count(8) > 16
+    assert {8, 10} <= set(targets[8:])
+    synchronous = AutoAdmission(engine(slots=32), LengthModel(50), 4, 0)
+    for i in range(12):
+        learn(synchronous, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
+        assert synchronous.plan(8).target == 8
+
+
+def test_a_forecast_that_is_far_off_is_not_followed() -> None:
+    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 3)
+    for _ in range(8):
+        learn(admission, a_step(np.random.default_rng(0), 8, 4, 40, shortest=40))
+    assert "off" not in admission.plan(8).reason
+    for _ in range(8):
+        slow = a_step(np.random.default_rng(0), 8, 4, 40, shortest=40)
+        slow.sampled_tokens //= 4
+        learn(admission, slow)
+    assert "forecasts have been off" in admission.plan(8).reason
+    assert admission.plan(8).target == 16
+
+
+def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
+    """Beside a trainer that needs longer than generation, more groups under way buy only staleness."""
+    targets = []
+    for training_seconds in (0.0, 10_000.0):
+        admission = AutoAdmission(engine(), LengthModel(100), 4, 5, training_seconds=training_seconds)
+        for _ in range(3):
+            learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
+        targets.append(admission.plan(6).target)
+    assert targets[1] == 6 < targets[0]
+
+
+def test_planning_takes_no_more_than_its_part_of_short_steps() -> None:
+    admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
+    planned = []
+    for i in range(40):
+        step = a_step(np.random.default_rng(i), 6, 4, 100)
+        step.seconds = 0.3
+        before = admission.plan(6)
+        learn(admission, step)
+        planned.append(admission.plan(6) is not before)
+    steps, candidates = 18, CANDIDATES + 3
+    assert 2 <= sum(planned) <= 1 + 40 * 0.3 * EFFORT / (steps * candidates * SECONDS_PER_STEP)
 
 
 @pytest.mark.parametrize("ratio", [1.5, 2.5])

@@ -1,30 +1,50 @@
-"""Admission that tunes itself: the smallest N' expected to come close to the best throughput that the bound allows.
+"""Admission that tunes itself: the freshest data that comes close to the best throughput that the bound allows.
 
 More groups under way keep the engine fuller and make what is trained on staler, so throughput alone would always ask
 for more. What lengths and engine would make of each N' is forecast (`forecast.py`) from the lengths learned so far
 (`lengths.py`) and the engine's costs (`rates.py`), both followed as they drift. Nothing needs to be set.
 
-Invariant: N <= N' <= N * (max_staleness + 1), whatever was observed.
+It plans in a thread of its own as soon as a step was observed, beside training, and spends no more than a hundredth of
+the time that steps take.
+
+Invariants:
+- N <= N' <= N * (max_staleness + 1), whatever was observed;
+- the plan follows from the steps that were observed and from nothing else, so going through them again finds it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from april.rollout.admission.admission import largest_target
+from april.rollout.admission.choice import Choice
 from april.rollout.admission.forecast import Forecast, Workload
 from april.rollout.admission.lengths import LengthModel
+from april.rollout.admission.observed import Observed
 from april.rollout.admission.rates import EngineRates
 from april.rollout.engine import Engine
-from april.rollout.step import Plan, Step
+from april.rollout.step import Alternative, Plan, Step
 
 UNBOUNDED = 8
 """The largest N'/N that is considered where no staleness bound limits it."""
 SAMPLES = 512
 """Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
+CANDIDATES = 10
+EFFORT = 0.01
+"""Part of the steps' time that planning may take."""
+SECONDS_PER_STEP = 1e-4
+"""What a step of a forecast takes to play, roughly. Not measured: a plan must not depend on how busy the driver is."""
+FAR_OFF = 1.6
+"""How many times more or less than forecast a few steps bring before the forecast is not believed."""
+PATIENCE = 8
+"""Steps at N' = N, where nothing is resumed and little is learned, after which one with a few more groups is tried."""
+
+PROBE = "a few more groups than a batch for one step, to see what resuming costs by now"
 
 
 class AutoAdmission:
@@ -36,110 +56,138 @@ class AutoAdmission:
         group_size: samples in a group.
         max_staleness: the bound; None for no bound.
         share: the part of the best forecast throughput that is enough.
+        training_seconds: time of the trainer for each step, where the engine goes on meanwhile; 0 if it stands still.
     """
 
     def __init__(
-        self, engine: Engine, lengths: LengthModel, group_size: int, max_staleness: int | None, share: float = 0.98
+        self,
+        engine: Engine,
+        lengths: LengthModel,
+        group_size: int,
+        max_staleness: int | None,
+        share: float = 0.99,
+        training_seconds: float = 0.0,
     ) -> None:
         self.engine = engine
         self.lengths = lengths
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.share = share
+        self.training_seconds = training_seconds
         self.rates = EngineRates()
-        self.prompt_tokens = 0.0
-        self.accepted = 1.0
-        self.steps = 0
         self.current: Plan | None = None
+        self.observed = Observed()
+        self._planner = ThreadPoolExecutor(1, "april-admission")
+        self._planned: Future[Plan] | None = None
 
     def plan(self, batch_size: int) -> Plan:
-        largest = largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
-        if not self.rates.known:
-            return Plan(min(2 * batch_size, largest), "twice the batch, until a step was seen")
-        if self.current is None or self._due():
-            self.current = self._choose(batch_size, largest)
-        return self.current
-
-    def _due(self) -> bool:
-        """Every step at first, then every fourth: lengths drift slowly, and a decision takes time."""
-        return self.steps <= 4 or self.steps % 4 == 0
+        if self._planned is not None:
+            self.current, self._planned = self._planned.result(), None
+        twice = min(2 * batch_size, self._largest(batch_size))
+        return self.current or Plan(twice, "twice the batch, until a step was seen")
 
     def observe(self, step: Step) -> None:
+        batch_size = len(step.groups)
+        self.plan(batch_size)
         prompts = [len(group.prompt.token_ids) for group in step.groups]
-        self.prompt_tokens += (float(np.mean(prompts)) - self.prompt_tokens) / (4 if self.steps else 1)
-        accepted = len(step.groups) / (len(step.groups) + len(step.rejections))
-        self.accepted += (accepted - self.accepted) / (4 if self.steps else 1)
-        self.rates.observe(step.spans, self.prompt_tokens, self.engine.capacity.slots)
-        self.steps += 1
+        self.observed.step(step, float(np.mean(prompts)), self.current)
+        self.rates.observe(step.spans, self.observed.prompt_tokens, self.engine.capacity.slots)
+        if not self.rates.known:
+            return
+        if self.observed.synchronous >= PATIENCE:
+            self.current = self._probe(batch_size)
+        elif self._due(batch_size):
+            self.observed.seconds_since_plan = 0.0
+            self._planned = self._planner.submit(self._choose, batch_size)
 
-    def _choose(self, batch_size: int, largest: int) -> Plan:
-        played: dict[int, Forecast] = {}
+    def _largest(self, batch_size: int) -> int:
+        return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
+
+    def _due(self, batch_size: int) -> bool:
+        """Every step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
+        steps = self.observed.steps
+        if self.current is None:
+            return True
+        if steps > 4 and steps % 4 and self.current.reason != PROBE:
+            return False
+        cost = SECONDS_PER_STEP * (CANDIDATES + 3) * self._steps(batch_size)
+        return self.observed.seconds_since_plan * EFFORT >= cost
+
+    def _probe(self, batch_size: int) -> Plan:
+        self.observed.synchronous = 0
+        return Plan(min(batch_size + max(batch_size // 4, 1), self._largest(batch_size)), PROBE)
+
+    def _choose(self, batch_size: int) -> Plan:
         workload, scale, steps = self._workload(batch_size)
 
-        def rate(target: int) -> float:
-            if target not in played:
-                # A group that is turned away is replaced: the step has to complete more, with as many more under way.
-                under_way = round((target - batch_size) * scale) + workload.batch_size
-                played[target] = workload.forecast(under_way, steps, steps // 3)
-            return played[target].consumed_tokens_per_second
+        def forecast(target: int) -> Forecast:
+            # A group that is turned away is replaced: the step has to complete more, with as many more under way.
+            under_way = round((target - batch_size) * scale) + workload.batch_size
+            return workload.forecast(under_way, steps, steps // 3)
 
-        ladder = np.unique(np.round(np.geomspace(batch_size, largest, 10)).astype(int)).tolist()
-        best, flat = 0.0, 0
-        for target in ladder:
-            flat = 0 if rate(target) > 1.005 * best else flat + 1
-            best = max(best, rate(target))
-            if flat == 2 and target * self.group_size >= self.engine.capacity.slots:
-                break  # more groups under way only wait
-        enough = self.share * best
-        high = next(target for target in ladder if rate(target) >= enough)
-        low = max([target for target in ladder if target < high], default=high)
-        while high - low > max(1, batch_size // 16):
-            middle = (low + high) // 2
-            if rate(middle) >= enough:
-                high = middle
-            else:
-                low = middle
-        now = self.current.target if self.current else high
-        if high < now <= 1.25 * high and rate(now) >= enough:
-            high = now  # as good: differences this small come and go with the estimates
-        per_second = self.accepted / scale
-        expected, chosen = rate(high) * per_second, played[high]
-        reason = (
-            f"the smallest N' expected to reach {self.share:.0%} of the best that the bound allows: {expected:,.0f} of "
-            f"{best * per_second:,.0f} consumed tokens/s; engine {chosen.occupancy:.0%} full, mean response "
-            f"{self.lengths.mean:,.0f} tokens"
+        choice = Choice(forecast, batch_size, self._largest(batch_size), self.share, CANDIDATES)
+        per_second = self.observed.accepted / scale
+        target, reason = choice.choose(self.current.target if self.current else None), ""
+        if (off := self.observed.off) > FAR_OFF:
+            target = min(2 * batch_size, self._largest(batch_size))
+            reason = f"twice the batch, as forecasts have been off by {off:.1f} times; "
+        chosen = choice.play(target)
+        expected, best = chosen.consumed_tokens_per_second * per_second, choice.best * per_second
+        reason += (
+            f"the freshest data expected at {self.share:.0%} or more of the best that the bound allows: "
+            f"{expected:,.0f} of {best:,.0f} consumed tokens/s at staleness {chosen.staleness:.2f}; "
+            f"engine {chosen.occupancy:.0%} full, mean response {self.lengths.mean:,.0f} tokens"
         )
-        return Plan(high, reason, expected, chosen.staleness)
+        played = sorted(choice.played.items())
+        table = tuple(
+            Alternative(n, round(float(one.consumed_tokens_per_second) * per_second, 1), round(one.staleness, 3))
+            for n, one in played
+        )
+        return Plan(target, reason, expected, chosen.staleness, table)
+
+    def _steps(self, batch_size: int) -> int:
+        """How many steps a forecast plays: as many as a hundredth of four steps' time allows, within reason."""
+        groups = max(round(min(batch_size, SAMPLES / self.group_size)), 1)
+        most = min(max(768 // groups, 36), 96)
+        budget = 4 * self.observed.step_seconds * EFFORT / SECONDS_PER_STEP / (CANDIDATES + 3)
+        return int(min(max(budget, 18), most))
 
     def _workload(self, batch_size: int) -> tuple[Workload, float, int]:
         """What a forecast plays with, by how much it is scaled, and for how many steps."""
-        needed = batch_size / max(self.accepted, 0.05)
+        needed = batch_size / max(self.observed.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
         groups = max(round(needed * scale), 1)
-        steps = min(max(768 // groups, 36), 96)
+        steps = self._steps(batch_size)
         capacity = self.engine.capacity
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
-        lengths = self.lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups)
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
-        kv_tokens = None if capacity.kv_tokens is None else capacity.kv_tokens * scale
-        slots = max(round(capacity.slots * scale), 1)
-        bound, prompt = self.max_staleness, self.prompt_tokens
-        return Workload(lengths, groups, slots, kv_tokens, bound, prompt, rates), scale, steps
+        workload = Workload(
+            self.lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups),
+            groups,
+            max(round(capacity.slots * scale), 1),
+            None if capacity.kv_tokens is None else capacity.kv_tokens * scale,
+            self.max_staleness,
+            self.observed.prompt_tokens,
+            rates,
+            self.observed.interrupt_seconds,
+            self.observed.update_seconds,
+            self.training_seconds,
+        )
+        return workload, scale, steps
 
     def state_dict(self) -> dict[str, Any]:
-        plan = self.current
+        plan = self.current if self._planned is None else self._planned.result()
         return {
             "rates": self.rates.state_dict(),
-            "prompt_tokens": self.prompt_tokens,
-            "accepted": self.accepted,
-            "steps": self.steps,
-            "plan": plan and [plan.target, plan.reason, plan.consumed_tokens_per_second, plan.staleness],
+            "observed": asdict(self.observed),
+            "plan": plan and asdict(plan),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._planned = None
         if not state:
             return  # a run that goes on with N' chosen for it, and had it set before
         self.rates.load_state_dict(state["rates"])
-        self.prompt_tokens, self.accepted, self.steps = state["prompt_tokens"], state["accepted"], state["steps"]
-        self.current = Plan(*state["plan"]) if state["plan"] else None
+        self.observed = Observed(**state["observed"])
+        self.current = Plan(**state["plan"]) if state["plan"] else None

@@ -45,6 +45,10 @@ class Workload:
         max_staleness: the bound; None for no bound.
         prompt_tokens: mean length of a prompt.
         rates: what the engine's work costs.
+        interrupt_seconds: what a step costs that interrupts something.
+        update_seconds: what each weight update costs.
+        training_seconds: time of the trainer while the engine goes on: a step takes at least as long. 0 where
+            generation stands still meanwhile, for then no N' changes it.
     """
 
     lengths: Floats
@@ -54,6 +58,9 @@ class Workload:
     max_staleness: int | None
     prompt_tokens: float
     rates: EngineRates
+    interrupt_seconds: float = 0.0
+    update_seconds: float = 0.0
+    training_seconds: float = 0.0
 
     def forecast(self, target: int, steps: int, skip: int) -> Forecast:
         """Play `steps` steps with `target` groups under way, and average over all but the first `skip`."""
@@ -91,7 +98,9 @@ class Workload:
                 prompts = (ran & (before == 0)).sum() * self.prompt_tokens
                 again = before[resumed].sum() + resumed.sum() * self.prompt_tokens
                 crowded = crowded_tokens(start, start + progress, self.slots, np.array([end]))
-                seconds += self.rates.seconds(end, progress.sum(), crowded[0], read, prompts, again)
+                generation = self.rates.seconds(end, progress.sum(), crowded[0], read, prompts, again)
+                fixed = self.update_seconds + self.interrupt_seconds * bool((work > progress).any() and end > 0)
+                seconds += max(generation + fixed, self.training_seconds)
                 stale += float((version - begun[chosen]).mean())
                 sampled, depth = sampled + progress.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]

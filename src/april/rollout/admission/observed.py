@@ -1,0 +1,63 @@
+"""What the last steps were like, as far as a decision about N' rests on it: averages that follow what drifts.
+
+Invariant: a step that took no time changes no rate and no duration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from april.rollout.step import Plan, Step
+
+RECENT = 0.8
+"""What a step weighs beside the one after it, where forecasts are held against what came."""
+
+
+@dataclass(slots=True)
+class Observed:
+    """Means over the last few steps; JSON types, so that `asdict` saves them."""
+
+    steps: int = 0
+    prompt_tokens: float = 0.0
+    accepted: float = 1.0
+    """Share of the complete groups that were trained on."""
+    step_seconds: float = 0.0
+    interrupt_seconds: float = 0.0
+    update_seconds: float = 0.0
+    seconds_since_plan: float = 0.0
+    synchronous: int = 0
+    """Steps in a row with as many groups under way as a step trains on."""
+    promised: float = 0.0
+    """Tokens that were forecast for recent steps, in the time that they took."""
+    brought: float = 0.0
+    """Tokens that they brought, without those of groups that were turned away."""
+
+    def step(self, step: Step, prompt_tokens: float, plan: Plan | None) -> None:
+        """Learn from a step that is over, and that `plan` was made for."""
+        self.prompt_tokens = self._mean(self.prompt_tokens, prompt_tokens)
+        self.accepted = self._mean(self.accepted, len(step.groups) / (len(step.groups) + len(step.rejections)))
+        self.step_seconds = self._mean(self.step_seconds, step.seconds)
+        if step.update_seconds is not None:
+            seen = self.update_seconds
+            self.update_seconds = self._mean(seen, step.update_seconds) if seen else step.update_seconds
+        if step.interrupted_at is not None:
+            interrupt = max(step.seconds - step.reward_wait_seconds - step.interrupted_at, 0.0)
+            seen = self.interrupt_seconds
+            self.interrupt_seconds = self._mean(seen, interrupt) if seen else interrupt
+        self.seconds_since_plan += step.seconds
+        self.synchronous = self.synchronous + 1 if step.target == len(step.groups) else 0
+        if plan is not None and plan.consumed_tokens_per_second is not None:
+            seconds = step.seconds + (step.update_seconds or 0.0)
+            self.promised = RECENT * self.promised + plan.consumed_tokens_per_second * seconds
+            self.brought = RECENT * self.brought + step.sampled_tokens * self.accepted
+        self.steps += 1
+
+    def _mean(self, before: float, now: float) -> float:
+        return before + (now - before) / (4 if self.steps else 1)
+
+    @property
+    def off(self) -> float:
+        """How many times more, or less, recent steps brought than was forecast; 1 until a few were seen."""
+        if self.steps < 5 or not self.promised or not self.brought:
+            return 1.0
+        return max(self.promised / self.brought, self.brought / self.promised)
