@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from april.simulation.cost_model import CostModel
+
 RECIPE = """
 [model]
-path = "someone/some-model"
+path = "Qwen/Qwen3-8B"
 [task]
 kind = "reasoning_gym"
 name = "gcd"
@@ -104,11 +106,41 @@ def test_gpus_that_only_train_leave_the_engines_fewer_gpus_and_more_kv_cache(tmp
     assert two["rollout_seconds"] > one["rollout_seconds"], "and half of them generate"
 
 
+def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_path: Path) -> None:
+    CostModel(slots=4, kv_tokens=10_000, decode_batches=(1, 4), decode_seconds=(0.01, 0.012)).save(tmp_path / "c.json")
+    run = tmp_path / "run"
+    run.mkdir()
+    rollout = {"n_samples_per_prompt": 2, "max_response_length": 2000, "rollout_batch_size": 4}
+    (run / "recipe.json").write_text(json.dumps({"rollout": rollout}))
+    (run / "summary.json").write_text(json.dumps({"train_seconds": 3.0, "consumed_tokens": 6_000_000}))
+    steps = [{"step": i, "lengths": [10, 12, 900, 1000, 30, 40, 20, 22], "truncated": [False] * 8} for i in range(20)]
+    (run / "trace.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    done = april(tmp_path, "--cost-model", "c.json", "--lengths-from", "run", "--steps", "12", "--warm-up", "4")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "runs/simulation/simulation.html").read_text()
+    for text in (done.stdout, page):
+        assert "1 engine as in c.json" in text
+        assert "lengths of run" in text
+        assert not {"h100", "GPU", "GPUs", "cost"} & set(text.split())
+    assert "Training takes 0.5 s for a million tokens, as it did in run." in " ".join(done.stdout.split())
+    document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+    assert document["recommended"]["cost_per_million_tokens"] is None
+    assert not document["hint"]
+
+    short = april(tmp_path, "--cost-model", "c.json", "--max-response-length", "64", "--steps", "4", "--warm-up", "1")
+    assert "of the responses reach max_response_length = 64 and are cut off there" in " ".join(short.stdout.split())
+    assert "Training is left out" in short.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--workload", "lite"), "--workload lite: there are light, lognormal"),
         (("--gpus", "0"), "--gpus 0: must be positive"),
+        (("--model.path", "someone/some-model"), "its shape is not known here: name a directory"),
+        (("--workload", "light", "--lengths-from", "run"), "--workload and --lengths-from: choose one"),
+        (("--lengths-from", "nowhere"), "nowhere: no recipe.json of a run there"),
+        (("--cost-model", "c.json", "--price", "2"), "are those of GPUs: name them by --hardware"),
         (("--gpus", "1"), "131 GB for its part of the trainer's state and does not fit a h100"),
         (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
         (("--warm-up", "40"), "--warm-up 40"),

@@ -8,18 +8,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 
 from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.simulation import hardware
+from april.simulation.cluster import Cluster, gpu_cluster
 from april.simulation.cost_model import CostModel, CostModelError
-from april.simulation.page import print_points, simulation_page
-from april.simulation.plan import Cluster, Point, advice, arms, explore, recommended
-from april.simulation.workload import WORKLOADS
+from april.simulation.hardware import GPUS, MODELS
+from april.simulation.model_shape import shape_of
+from april.simulation.page import PRICED, print_points, simulation_page
+from april.simulation.plan import Point, advice, arms, cut_off, explore, recommended, workload_of
+from april.simulation.recorded import Recorded, read_recorded
+from april.simulation.workload import WORKLOADS, Workload
 
 
 @dataclass(kw_only=True)
@@ -28,26 +31,32 @@ class Options:
     a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
     smallest N' that comes within 3 % of the best.
 
-    Engines and training share the GPUs and take turns (colocated), or have GPUs of their own (--training-gpus). Costs
-    come from a roofline of GPU and model, or from a measurement: --cost-model takes a file that april calibrate
-    wrote."""
+    What an engine's work costs comes from a measurement (--cost-model takes a file that april calibrate wrote), or from
+    a roofline of a GPU and the recipe's own model. How long responses are comes from a run (--lengths-from), or is one
+    of a few named shapes (--workload). Engines and training share the GPUs and take turns, or have GPUs of their own
+    (--training-gpus)."""
 
-    gpus: int = 8
-    """GPUs in all, one engine on each that is not set aside for training."""
+    cost_model: Path | None = None
+    """What an engine's work costs, slots included, as april calibrate measured it."""
+    lengths_from: Path | None = None
+    """The directory of a run, whose response lengths are taken, and its training time where no hardware is named."""
+    workload: str | None = None
+    """How long responses are: light, lognormal, heavy, bimodal, truncated, drifting or group-correlated. Unset:
+    lognormal."""
+    prompt_tokens: int = 200
+    """Median prompt length."""
+    hardware: Literal["h100", "h200", "mi300x"] | None = None
+    """The GPU. Unset: an h100, or with a cost model none."""
+    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] | None = None
+    """Another model's shape than that of the recipe's own."""
+    gpus: int | None = None
+    """GPUs in all, with one engine on each that is not set aside for training. Unset: 8, or with a cost model as many
+    as the recipe has engines."""
     training_gpus: int = 0
     """GPUs that only train, while the engines wait; their memory leaves the engines more room for KV caches. 0: the
     GPUs take turns."""
-    hardware: Literal["h100", "h200", "mi300x"] = "h100"
-    """The GPU."""
-    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] = "qwen3-8b"
-    """The model's shape."""
-    cost_model: Path | None = None
-    """A measured cost model, slots included, in place of the roofline's. Training time still comes from hardware and
-    model."""
-    workload: str = "lognormal"
-    """How long responses are: light, lognormal, heavy, bimodal, truncated, drifting or group-correlated."""
-    price: float = 2.0
-    """Of a GPU for an hour."""
+    price: float | None = None
+    """Of a GPU for an hour, to see what a million tokens cost."""
     steps: int = 40
     """Steps to simulate of each setting."""
     warm_up: int = 10
@@ -56,67 +65,119 @@ class Options:
     """Where simulation.html and simulation.json are written."""
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "price", "steps"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be positive")
-        if not 0 <= self.training_gpus < self.gpus:
-            raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {self.gpus}")
+        for name in ("gpus", "price", "steps", "prompt_tokens"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
+        if not 0 <= self.training_gpus < (gpus := self.gpus or 8):
+            raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {gpus}")
         if not 0 <= self.warm_up < self.steps:
             raise ConfigError(f"--warm-up {self.warm_up}: must leave at least one of --steps {self.steps}")
-        if self.workload not in WORKLOADS:
+        if self.workload is not None and self.workload not in WORKLOADS:
             raise ConfigError(f"--workload {self.workload}: there are {', '.join(WORKLOADS)}")
+        if self.workload is not None and self.lengths_from is not None:
+            raise ConfigError("--workload and --lengths-from: choose one")
+        if self.cost_model is not None and self.hardware is None and (self.price or self.training_gpus):
+            raise ConfigError("--price and --training-gpus are those of GPUs: name them by --hardware")
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """All that a simulation goes by."""
+
+    recipe: Recipe
+    cluster: Cluster
+    workload: Workload
+    recorded: Recorded | None
+    options: Options
+
+    @property
+    def hint(self) -> str:
+        """What makes its figures say little; "" for nothing."""
+        return cut_off(workload_of(self.recipe, self.workload))
+
+    @property
+    def subtitle(self) -> str:
+        rollout = self.recipe.rollout
+        lengths = f"lengths of {self.workload.name}" if self.recorded else f"{self.workload.name} lengths"
+        return f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples, {lengths}"
+
+    @property
+    def assumptions(self) -> str:
+        """What the figures rest on, in plain sentences."""
+        cost, price = self.cluster.cost, self.options.price
+        return " ".join(
+            (
+                f"Costs: {cost.source or self.options.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of "
+                "KV cache an engine.",
+                f"{self._lengths}, cut off at {self.recipe.rollout.max_response_length:,} tokens; prompts of "
+                f"{self.options.prompt_tokens:,} tokens in the middle.",
+                self.cluster.training,
+                *([f"A GPU costs {price:g} an hour."] if price else []),
+            )
+        )
+
+    @property
+    def _lengths(self) -> str:
+        if self.recorded is None:
+            return f"Lengths: the workload {self.workload.name}"
+        unknown = f", {self.recorded.truncated:.0%} of them cut off there" if self.recorded.truncated else ""
+        return f"Lengths: the {len(self.workload.observed):,} responses of {self.workload.name}{unknown}"
 
 
 def run(args: list[str]) -> int:
     """`april simulate RECIPE [OPTIONS] [FLAGS OF april train]`."""
     path, options, flags = read_options(Options, "april simulate", args)
-    recipe = read_recipe([path, "--model.path", options.model, *flags], "april simulate")
+    recipe = read_recipe([path, *flags], "april simulate")
     try:
-        cluster = cluster_of(options, recipe)
+        simulation = simulation_of(recipe, options)
         ready_for_output(options.output)
-        points = _explore(recipe, options, cluster)
+        points = _explore(simulation)
     except (CostModelError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    title = f"{Path(path).stem}: {options.model} on {options.gpus} × {options.hardware}"
-    _write(title, recipe, options, cluster, points, args)
+    _write(f"{Path(path).stem}: {simulation.cluster.name}", simulation, points, args)
     return 0
 
 
-def cluster_of(options: Options, recipe: Recipe) -> Cluster:
-    """What the recipe is simulated on.
+def simulation_of(recipe: Recipe, options: Options) -> Simulation:
+    """What the recipe is simulated on, and with which lengths.
 
     Raises:
-        CostModelError: the file holds no cost model.
-        ValueError: model and trainer do not fit the GPUs.
+        CostModelError, ValueError: a file holds no cost model or no run, or a model does not fit its GPUs.
     """
-    gpu, shape = hardware.GPUS[options.hardware], hardware.MODELS[options.model]
-    training = hardware.training_seconds_per_token(gpu, shape, options.training_gpus or options.gpus)
-    return Cluster(
-        gpus=options.gpus,
-        engines=options.gpus - options.training_gpus,
-        cost=_cost(options, recipe),
-        train_token_seconds=training,
+    recorded = None if options.lengths_from is None else read_recorded(options.lengths_from)
+    workload = recorded.workload if recorded else WORKLOADS[options.workload or "lognormal"]
+    cluster = _cluster(recipe, options)
+    if recorded and recorded.train_token_seconds and not cluster.gpus:
+        cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
+    lengths = dataclasses.replace(workload, prompt_tokens=options.prompt_tokens)
+    return Simulation(recipe, cluster, lengths, recorded, options)
+
+
+def _cluster(recipe: Recipe, options: Options) -> Cluster:
+    measured = None if options.cost_model is None else CostModel.load(options.cost_model)
+    if measured is not None and options.hardware is None:
+        engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
+        name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
+        return Cluster(name=name, engines=engines, cost=measured)
+    return gpu_cluster(
+        GPUS[options.hardware or "h100"],
+        MODELS[options.model] if options.model else shape_of(recipe.model.path),
+        options.gpus or 8,
+        slots=recipe.engine.max_running,
+        training_gpus=options.training_gpus,
+        lora=bool(recipe.lora.rank),
         price=options.price,
+        measured=measured,
     )
 
 
-def _cost(options: Options, recipe: Recipe) -> CostModel:
-    gpu, shape = hardware.GPUS[options.hardware], hardware.MODELS[options.model]
-    state = hardware.LORA_TRAINER_BYTES if recipe.lora.rank else hardware.TRAINER_BYTES
-    if options.training_gpus:
-        hardware.check_trainer(gpu, shape, options.training_gpus, state)
-    if options.cost_model is not None:
-        return CostModel.load(options.cost_model)
-    given, shared = hardware.Roofline(slots=recipe.engine.max_running), 0 if options.training_gpus else options.gpus
-    return hardware.roofline(gpu, shape, given, trainer_gpus=shared, trainer_bytes=state)
-
-
-def _explore(recipe: Recipe, options: Options, cluster: Cluster) -> list[Point]:
+def _explore(simulation: Simulation) -> list[Point]:
     """Every setting, simulated while one watches."""
     points: list[Point] = []
+    recipe, options = simulation.recipe, simulation.options
     console, count = Console(stderr=True), len(arms(recipe))
     with console.status(f"0 of {count} settings simulated") as status:
-        for point in explore(recipe, WORKLOADS[options.workload], cluster, options.steps, options.warm_up):
+        for point in explore(recipe, simulation.workload, simulation.cluster, options.steps, options.warm_up):
             points.append(point)
             rate = f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s"
             done = f"{len(points)} of {count} settings simulated; {rate}"
@@ -126,40 +187,24 @@ def _explore(recipe: Recipe, options: Options, cluster: Cluster) -> list[Point]:
     return points
 
 
-def _write(
-    title: str, recipe: Recipe, options: Options, cluster: Cluster, points: Sequence[Point], args: Sequence[str]
-) -> None:
+def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Sequence[str]) -> None:
     """Print the table and the recommendation, and write both with what they rest on."""
-    rollout, chosen = recipe.rollout, recommended(points)
-    subtitle = (
-        f"{rollout.rollout_batch_size} prompts × {rollout.n_samples_per_prompt} samples, {options.workload} lengths"
-    )
-    assumptions, hint = _assumptions(recipe, options, cluster), advice(chosen)
-    page = simulation_page(title, subtitle, points, chosen, f"{hint} {assumptions}".strip())
-    (options.output / "simulation.html").write_text(page, encoding="utf-8")
-    document = {
+    chosen, output = recommended(points), simulation.options.output
+    hint = " ".join(filter(None, (simulation.hint, advice(chosen))))
+    page = simulation_page(title, simulation.subtitle, points, chosen, hint, simulation.assumptions)
+    (output / "simulation.html").write_text(page, encoding="utf-8")
+    document: dict[str, Any] = {
         "command": " ".join(["april", "simulate", *args]),
-        "assumptions": assumptions,
-        "cost_model": dataclasses.asdict(cluster.cost),
+        "assumptions": simulation.assumptions,
+        "hint": hint,
+        "cost_model": dataclasses.asdict(simulation.cluster.cost),
         "settings": [point.to_dict() for point in points],
         "recommended": chosen.to_dict(),
     }
-    (options.output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
-    print(f"{title}\n{subtitle}")
+    (output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
+    print(f"{title}\n{simulation.subtitle}")
     print_points(points, chosen)
-    said = f"\n{assumptions}\n\nTokens per second of rollout; cost of a million consumed tokens, training included."
-    for line in (said, f"recommended: {chosen.name}", hint):
-        if line:
-            Console().print(line, markup=False, highlight=False)
-    print(f"written: {options.output / 'simulation.html'}")
-
-
-def _assumptions(recipe: Recipe, options: Options, cluster: Cluster) -> str:
-    cost = cluster.cost
-    place = f"{options.training_gpus} GPUs of its own" if options.training_gpus else "the same GPUs"
-    return (
-        f"Costs: {cost.source or options.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of KV cache an "
-        f"engine. Lengths: the workload {options.workload}, cut off at {recipe.rollout.max_response_length:,} tokens. "
-        f"Training takes {cluster.train_token_seconds * 1e6:.3g} s for a million tokens and alternates with rollouts, "
-        f"on {place}. A GPU costs {options.price:g} an hour."
-    )
+    rates = f"Tokens per second of rollout{PRICED if simulation.options.price else ''}."
+    for line in ("", rates, simulation.assumptions, hint and f"\n{hint}", f"\nrecommended: {chosen.name}"):
+        Console().print(line, markup=False, highlight=False)
+    print(f"written: {output / 'simulation.html'}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console
@@ -13,7 +13,7 @@ from april.reporting.formats import compact, percent, seconds
 from april.reporting.html import Section, Tile, page, row
 from april.simulation.plan import Point
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Point], str]] = {
     "consumed/s": lambda p: f"{p.consumed_tokens_per_second:,.0f}",
     "generated/s": lambda p: f"{p.generated_tokens_per_second:,.0f}",
     "step": lambda p: seconds(p.step_seconds),
@@ -21,28 +21,34 @@ COLUMNS = {
     "stale": lambda p: f"{p.mean_staleness:.2f}",
     "p99": lambda p: f"{p.p99_staleness:.0f}",
     "KV": lambda p: f"{p.peak_kv:.1%}",
-    "cost": lambda p: compact(p.cost_per_million_tokens),
+    "cost": lambda p: "" if p.cost_per_million_tokens is None else compact(p.cost_per_million_tokens),
 }
+"""What is said of a setting; its cost only if GPUs have a price."""
+PRICED = "; cost of a million consumed tokens, training included"
 
 
 def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
     """A line for each setting; 80 columns are enough."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for column in COLUMNS:
+    columns = _columns(chosen)
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for point in points:
-        cells = [cell(point) for cell in COLUMNS.values()]
+        cells = [cell(point) for cell in columns.values()]
         table.add_row(point.name, *cells, style="bold green" if point is chosen else "")
     (console or Console()).print(table)
 
 
-def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: Point, assumptions: str) -> str:
+def simulation_page(
+    title: str, subtitle: str, points: Sequence[Point], chosen: Point, hint: str, assumptions: str
+) -> str:
     """The page: the frontier of throughput against staleness, what goes with it, and every figure.
 
     Args:
         points: synchronous first.
         chosen: the one recommended.
+        hint: what to think of them, or to change; "" for nothing.
         assumptions: what the figures rest on, in plain sentences.
     """
     synchronous, *partial = points
@@ -52,7 +58,7 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
         Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
         Tile("Consumed tokens/s", compact(chosen.consumed_tokens_per_second), f"{gain:+.0%} to synchronous"),
         Tile("Mean staleness", f"{chosen.mean_staleness:.2f}", f"{chosen.max_staleness} updates at most"),
-        Tile("Cost of a million tokens", f"{chosen.cost_per_million_tokens:.3g}", "consumed; rollout and training"),
+        _last_tile(chosen),
     ]
     stale = Axis(
         [p.mean_staleness for p in partial],
@@ -79,6 +85,7 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
         subtitle,
         tiles,
         [
+            *([Section("Before you trust this", "", hint)] if hint else []),
             Section(
                 "Throughput against staleness",
                 frontier,
@@ -90,13 +97,25 @@ def simulation_page(title: str, subtitle: str, points: Sequence[Point], chosen: 
                 "Every figure",
                 _table(points, chosen),
                 "Consumed and generated tokens per second of rollout; seconds a step, training included; slots that "
-                "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used; cost of a "
-                f"million consumed tokens. In bold: {chosen.name}, the recommended setting.",
+                "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used"
+                f"{PRICED if 'cost' in _columns(chosen) else ''}. In bold: {chosen.name}, the recommended setting.",
             ),
             Section("What this rests on", "", assumptions),
         ],
-        "Written by april simulate. Simulated, not measured: a cost model of april calibrate comes nearer.",
+        "Written by april simulate. Simulated in virtual time, not measured.",
     )
+
+
+def _columns(chosen: Point) -> dict[str, Callable[[Point], str]]:
+    return {
+        name: cell for name, cell in COLUMNS.items() if name != "cost" or chosen.cost_per_million_tokens is not None
+    }
+
+
+def _last_tile(chosen: Point) -> Tile:
+    if chosen.cost_per_million_tokens is None:
+        return Tile("A step", seconds(chosen.step_seconds), f"{seconds(chosen.rollout_seconds)} of it rollouts")
+    return Tile("Cost of a million tokens", f"{chosen.cost_per_million_tokens:.3g}", "consumed; rollout and training")
 
 
 def _rates(points: Sequence[Point], automatic: bool) -> list[float | None]:
@@ -109,10 +128,11 @@ def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
 
 
 def _table(points: Sequence[Point], chosen: Point) -> str:
-    head = "".join(f"<th>{column}</th>" for column in ("", *COLUMNS))
+    columns = _columns(chosen)
+    head = "".join(f"<th>{column}</th>" for column in ("", *columns))
     rows = (
         f"<tr class='{'chosen' * (point is chosen)}'><td>{point.name}</td>"
-        f"{''.join(f'<td>{cell(point)}</td>' for cell in COLUMNS.values())}</tr>"
+        f"{''.join(f'<td>{cell(point)}</td>' for cell in columns.values())}</tr>"
         for point in points
     )
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'

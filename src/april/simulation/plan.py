@@ -14,36 +14,19 @@ from typing import Any
 import numpy as np
 
 from april.config.recipe import Recipe
-from april.simulation.cost_model import CostModel
+from april.simulation.cluster import Cluster
 from april.simulation.run import Outcome, simulate
 from april.simulation.workload import Workload
 
 GOOD_ENOUGH = 0.97
+CUT = 0.5
+"""A share of responses that reach the budget, above which their own lengths hardly matter."""
 EMPTY = 0.1
 """A share of slots that decode, below which a cluster is far too large for a recipe."""
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Values of N' / N that are tried, as far as the staleness bound allows them."""
 
 SYNCHRONOUS, AUTOMATIC = "synchronous", "automatic"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cluster:
-    """What a recipe is simulated on.
-
-    Args:
-        gpus: in all.
-        engines: on a GPU each; the other GPUs only train.
-        cost: of one engine.
-        train_token_seconds: training time for each consumed token, over all GPUs that train, while the engines wait.
-        price: of a GPU for an hour; any currency.
-    """
-
-    gpus: int
-    engines: int
-    cost: CostModel
-    train_token_seconds: float
-    price: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +49,12 @@ class Point:
     off_policy_token_share: float
     peak_kv: float
     preemptions: int
-    cost_per_million_tokens: float
-    """Rollout, weight update and training, for a million consumed tokens."""
+    cost_per_million_tokens: float | None
+    """Rollout, weight update and training, for a million consumed tokens; None if GPUs have no price."""
 
     @classmethod
     def of(cls, outcome: Outcome, cluster: Cluster, name: str) -> Point:
-        steps = len(outcome.counted)
+        steps, hourly = len(outcome.counted), cluster.price and cluster.price * cluster.gpus
         tokens = sum(step.consumed_tokens for step in outcome.counted)
         return cls(
             name=name,
@@ -89,7 +72,7 @@ class Point:
             off_policy_token_share=outcome.off_policy_token_share,
             peak_kv=outcome.peak_kv,
             preemptions=outcome.preemptions,
-            cost_per_million_tokens=1e6 * outcome.seconds / tokens * cluster.gpus * cluster.price / 3600,
+            cost_per_million_tokens=None if hourly is None else 1e6 * outcome.seconds / tokens * hourly / 3600,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,8 +125,8 @@ def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, war
             warm_up=warm_up,
             on_update=recipe.engine.on_update,
             train_token_seconds=cluster.train_token_seconds,
-            # A tenth of a second is far below what a step takes, and lets a large cluster's events come together.
-            resolution=0.0 if cluster.engines == 1 else 0.1,
+            # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
+            resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),
             seed=recipe.training.seed,
             **chosen,
         )
@@ -167,6 +150,18 @@ def advice(chosen: Point) -> str:
     if chosen.occupancy >= EMPTY:
         return ""
     return (
-        f"The recipe's steps are small for so many GPUs: with {chosen.name}, {chosen.occupancy:.1%} of the engines' "
-        "slots decode. Try fewer --gpus, or a larger rollout_batch_size."
+        f"The recipe's steps are small for so many engines: with {chosen.name}, {chosen.occupancy:.1%} of their slots "
+        "decode. Try fewer --gpus, or a larger rollout_batch_size."
+    )
+
+
+def cut_off(workload: Workload) -> str:
+    """What to think of a workload that the response budget cuts off, if it does so often; a sentence."""
+    share = float((workload.sample(4096) >= workload.max_tokens).mean())
+    if share < CUT:
+        return ""
+    return (
+        f"{share:.0%} of the responses reach max_response_length = {workload.max_tokens:,} and are cut off there: so "
+        "nearly all are alike, and these figures say little about responses of other lengths. Give the lengths of a "
+        "run by --lengths-from RUN, another --workload, or a larger budget."
     )

@@ -57,10 +57,11 @@ class Workload:
         rollout_batch_size: groups of a step (N).
         n_samples_per_prompt: samples of a group (G).
         seed: of the prompts' difficulties and lengths.
+        observed: lengths that were seen, in ascending order, in place of a mixture.
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
     max_tokens: int = 16384
     correlation: float = 0.6
     drift: float = 0.0
@@ -68,17 +69,22 @@ class Workload:
     rollout_batch_size: int = 32
     n_samples_per_prompt: int = 8
     seed: int = 0
+    observed: tuple[int, ...] = ()
     _zeros: tuple[int, ...] = field(default=(0,) * 8192, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.correlation <= 1:
             raise ValueError(f"correlation = {self.correlation}: must lie in [0, 1]")
-        if self.max_tokens < 1 or not self.parts:
-            raise ValueError("a workload needs at least one part, and a response budget of at least one token")
+        if self.max_tokens < 1 or bool(self.parts) == bool(self.observed):
+            raise ValueError("a workload needs parts or observed lengths, and a response budget of at least one token")
 
     @cached_property
     def _quantiles(self) -> NDArray[np.float64]:
         """Logarithm of the length at each of the scores, shape [4801]."""
+        if self.observed:
+            shares = (np.arange(len(self.observed)) + 0.5) / len(self.observed)
+            seen: NDArray[np.float64] = np.interp(_PHI, shares, np.log(np.maximum(self.observed, 1)))
+            return seen
         total = sum(part.weight for part in self.parts)
         logs = [(math.log(p.median), p.sigma, p.weight / total) for p in self.parts]
         if len(logs) == 1:

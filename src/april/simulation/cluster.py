@@ -1,0 +1,90 @@
+"""What a recipe is simulated on: engines, what their work costs, and what training costs.
+
+Invariant: nothing is said about a GPU, a training time or a price that was neither named nor measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from april.simulation.cost_model import CostModel
+from april.simulation.hardware import (
+    GPU,
+    LORA_TRAINER_BYTES,
+    TRAINER_BYTES,
+    ModelShape,
+    Roofline,
+    check_trainer,
+    roofline,
+    training_seconds_per_token,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Engines that generate, and what trains beside them.
+
+    Args:
+        name: for people.
+        engines: on a GPU each, if there are GPUs.
+        cost: of one engine.
+        gpus: in all, those that only train included; 0 if none were named.
+        train_token_seconds: training time for each consumed token, while the engines wait; 0 leaves training out.
+        training: what that rests on, a sentence.
+        price: of a GPU for an hour, in any currency; None if none was named.
+    """
+
+    name: str
+    engines: int
+    cost: CostModel
+    gpus: int = 0
+    train_token_seconds: float = 0.0
+    training: str = "Training is left out: it was not measured, and no hardware was named."
+    price: float | None = None
+
+    def trained_as_in(self, run: str, token_seconds: float) -> Cluster:
+        """The same with the training time that a run had."""
+        sentence = f"Training takes {_million(token_seconds)}, as it did in {run}."
+        return replace(self, train_token_seconds=token_seconds, training=sentence)
+
+
+def gpu_cluster(
+    gpu: GPU,
+    shape: ModelShape,
+    gpus: int,
+    *,
+    slots: int,
+    training_gpus: int = 0,
+    lora: bool = False,
+    price: float | None = None,
+    measured: CostModel | None = None,
+) -> Cluster:
+    """GPUs that generate and train in turn, or, with `training_gpus`, some of them only train.
+
+    Args:
+        slots: samples that decode together on one GPU.
+        measured: what an engine costs, in place of the roofline.
+
+    Raises:
+        ValueError: model and trainer do not fit the GPUs.
+    """
+    state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
+    if training_gpus:
+        check_trainer(gpu, shape, training_gpus, state)
+    shared = 0 if training_gpus else gpus
+    cost = measured or roofline(gpu, shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=state)
+    seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
+    place = f"{training_gpus} GPUs of its own" if training_gpus else "the same GPUs"
+    return Cluster(
+        name=f"{shape.name} on {gpus} × {gpu.name}",
+        engines=gpus - training_gpus,
+        cost=cost,
+        gpus=gpus,
+        train_token_seconds=seconds,
+        training=f"Training takes {_million(seconds)} and alternates with rollouts, on {place}.",
+        price=price,
+    )
+
+
+def _million(token_seconds: float) -> str:
+    return f"{token_seconds * 1e6:.3g} s for a million tokens"

@@ -1,0 +1,55 @@
+"""The shape of the recipe's own model: from its config.json, or by the name it has on the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from april.simulation.hardware import MODELS, ModelShape
+
+HUB = {"deepseek-r1-distill-qwen-1.5b": "r1-distill-1.5b"}
+"""Names on the hub that differ from ours by more than upper case."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def shape_of(path: str) -> ModelShape:
+    """The shape of the model at `path`, a directory or a hub name.
+
+    Raises:
+        ValueError: it is not known, or the roofline does not fit it; the message says what to do.
+    """
+    config = Path(os.path.expanduser(path)) / "config.json"
+    if config.is_file():
+        return _from_config(config, json.loads(config.read_text()))
+    name = path.rpartition("/")[2].lower()
+    if (shape := MODELS.get(HUB.get(name, name))) is None:
+        raise ValueError(
+            f"model.path = {path!r}: its shape is not known here: name a directory that holds it, or a like one by "
+            f"--model ({', '.join(MODELS)})"
+        )
+    return shape
+
+
+def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
+    if any(config.get(name) for name in EXPERTS):
+        raise ValueError(
+            f"{path}: a mixture of experts; costs are computed for dense models: measure it (--cost-model)"
+        )
+    try:
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return ModelShape(
+            name=path.parent.name,
+            layers=config["num_hidden_layers"],
+            hidden=hidden,
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or hidden // heads,
+            vocabulary=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings", True)),
+        )
+    except KeyError as error:
+        raise ValueError(f"{path}: no {error} there: name a like model by --model ({', '.join(MODELS)})") from None

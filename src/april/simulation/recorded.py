@@ -1,0 +1,71 @@
+"""A run's own response lengths, as a workload."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from april.reporting.trace import read_trace
+from april.rollout.admission.lengths import LengthModel
+from april.simulation.workload import Workload
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run brought, as far as another one is simulated from it.
+
+    Args:
+        workload: its response lengths, and how alike those of one group are.
+        truncated: share of the responses that its budget cut off, whose own length nobody knows.
+        train_token_seconds: training time for each consumed token; None if the run has no summary.
+    """
+
+    workload: Workload
+    truncated: float
+    train_token_seconds: float | None
+
+
+def read_recorded(run: Path) -> Recorded:
+    """The responses that the run in `run` was trained on, all steps together.
+
+    Raises:
+        ValueError: no run is there, or none of its steps was recorded.
+    """
+    try:
+        rollout = json.loads((run / "recipe.json").read_text())["rollout"]
+    except (OSError, ValueError, KeyError):
+        raise ValueError(f"{run}: no recipe.json of a run there; name the directory of a run") from None
+    steps = list(read_trace(run))
+    if not steps:
+        raise ValueError(f"{run}: no step was recorded in trace.jsonl")
+    size, budget = rollout["n_samples_per_prompt"], rollout["max_response_length"]
+    lengths = np.concatenate([step["lengths"] for step in steps]).reshape(-1, size)
+    workload = Workload(
+        str(run),
+        observed=tuple(np.sort(lengths, axis=None).tolist()),
+        max_tokens=budget,
+        correlation=_correlation(lengths, budget),
+        rollout_batch_size=rollout["rollout_batch_size"],
+        n_samples_per_prompt=size,
+    )
+    truncated = float(np.concatenate([step["truncated"] for step in steps]).mean())
+    return Recorded(workload, truncated, _training(run))
+
+
+def _correlation(lengths: np.ndarray, budget: int) -> float:
+    model = LengthModel(budget, half_life=math.inf)
+    model.observe(np.zeros(lengths.size), lengths.ravel(), np.ones(lengths.size, bool))
+    model.observe_groups(lengths)
+    return model.correlation
+
+
+def _training(run: Path) -> float | None:
+    try:
+        summary = json.loads((run / "summary.json").read_text())
+        return float(summary["train_seconds"] / summary["consumed_tokens"])
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
+        return None
