@@ -11,6 +11,7 @@ Invariants: those of `study.py`, and
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,12 +29,18 @@ from april.training.local import LocalLearner
 RATES = (2e-5, 3.5e-5, 6e-5, 1e-4, 1.7e-4, 3e-4, 5e-4, 9e-4)
 FIRST_RATES = slice(3, 6)
 """Of `RATES`: those that are tried in any case."""
+EQUAL = 0.01
+"""Rates whose mean final accuracy is this close to the highest are equally good; the lowest of them is the best."""
 HIGH = 3
 """The high rate, in best rates of the synchronous arm."""
 
 ARMS: dict[str, dict[str, Any]] = {
     "synchronous": {"rollout.partial_rollout": False, "rollout.over_sampling_batch_size": 8},
     "partial": {},
+    "ess": {"training.ess_learning_rate": True},
+    "dppo": {"algorithm.correction": "dppo"},
+    "opsm": {"algorithm.correction": "opsm"},
+    "a3po": {"algorithm.correction": "a3po"},
 }
 """What each arm sets in a recipe of partial rollouts at N' = 2 N."""
 
@@ -116,7 +123,8 @@ def candidates(arm: str, records: Sequence[Record]) -> tuple[list[float], float 
     """The rates to try by what is known, and the best of them if all have been tried."""
     known, rates = tried(arm, records), list(RATES[FIRST_RATES])
     while all(rate in known for rate in rates):
-        best = max(rates, key=lambda rate: (round(float(np.mean(known[rate])), 6), -rate))
+        means = {rate: float(np.mean(known[rate])) for rate in rates}
+        best = min(rate for rate in rates if means[rate] >= max(means.values()) - EQUAL)
         place = RATES.index(best)
         beyond = place - 1 if best == rates[0] else place + 1
         if rates[0] < best < rates[-1] or not 0 <= beyond < len(RATES):
@@ -173,9 +181,12 @@ def main() -> None:
         records = recorded(arguments.output)
         known = {record["key"] for record in records}
         missing = [run for run in dict.fromkeys(planned(records)) if run.key not in known]
-        if not run_cells(missing, arguments.output, 1):
+        if not missing:
             break
-        left = left and left - 1
+        ended = run_cells(missing, arguments.output, 1)
+        if not ended:
+            time.sleep(10)  # others are at what is left, and more may follow from it
+        left = None if left is None else left - ended
 
 
 if __name__ == "__main__":

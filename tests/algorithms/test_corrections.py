@@ -27,15 +27,24 @@ def batch(shape: tuple[int, int], seed: int, spread: float = 0.6) -> tuple[Tenso
     return tuple(map(torch.tensor, (logp, prox, behaviour, rng.random(shape) < 0.7, ages)))
 
 
-def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor) -> np.ndarray:
+def advantages_of(mask: Tensor) -> Tensor:
+    """One per sequence, of either sign and 0."""
+    return torch.linspace(-1, 2, len(mask), dtype=torch.float64)
+
+
+def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor) -> np.ndarray:
     """The weights with the published bounds, sample by sample; 0 for what is dropped."""
-    log_w, result = (prox - behaviour).numpy(), np.zeros(mask.shape)
+    log_w, result, a = (prox - behaviour).numpy(), np.zeros(mask.shape), advantages_of(mask).numpy()
+    new, old = logp.numpy(), behaviour.numpy()
     for i in range(len(mask)):
         tokens = trained(mask.numpy(), i)
         product = np.exp(sum(log_w[i, t] for t in tokens))
         for t in tokens:
             w = np.exp(log_w[i, t])
             mean = product ** (1 / len(tokens))
+            change = np.exp(new[i, t]) - np.exp(old[i, t])
+            fallen = sum(old[i, u] - new[i, u] for u in tokens) / len(tokens)
+            age = int(ages[i, t])
             result[i, t] = {
                 "none": 1.0,
                 "behaviour": 1.0,
@@ -45,6 +54,9 @@ def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Ten
                 "sequence": min(product, 2.0),
                 "geometric": mean if 0.99 <= mean <= 1.01 else 0.0,
                 "m2po": 1.0,
+                "dppo": 0.0 if (a[i] > 0 and change > 0.2) or (a[i] < 0 and change < -0.2) else 1.0,
+                "opsm": 0.0 if a[i] < 0 and fallen > 1e-4 else 1.0,
+                "a3po": np.exp(age / (age + 1) * (new[i, t] - old[i, t])),
             }[kind]
     if kind == "m2po":
         squares = np.where(mask, (logp - behaviour).numpy() ** 2, -1.0)
@@ -54,8 +66,7 @@ def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Ten
 
 
 def corrected_loss(kind: str, logp: Tensor, c: Correction, mask: Tensor, loss: str = "ppo_clip") -> Tensor:
-    advantages = torch.linspace(-1, 2, len(mask), dtype=torch.float64)
-    return aggregate(LOSSES[loss](logp, c.old_logprobs, advantages, c.mask).loss * c.weights, mask)
+    return aggregate(LOSSES[loss](logp, c.old_logprobs, advantages_of(mask), c.mask).loss * c.weights, mask)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,12 +77,14 @@ def corrected_loss(kind: str, logp: Tensor, c: Correction, mask: Tensor, loss: s
     spread=st.sampled_from([0.01, 0.2, 1.5]),
 )
 def test_weights_and_denominator_match_the_papers(kind: str, shape: tuple[int, int], seed: int, spread: float) -> None:
-    logp, prox, behaviour, mask, _ = batch(shape, seed, spread)
-    c = correct(kind, logp, prox, behaviour, mask)
-    wanted = expected(kind, logp, prox, behaviour, mask)
+    logp, prox, behaviour, mask, ages = batch(shape, seed, spread)
+    c = correct(kind, logp, prox, behaviour, mask, ages, advantages_of(mask))
+    wanted = expected(kind, logp, prox, behaviour, mask, ages)
     np.testing.assert_allclose(c.weights, wanted, atol=1e-9, rtol=1e-9)
     assert torch.equal(c.mask, torch.tensor(wanted > 0))
-    assert torch.equal(c.old_logprobs, behaviour if kind in ("behaviour", "m2po") else prox)
+    if kind == "a3po":
+        prox = behaviour + ages / (ages + 1) * (logp - behaviour)
+    torch.testing.assert_close(c.old_logprobs, behaviour if kind in ("behaviour", "m2po", "dppo", "opsm") else prox)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,7 +92,7 @@ def test_weights_and_denominator_match_the_papers(kind: str, shape: tuple[int, i
 @given(shape=st.tuples(st.integers(1, 4), st.integers(0, 6)), seed=st.integers(0, 2**16))
 def test_on_policy_every_correction_is_the_identity(kind: str, shape: tuple[int, int], seed: int) -> None:
     logp, _, _, mask, ages = batch(shape, seed)
-    c = correct(kind, logp, logp, logp, mask, ages)
+    c = correct(kind, logp, logp, logp, mask, ages, advantages_of(mask))
     assert torch.equal(c.weights, mask.double())
     assert torch.equal(c.mask, mask)
     assert torch.equal(c.old_logprobs, logp)
@@ -90,12 +103,15 @@ def test_on_policy_every_correction_is_the_identity(kind: str, shape: tuple[int,
 @STEADY
 @given(shape=st.tuples(st.integers(1, 4), st.integers(0, 6)), seed=st.integers(0, 2**16))
 def test_with_one_version_all_forms_agree(loss: str, shape: tuple[int, int], seed: int) -> None:
-    _, prox, _, mask, _ = batch(shape, seed)
+    _, prox, _, mask, _ = batch(shape, seed, spread=0.002)
     moved = prox + 0.15 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tanh()
     results = []
+    fresh = torch.zeros(shape)
     for kind in KINDS:
         live = moved.clone().requires_grad_()
-        value = corrected_loss(kind, live, correct(kind, live, prox, prox, mask), mask, loss)
+        wide = {"delta": 0.2} if kind == "opsm" else {}
+        c = correct(kind, live, prox, prox, mask, fresh, advantages_of(mask), **wide)
+        value = corrected_loss(kind, live, c, mask, loss)
         value.backward()
         results.append((value.detach(), live.grad))
     for value, gradient in results[1:]:
@@ -104,8 +120,9 @@ def test_with_one_version_all_forms_agree(loss: str, shape: tuple[int, int], see
 
 
 def test_each_kind_differs_from_the_others_off_policy() -> None:
-    logp, prox, behaviour, mask, _ = batch((4, 12), 0)
-    values = {corrected_loss(kind, logp, correct(kind, logp, prox, behaviour, mask), mask).item() for kind in KINDS}
+    logp, prox, behaviour, mask, ages = batch((4, 12), 2)
+    known = logp, prox, behaviour, mask, ages, advantages_of(mask)
+    values = {corrected_loss(kind, logp, correct(kind, *known), mask).item() for kind in KINDS}
     assert len(values) == len(KINDS)
 
 
@@ -121,9 +138,9 @@ def test_decoupled_loss_is_areals_objective() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_carry_no_gradient(kind: str) -> None:
-    logp, prox, behaviour, mask, _ = batch((3, 5), 5)
+    logp, prox, behaviour, mask, ages = batch((3, 5), 5)
     tensors = [x.clone().requires_grad_() for x in (logp, prox, behaviour)]
-    c = correct(kind, *tensors, mask)
+    c = correct(kind, *tensors, mask, ages, advantages_of(mask))
     assert not c.weights.requires_grad
     assert not c.old_logprobs.requires_grad
     assert not diagnostics(c, *tensors[1:], mask).sums.requires_grad
@@ -133,19 +150,25 @@ def test_weights_carry_no_gradient(kind: str) -> None:
 def test_tokens_beyond_the_age_carry_no_gradient(kind: str) -> None:
     logp, prox, behaviour, mask, ages = batch((4, 8), 6, spread=0.01)
     live = logp.clone().requires_grad_()
-    c = correct(kind, live, prox, behaviour, mask, ages, max_age=1)
+    c = correct(kind, live, prox, behaviour, mask, ages, advantages_of(mask), max_age=1)
     for loss in LOSSES:
         live.grad = None
         corrected_loss(kind, live, c, mask, loss).backward()
         assert not live.grad[ages > 1].any()
         assert live.grad[c.mask].any()
-    assert torch.equal(c.mask, correct(kind, logp, prox, behaviour, mask).mask & (ages <= 1)) or kind == "m2po"
+    free = correct(kind, logp, prox, behaviour, mask, ages, advantages_of(mask)).mask
+    assert torch.equal(c.mask, free & (ages <= 1)) or kind == "m2po"
 
 
-def test_max_age_needs_ages() -> None:
-    logp, prox, behaviour, mask, _ = batch((2, 2), 0)
+def test_what_a_correction_looks_at_must_be_given() -> None:
+    logp, prox, behaviour, mask, ages = batch((2, 2), 0)
     with pytest.raises(ValueError, match="needs the tokens' ages"):
         correct("none", logp, prox, behaviour, mask, max_age=1)
+    with pytest.raises(ValueError, match="needs the tokens' ages"):
+        correct("a3po", logp, prox, behaviour, mask)
+    for kind in ("dppo", "opsm"):
+        with pytest.raises(ValueError, match="needs the advantages"):
+            correct(kind, logp, prox, behaviour, mask, ages)
 
 
 def test_bounds_can_be_set_and_lifted() -> None:
@@ -175,7 +198,8 @@ def test_a_second_moment_on_its_bound_is_within_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bound"), [("none", "cap"), ("behaviour", "low"), ("m2po", "high"), ("tis", "tau"), ("decoupled", "tau")]
+    ("kind", "bound"),
+    [("none", "cap"), ("behaviour", "low"), ("m2po", "high"), ("tis", "tau"), ("decoupled", "delta"), ("dppo", "cap")],
 )
 def test_a_bound_that_does_not_apply_is_a_mistake(kind: str, bound: str) -> None:
     logp, prox, behaviour, mask, _ = batch((2, 2), 0)
@@ -196,7 +220,7 @@ def test_log_ratios_of_fifty_stay_finite(kind: str, dtype: torch.dtype) -> None:
     behaviour = torch.tensor([[-50.0, 0.0, -1.0], [-50.0, -50.0, -50.0]], dtype=dtype)
     mask = torch.ones(2, 3, dtype=torch.bool)
     live = prox.clone().requires_grad_()
-    c = correct(kind, live, prox, behaviour, mask)
+    c = correct(kind, live, prox, behaviour, mask, mask.long(), advantages_of(mask))
     loss = corrected_loss(kind, live, c, mask)
     loss.backward()
     assert c.weights.isfinite().all()
@@ -217,7 +241,7 @@ def test_the_product_over_a_long_response_stays_finite_without_a_cap() -> None:
 def test_nothing_to_train_on_is_zero_not_nan(kind: str) -> None:
     live = torch.full((2, 3), float("nan"), requires_grad=True)
     nan, mask = torch.full((2, 3), float("nan")), torch.zeros(2, 3, dtype=torch.bool)
-    c = correct(kind, live, nan, nan, mask)
+    c = correct(kind, live, nan, nan, mask, mask.long(), advantages_of(mask))
     loss = corrected_loss(kind, live, c, mask)
     loss.backward()
     assert loss.item() == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from april.algorithms import ALGORITHMS
 from april.algorithms.batch import Batch
-from april.algorithms.corrections import Diagnostics
+from april.algorithms.corrections import CorrectionKind, Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
 from tests.algorithms.reference import STEADY
 from tests.training.steps import rollout
@@ -63,3 +63,38 @@ def test_sums_add_up() -> None:
     both = Sums(1.0, 2.0, 3.0, 4.0, 5, met) + Sums(1.0, 1.0, 1.0, 1.0, 1)
     assert (both.loss, both.value_loss, both.entropy, both.kl, both.tokens) == (2, 3, 4, 5, 6)
     assert both.met.metrics() == met.metrics()
+
+
+def scored(objective: Objective, seed: int) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+    """A batch with its advantages, and log-probabilities and entropies that gradient can flow to."""
+    step = rollout(seed)
+    batch = Batch.of([sample for group in step.groups for sample in group.samples], step.version)
+    rewards = torch.tensor([[sample.reward for sample in group.samples] for group in step.groups])
+    batch = objective.with_advantages(dataclasses.replace(batch, reference=batch.behaviour - 0.1), rewards)
+    noise = torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(seed))
+    return batch, (batch.behaviour + 0.1 * noise[0]).requires_grad_(), noise[1].abs().requires_grad_()
+
+
+@pytest.mark.parametrize("correction", ["behaviour", "dppo", "a3po"])
+def test_no_term_gives_gradient_to_tokens_beyond_the_age(correction: CorrectionKind) -> None:
+    algorithm = resolve("grpo", correction, {"kl_coefficient": 0.1})
+    objective = Objective(algorithm, 64, correction, {"max_age": 1}, entropy_coef=0.1)
+    batch, logp, entropy = scored(objective, 1)
+    objective.loss(batch, logp, entropy, objective.denominator(batch)).loss.backward()
+    old = batch.ages > 1
+    for gradient in (logp.grad, entropy.grad):
+        assert gradient is not None
+        assert not gradient[old].any()
+        assert gradient[batch.mask & ~old].any()
+
+
+def test_dppo_holds_every_token_to_the_policy_that_sampled_it() -> None:
+    """Also tokens that carry no signal: 0.001 (log π_θ/μ)², whose gradient is 0.002 log π_θ/μ."""
+    objective = Objective(resolve("dr_grpo", "dppo", {}), 64, "dppo")
+    batch, logp, entropy = scored(objective, 2)
+    batch = dataclasses.replace(batch, advantages=torch.zeros(len(batch)), reference=None)
+    assert objective.carrying_signal(batch) == batch.mask.any(-1).nonzero()[:, 0].tolist()
+    objective.loss(batch, logp, entropy, 1.0).loss.backward()
+    expected = 0.002 * (logp.detach() - batch.behaviour) * batch.mask
+    torch.testing.assert_close(logp.grad, expected)
+    assert resolve("grpo", "dppo", {}).eps_high == math.inf, "its choice of tokens takes the place of the clip"

@@ -107,6 +107,22 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     assert young["by_age/age_1/masked"] == young["by_age/age_2/masked"] == 1
 
 
+def test_the_learning_rate_can_follow_the_effective_sample_size() -> None:
+    def moved(ess_learning_rate: bool) -> tuple[dict[str, float], torch.Tensor]:
+        settings = recipe()
+        settings.training.ess_learning_rate = ess_learning_rate
+        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+        before = [p.detach().clone() for p in learner.model.parameters()]
+        metrics = learner.train(rollout(1), 1)
+        return metrics, torch.cat([(p - b).flatten() for p, b in zip(learner.model.parameters(), before, strict=True)])
+
+    (plain, whole), (scaled, part) = moved(False), moved(True)
+    assert plain["ess"] == scaled["ess"] < 1
+    assert plain["lr"] == 1e-3
+    assert scaled["lr"] == pytest.approx(1e-3 * math.sqrt(plain["ess"]))
+    torch.testing.assert_close(part, whole * math.sqrt(plain["ess"]), atol=1e-6, rtol=1e-3)
+
+
 def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:
     """RLOO: R - β Σ log π/π_ref of each sample, less the mean of the group's others (arXiv 2402.14740, equation 7)."""
     step, beta = rollout(1), 0.5

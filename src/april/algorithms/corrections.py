@@ -4,7 +4,7 @@ Three policies meet at each token: π_θ, being trained; π_prox, as training of
 sampled the token, whose log-probability was recorded then. w = π_prox/μ. A correction says which of them is the
 denominator of the loss's ratio, what each token's loss is multiplied by, and which tokens still count:
 
-    c = correct(kind, logp, prox, behaviour, mask, ages)
+    c = correct(kind, logp, prox, behaviour, mask, ages, advantages)
     token_loss = ppo_clip(logp, c.old_logprobs, advantages, c.mask).loss * c.weights
     loss = aggregate(token_loss, mask, mode, denominator)
 
@@ -13,7 +13,7 @@ denominator, as in the published objectives.
 
 Invariants:
 - on-policy (π_θ = π_prox = μ) every correction is the identity: weights 1, nothing masked or capped;
-- where π_prox = μ, all kinds agree (of M2PO as long as π_θ is inside its trust region);
+- where π_prox = μ, all kinds agree (of M2PO, DPPO and OPSM as long as π_θ is inside their trust regions);
 - weights carry no gradient, are finite, and are 0 wherever `Correction.mask` is False.
 """
 
@@ -31,7 +31,19 @@ from april.algorithms.ratios import at_least_float32, bounded_exp, log_ratio, se
 LARGEST_RATIO = 8.0
 """A sequence's ratio counts no more than this in the effective sample size: VCPO's cap."""
 
-CorrectionKind = Literal["none", "behaviour", "decoupled", "tis", "icepop", "sequence", "geometric", "m2po"]
+CorrectionKind = Literal[
+    "none",
+    "behaviour",
+    "decoupled",
+    "tis",
+    "icepop",
+    "sequence",
+    "geometric",
+    "m2po",
+    "dppo",
+    "opsm",
+    "a3po",
+]
 
 
 class Correction(NamedTuple):
@@ -53,11 +65,13 @@ def correct(
     behaviour: Tensor,
     mask: Tensor,
     ages: Tensor | None = None,
+    advantages: Tensor | None = None,
     *,
     cap: float | None = None,
     low: float | None = None,
     high: float | None = None,
     tau: float | None = None,
+    delta: float | None = None,
     max_age: int | None = None,
 ) -> Correction:
     """The correction named `kind`, with the bounds that the catalogue publishes for it. `max_age` goes with each.
@@ -75,36 +89,47 @@ def correct(
     - "m2po": ratio π_θ/μ; the tokens with the largest (log π_θ/μ)² are dropped until its mean over the batch is at
       most `tau`, 0.04. M2PO, arXiv 2510.01161: it takes the place of the clip (ε_low = ε_high = inf). The choice is
       made over the tensors given: pass the whole batch, not a micro-batch.
+    - "dppo": ratio π_θ/μ; a token is dropped if A > 0 and π_θ - μ > delta, or A < 0 and π_θ - μ < -delta, delta 0.2.
+      DPPO-Binary-TV, arXiv 2602.04879: it takes the place of the clip. Its loss also has `CorrectionRule.pull`.
+    - "opsm": ratio π_θ/μ; a sequence is dropped if A < 0 and its mean of log μ/π_θ is above delta, 1e-4. Off-policy
+      sequence masking, DeepSeek-V3.2.
+    - "a3po": decoupled with log π_prox = log μ + α log π_θ/μ, α = age / (age + 1), which needs no forward pass.
+      A-3PO, arXiv 2512.06547. α is the share of the updates since μ that came before this step's; `prox` is not looked
+      at.
 
     Args:
-        logp: log π_θ of each token, [B, T]; only "m2po" looks at it. At the start of a step it is `prox`.
+        logp: log π_θ of each token, [B, T]; "m2po", "dppo", "opsm" and "a3po" look at it. At the start of a step it is
+            `prox`.
         prox: log π_prox of each token, [B, T].
         behaviour: log μ of each token, [B, T].
         mask: True for trained policy tokens, [B, T].
         ages: policy versions between the one that sampled a token and the one training starts from, [B, T].
+        advantages: one per sequence, [B], or one per token, [B, T]; "dppo" and "opsm" look at them.
         cap: weights above are cut down to it; None is the kind's own, inf is none.
         low: tokens (or sequences) with a smaller weight are dropped; None is the kind's own, 0 is none.
         high: tokens (or sequences) with a larger weight are dropped; None is the kind's own, inf is none.
         tau: bound of the second moment; None is the kind's own.
+        delta: how far π_θ may have moved from μ; None is the kind's own.
         max_age: tokens older than this carry no gradient; None is no limit. Their samples' rewards still count in
             the advantages of the others.
 
     Raises:
-        ValueError: an unknown kind; a bound that the kind does not have; `max_age` without `ages`.
+        ValueError: an unknown kind; a bound that the kind does not have; `max_age` or "a3po" without `ages`; "dppo" or
+            "opsm" without `advantages`.
     """
     if kind not in CORRECTIONS:
         raise ValueError(f"correction = {kind!r}: must be one of {', '.join(get_args(CorrectionKind))}")
     rule = CORRECTIONS[kind]
-    given = {"cap": cap, "low": low, "high": high, "tau": tau}
+    given = {"cap": cap, "low": low, "high": high, "tau": tau, "delta": delta}
     for name, value in given.items():
         if value is not None and name not in rule.bounds:
             raise ValueError(f'correction "{kind}" has no {name}: {", ".join(rule.bounds) or "no bound"} applies to it')
     bounds = rule.bounds | {name: value for name, value in given.items() if value is not None}
-    kept = mask
-    if max_age is not None:
-        if ages is None:
-            raise ValueError("max_age needs the tokens' ages")
-        kept = kept & (ages <= max_age)
+    kept = recent(mask, ages, max_age)
+    if rule.interpolated:
+        prox = _interpolated(logp, behaviour, ages)
+    if rule.trust is not None:
+        kept = kept & ~_moved_too_far(rule.trust, logp, behaviour, mask, advantages, bounds["delta"])
     if "tau" in bounds:
         kept = _inside_second_moment(log_ratio(logp, behaviour, mask).square(), kept, bounds["tau"])
     weights = _weights(rule.level, log_ratio(prox, behaviour, mask), mask)
@@ -115,6 +140,40 @@ def correct(
         capped = kept & (weights > bounds["cap"])
         weights = weights.clamp(max=bounds["cap"])
     return Correction(old.detach(), weights.masked_fill(~kept, 0.0), kept, capped)
+
+
+def recent(mask: Tensor, ages: Tensor | None, max_age: int | None) -> Tensor:
+    """The tokens of `mask` that are not older than `max_age`, [B, T]; all of them if it is None.
+
+    Raises:
+        ValueError: there is a `max_age` and no `ages`.
+    """
+    if max_age is None:
+        return mask
+    if ages is None:
+        raise ValueError("max_age needs the tokens' ages")
+    return mask & (ages <= max_age)
+
+
+def _interpolated(logp: Tensor, behaviour: Tensor, ages: Tensor | None) -> Tensor:
+    if ages is None:
+        raise ValueError('correction "a3po" needs the tokens\' ages')
+    logp, behaviour = at_least_float32(logp), at_least_float32(behaviour)
+    ages = ages.to(logp.dtype)
+    return behaviour + ages / (ages + 1) * (logp - behaviour)
+
+
+def _moved_too_far(
+    what: str, logp: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor | None, delta: float
+) -> Tensor:
+    """Tokens that have moved, or whose sequence has, by more than `delta` the way their advantage pushes, [B, T]."""
+    if advantages is None:
+        raise ValueError("this correction needs the advantages")
+    a = advantages if advantages.dim() == 2 else advantages[:, None]
+    if what == "sequence":
+        return (a < 0) & (-sequence_mean(log_ratio(logp, behaviour, mask), mask)[:, None] > delta)
+    change = at_least_float32(logp).exp() - at_least_float32(behaviour).exp()
+    return (a > 0) & (change > delta) | (a < 0) & (change < -delta)
 
 
 def _weights(level: str | None, log_w: Tensor, mask: Tensor) -> Tensor:

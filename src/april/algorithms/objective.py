@@ -21,9 +21,10 @@ from torch import Tensor
 from april.algorithms import advantages as estimators
 from april.algorithms.batch import Batch
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algorithm
-from april.algorithms.corrections import Correction, CorrectionKind, Diagnostics, correct, diagnostics
+from april.algorithms.corrections import Correction, CorrectionKind, Diagnostics, correct, diagnostics, recent
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
+from april.algorithms.ratios import log_ratio
 
 
 class PolicyTerms(NamedTuple):
@@ -87,6 +88,11 @@ class Objective:
         """Whether the correction chooses among all tokens of an update, which takes their log-probabilities."""
         return CORRECTIONS[self.correction].tau is not None
 
+    @property
+    def asks_prox(self) -> bool:
+        """Whether the correction looks at π_prox, which takes a forward pass before several updates."""
+        return not CORRECTIONS[self.correction].interpolated
+
     def mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
         """The tokens trained on.
 
@@ -137,7 +143,8 @@ class Objective:
         """The rows that can have a gradient."""
         assert batch.advantages is not None
         trained = batch.mask.any(-1)
-        if not self.regularised and not self.algorithm.value_head and not self.entropy_coef:
+        everywhere = self.regularised or self.algorithm.value_head or self.entropy_coef
+        if not everywhere and not CORRECTIONS[self.correction].pull:
             advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
             trained &= (advantages != 0).any(-1)
         return trained.nonzero()[:, 0].tolist()
@@ -152,7 +159,8 @@ class Objective:
 
     def correct(self, batch: Batch, logp: Tensor, prox: Tensor) -> Correction:
         """The correction of `batch`, given log π_θ and log π_prox of its tokens, [B, T] each."""
-        return correct(self.correction, logp, prox, batch.behaviour, batch.mask, batch.ages, **self.bounds)
+        known = batch.behaviour, batch.mask, batch.ages, batch.advantages
+        return correct(self.correction, logp, prox, *known, **self.bounds)
 
     def loss(self, batch: Batch, logp: Tensor, entropy: Tensor, denominator: float) -> PolicyTerms:
         """What a micro-batch adds to the policy's loss.
@@ -162,8 +170,9 @@ class Objective:
             entropy: of the distribution each token was drawn from, [B, T], in nats, with gradient.
             denominator: of the whole update.
         """
-        chosen, mask = self.algorithm, batch.mask
+        chosen, mask, rule = self.algorithm, batch.mask, CORRECTIONS[self.correction]
         assert batch.advantages is not None
+        held = recent(mask, batch.ages, self.bounds.get("max_age"))
         prox = logp.detach() if batch.prox is None else batch.prox
         correction = batch.correction or self.correct(batch, logp, prox)
         clip = {"eps_low": chosen.eps_low, "eps_high": chosen.eps_high}
@@ -172,12 +181,14 @@ class Objective:
         policy = LOSSES[chosen.loss](logp, correction.old_logprobs, batch.advantages, correction.mask, **clip)
         tokens = policy.loss * correction.weights
         divergence = torch.zeros(mask.shape, device=mask.device)
+        if rule.pull:
+            tokens = tokens + rule.pull * log_ratio(logp, batch.behaviour, held).square()
         if batch.reference is not None:
             divergence = kl(logp, batch.reference, mask, chosen.kl_estimator or "k3")
         if not self.penalised:
-            tokens = tokens + chosen.kl_coefficient * divergence
+            tokens = tokens + chosen.kl_coefficient * divergence.masked_fill(~held, 0.0)
         if self.entropy_coef:
-            tokens = tokens + self.entropy_coef * entropy_bonus(entropy, mask)
+            tokens = tokens + self.entropy_coef * entropy_bonus(entropy, held)
         met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped, logp=logp)
         loss = aggregate(tokens, mask, chosen.aggregation, denominator)
         return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
@@ -204,7 +215,6 @@ def resolve(name: str, correction: CorrectionKind, own: Mapping[str, Any]) -> Al
         ValueError: there is no such algorithm.
     """
     chosen = algorithm(name)
-    if CORRECTIONS[correction].tau is not None and chosen.loss == "ppo_clip":
-        # M2PO's choice of tokens takes the place of the clip.
+    if CORRECTIONS[correction].replaces_clip and chosen.loss == "ppo_clip":
         chosen = dataclasses.replace(chosen, eps_low=UNBOUNDED, eps_high=UNBOUNDED)
     return dataclasses.replace(chosen, **{setting: value for setting, value in own.items() if value is not None})

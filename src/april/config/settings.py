@@ -151,6 +151,8 @@ class AlgorithmSettings:
         correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
         correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
         correction_tau: m2po: the second moment that the tokens trained on may have; unset: as published.
+        correction_delta: dppo: how far a token's probability may move; opsm: how far a response's mean log-probability
+            may fall; unset: as published.
         correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
@@ -169,6 +171,7 @@ class AlgorithmSettings:
     correction_low: NotNegative[float] | None = None
     correction_high: PositiveUnbounded[float] | None = None
     correction_tau: NotNegative[float] | None = None
+    correction_delta: NotNegative[float] | None = None
     correction_max_age: NotNegative[int] | None = None
     eps_low: NotNegativeUnbounded[float] | None = None
     eps_high: NotNegativeUnbounded[float] | None = None
@@ -183,7 +186,7 @@ class AlgorithmSettings:
     @property
     def correction_bounds(self) -> dict[str, float]:
         """The bounds that are set, by the names `corrections.correct` gives them."""
-        names = ("cap", "low", "high", "tau", "max_age")
+        names = ("cap", "low", "high", "tau", "delta", "max_age")
         bounds = {name: getattr(self, f"correction_{name}") for name in names}
         return {name: value for name, value in bounds.items() if value is not None}
 
@@ -217,6 +220,8 @@ class TrainingSettings:
         updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
         learning_rate: Peak learning rate of AdamW.
         critic_learning_rate: ppo: that of the critic.
+        ess_learning_rate: Multiply the learning rate of each update by the root of its effective sample size: smaller
+            steps where stale samples count very unequally (VCPO, arXiv 2602.17616).
         lr_schedule: How the learning rates go from their peaks to zero at the last step.
         warmup_steps: Steps of linear warm-up.
         betas: AdamW's decay rates.
@@ -243,6 +248,7 @@ class TrainingSettings:
     updates_per_step: Positive[int] = 1
     learning_rate: Positive[float] = 1e-6
     critic_learning_rate: Positive[float] = 1e-5
+    ess_learning_rate: bool = False
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NotNegative[int] = 0
     betas: tuple[float, float] = (0.9, 0.95)

@@ -114,6 +114,7 @@ TABLE: Sequence[Metric] = (
         ("grad_norm", "gradient norm"),
         ("entropy", "entropy in nats"),
         ("kl_behaviour", "KL to the behaviour policy"),
+        ("ess", "effective sample size of an update", percent),
         ("kl_reference", "KL to the reference policy"),
         ("clip_fraction", "share of tokens clipped", percent),
         ("masked_fraction", "share of tokens masked", percent),

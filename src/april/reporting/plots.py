@@ -37,6 +37,7 @@ OPTIMISED = (
     "grad_norm",
     "entropy",
     "kl_behaviour",
+    "ess",
     "clip_fraction",
     "ratio_max",
     "response_length_mean",

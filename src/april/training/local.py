@@ -132,7 +132,7 @@ class LocalLearner:
             ]
         metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
         metrics["skipped_updates"] *= len(results)
-        own = {"lr": self.settings.learning_rate * share, "out_of_memory": self.memory.shortages - shortages}
+        own = {"out_of_memory": self.memory.shortages - shortages}
         return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
 
     @contextmanager
@@ -156,7 +156,7 @@ class LocalLearner:
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups))
-        if batch.prox is None and self.settings.updates_per_step > 1:
+        if batch.prox is None and self.settings.updates_per_step > 1 and self.objective.asks_prox:
             signal = self.objective.carrying_signal(batch)
             batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch, signal))
         return batch
@@ -186,18 +186,25 @@ class LocalLearner:
         finite = all(map(math.isfinite, measured.values()))
         if not finite:
             self.skipped.skip(name, batch, samples, measured)
-        elif sums.tokens:
-            self._step_optimizers()
+        ess = sums.met.effective_sample_size
+        scale = math.sqrt(ess) if self.settings.ess_learning_rate else 1.0
+        if finite and sums.tokens:
+            self._step_optimizers(scale)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
         means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
-        more = {"ess": sums.met.effective_sample_size, "skipped_updates": float(not finite)}
+        rate = scale * self.optimizer.param_groups[0]["lr"]
+        more = {"ess": ess, "lr": rate, "skipped_updates": float(not finite)}
         return means | measured | more, sums.met
 
     def _trained(self) -> tuple[Any, ...]:
         return (self.policy, self.critic) if self.critic else (self.policy,)
 
-    def _step_optimizers(self) -> None:
+    def _step_optimizers(self, scale: float) -> None:
+        """One step of each, the policy's at `scale` times its learning rate."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        _set_learning_rate(self.optimizer, scale * rate)
         self.optimizer.step()
+        _set_learning_rate(self.optimizer, rate)
         if self.critic_optimizer:
             self.critic_optimizer.step()
         self.skipped.made()
