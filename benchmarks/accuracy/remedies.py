@@ -37,6 +37,9 @@ HIGH = 3
 ARMS: dict[str, dict[str, Any]] = {
     "synchronous": {"rollout.partial_rollout": False, "rollout.over_sampling_batch_size": 8},
     "partial": {},
+    "first-synchronous": {"rollout.ramp_steps": 1},
+    "ramp": {"rollout.ramp_steps": 4},
+    "window": {"rollout.admission_window": 8},
     "ess": {"training.ess_learning_rate": True},
     "dppo": {"algorithm.correction": "dppo"},
     "opsm": {"algorithm.correction": "opsm"},

@@ -71,6 +71,8 @@ SETTINGS = st.fixed_dictionaries(
         "auto": st.sampled_from([False, False, True]),
         "order": st.sampled_from(sorted(ORDERS)),
         "first_come": st.booleans(),
+        "ramp_steps": st.integers(0, 3),
+        "admission_window": st.one_of(st.none(), st.integers(1, 8)),
     }
 )
 
@@ -96,6 +98,8 @@ def build(s: dict[str, object], engine_seed: int = 0) -> tuple[ScriptedEngine, R
         max_staleness=bound,
         order=s["order"],
         first_come=s["first_come"] and bound is None,
+        ramp_steps=s["ramp_steps"],
+        admission_window=s["admission_window"],
         dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if s["filtered"] else None,
         max_retries=20,
         seed=s["seed"],

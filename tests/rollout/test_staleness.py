@@ -5,8 +5,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Group, Prompt, SamplingParams
-from april.rollout.staleness import age, feasible, select
+from april import FinishReason, Group, Prompt, SamplingParams
+from april.rollout.staleness import age, feasible, inside_window, select
 
 
 def brute_force(first_versions: list[int], version: int, batch_size: int, max_staleness: int) -> bool:
@@ -53,3 +53,21 @@ def test_a_step_looks_further_ahead_than_the_next_one() -> None:
     fresh = group(9, 1)
     assert select([*old, fresh], [fresh], 1, 1, max_staleness=3) is None
     assert select([*old, fresh], [fresh, old[0]], 1, 1, max_staleness=3) == [old[0]]
+
+
+def test_a_window_makes_quick_groups_wait_for_slow_ones() -> None:
+    slow, *quick = [group(i, 0) for i in range(5)]
+    for made in quick:
+        made.samples[0].extend([6], [-1.0], 0, FinishReason.STOP)
+    everything = [slow, *quick]
+    assert [g.id for g in inside_window(everything, quick, 3)] == [1, 2]
+    assert select(everything, quick, 0, 2, None, admission_window=3) == quick[:2]
+    assert select(everything, quick, 0, 3, None, admission_window=3) is None, "it waits"
+    assert inside_window(quick, quick, 1) == quick, "nothing is unfinished, so nothing waits"
+
+
+def test_a_window_of_one_is_the_order_of_admission() -> None:
+    first, second, third = (group(i, 0) for i in range(3))
+    for made in (first, third):
+        made.samples[0].extend([6], [-1.0], 0, FinishReason.STOP)
+    assert inside_window([first, second, third], [first, third], 1) == [first]

@@ -72,6 +72,8 @@ class Recipe:
             partial_rollout=rollout.partial_rollout if partial_rollout is None else partial_rollout,
             order=rollout.order,
             first_come=paper,
+            ramp_steps=rollout.ramp_steps,
+            admission_window=rollout.admission_window,
         )
 
     def fault_policy(self) -> FaultPolicy:

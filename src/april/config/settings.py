@@ -49,6 +49,10 @@ class RolloutSettings:
         n_samples_per_prompt: Samples in a group (G).
         max_staleness: The most weight updates between a group's first token and the step that trains on it. A
             guarantee.
+        ramp_steps: Steps over which N' grows from N to its value: the first is synchronous, so that it is not trained
+            on quick answers alone. 0: no ramp.
+        admission_window: A complete group waits until it is fewer admissions than this after the oldest unfinished one,
+            so that quick answers are not trained on before slow ones. Unset: it never waits.
         order: Which unfinished samples get a slot first.
         max_prompt_length: Leave out prompts of more tokens than this; unset: what the context has room for
             beside a full response.
@@ -80,6 +84,8 @@ class RolloutSettings:
     over_sampling_batch_size: Positive[int] | Literal["auto"] = "auto"
     n_samples_per_prompt: Positive[int] = 8
     max_staleness: NotNegative[int] = MAX_STALENESS
+    ramp_steps: NotNegative[int] = 0
+    admission_window: Positive[int] | None = None
     order: Literal["oldest", "most-complete", "nearest", "longest", "shortest"] = "oldest"
     max_prompt_length: Positive[int] | None = None
     max_response_length: Positive[int] = 1024

@@ -37,6 +37,9 @@ class RolloutParams:
             then N and the bound 0, whatever was given.
         order: which unfinished samples the engine is given first: a name in `ORDERS`, or an `Order`.
         first_come: train on the groups that were complete first instead of the oldest; only without a bound.
+        ramp_steps: N' grows from N to its value over so many steps; 1 makes the first step synchronous, 0 is no ramp.
+        admission_window: a complete group waits until it is less than so many admissions after the oldest unfinished
+            one; None for no window.
         names: what errors call these settings, where the user knows them by other names.
 
     Raises:
@@ -50,6 +53,8 @@ class RolloutParams:
     partial_rollout: bool = True
     order: str | Order = "oldest"
     first_come: bool = False
+    ramp_steps: int = 0
+    admission_window: int | None = None
     names: InitVar[Mapping[str, str]] = AS_THEY_ARE
 
     def __post_init__(self, names: Mapping[str, str]) -> None:
@@ -76,6 +81,9 @@ class RolloutParams:
         if self.first_come and self.max_staleness is not None:
             first_come = names.get("first_come", "first_come")
             raise ValueError(f"{first_come} cannot keep {setting('max_staleness')}: set it to None, for no bound")
+        require(_whole(self.ramp_steps, 0), "ramp_steps", "give a number of steps, 0 for no ramp")
+        window = self.admission_window
+        require(window is None or _whole(window, 1), "admission_window", "give a number of groups, or no window")
         target = self.over_sampling_batch_size
         require(
             _whole(target, 0) or target == "auto" or hasattr(target, "plan"),

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
+from april.rollout.admission.ramp import RampedAdmission
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.journal import Admitted, Journal, Rejected, Rewarded, Trained
@@ -85,6 +86,8 @@ class RolloutScheduler(RolloutState):
             admission = AutoAdmission(engine, lengths, params.n_samples_per_prompt, params.max_staleness)
         elif isinstance(admission, int):
             admission = FixedAdmission(admission)
+        if params.ramp_steps:
+            admission = RampedAdmission(admission, params.ramp_steps)
         super().__init__(prompts, lengths, admission, params, faults, dynamic_filter, seed, journal)
         self.engine = engine
         self.sampling = sampling
@@ -232,7 +235,7 @@ class RolloutScheduler(RolloutState):
     def _select(self) -> list[Group] | None:
         params, ready = self.params, self.ready.values()
         size, bound = params.rollout_batch_size, params.max_staleness
-        return select(self.buffer, ready, self.version, size, bound, params.first_come)
+        return select(self.buffer, ready, self.version, size, bound, params.first_come, params.admission_window)
 
     def _fill(self) -> None:
         """A new prompt for each group that is missing; then everything unfinished goes on, in the policy's order."""

@@ -39,6 +39,17 @@ def age(group: Group) -> tuple[float, int]:
     return (float("inf") if first is None else first, group.id)
 
 
+def inside_window(under_way: Iterable[Group], ready: Iterable[Group], window: int) -> list[Group]:
+    """Those of `ready` that were admitted less than `window` groups after the oldest unfinished one.
+
+    Among groups that began together the quick ones are complete first, so a step that takes what is complete trains on
+    short responses first. A window makes them wait for the slow ones: consumption follows the order of admission. It
+    only ever waits, and for nothing once everything under way is complete, so the bound is kept with it.
+    """
+    unfinished = min((group.id for group in under_way if not group.complete), default=None)
+    return [group for group in ready if unfinished is None or group.id < unfinished + window]
+
+
 def select(
     under_way: Iterable[Group],
     ready: Collection[Group],
@@ -46,6 +57,7 @@ def select(
     batch_size: int,
     max_staleness: int | None,
     first_come: bool = False,
+    admission_window: int | None = None,
 ) -> list[Group] | None:
     """The groups to train on at `version`: the oldest `batch_size` of `ready`, or None if the step must wait.
 
@@ -54,7 +66,11 @@ def select(
         ready: the groups that may be trained on, in the order in which they became so.
         max_staleness: the bound in versions; None for no bound.
         first_come: take the groups that were ready first instead of the oldest; only without a bound.
+        admission_window: see `inside_window`; None for no window.
     """
+    if admission_window is not None:
+        under_way = list(under_way)
+        ready = inside_window(under_way, ready, admission_window)
     if len(ready) < batch_size:
         return None
     chosen = (list(ready) if first_come else sorted(ready, key=age))[:batch_size]

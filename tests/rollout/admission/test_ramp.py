@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from april import FixedAdmission, Prompt, Sample, Step
+from april.rollout.admission.ramp import RampedAdmission
+from april.rollout.step import Plan
+from tests.scheduling import scheduler_of
+from tests.scripted_engine import ScriptedEngine
+
+
+@given(st.integers(1, 50), st.integers(0, 100), st.integers(1, 12))
+def test_it_begins_synchronous_and_grows_to_its_goal(batch_size: int, more: int, ramp_steps: int) -> None:
+    goal = batch_size + more
+    admission = RampedAdmission(FixedAdmission(goal), ramp_steps)
+    targets = []
+    for _ in range(ramp_steps + 2):
+        targets.append(admission.plan(batch_size).target)
+        saved = admission.state_dict()
+        admission = RampedAdmission(FixedAdmission(goal), ramp_steps)
+        admission.load_state_dict(saved)
+        admission.observe(Step(0, Plan(batch_size)))
+    assert targets[0] == batch_size
+    assert targets == sorted(targets)
+    assert targets[ramp_steps:] == [goal, goal]
+    assert max(b - a for a, b in itertools.pairwise(targets)) <= -(-more // ramp_steps), (
+        "no step takes more than its share"
+    )
+
+
+def test_the_first_step_of_a_ramp_trains_on_every_group_that_was_begun() -> None:
+    async def score(prompt: Prompt, sample: Sample) -> float:
+        return 0.0
+
+    async def steps(ramp_steps: int) -> list[list[int]]:
+        prompts = (Prompt((1, i), f"prompt {i}") for i in itertools.count())
+        settings = {"rollout_batch_size": 4, "over_sampling_batch_size": 8, "n_samples_per_prompt": 2}
+        async with scheduler_of(ScriptedEngine(16, 3), prompts, score, **settings, ramp_steps=ramp_steps) as rollouts:
+            collected = []
+            for _ in range(3):
+                collected.append([group.id for group in (await rollouts.collect()).groups])
+                await rollouts.update_weights()
+            return collected
+
+    assert sorted(asyncio.run(steps(1))[0]) == [0, 1, 2, 3]
+    assert sorted(asyncio.run(steps(0))[0]) != [0, 1, 2, 3], "without a ramp the quick ones of eight come first"
