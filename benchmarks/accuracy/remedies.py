@@ -22,7 +22,9 @@ import torch
 from analysis import final_accuracy
 from study import HERE, recorded, run_cells
 
-from april.config.recipe import Recipe, check_recipe, load_recipe
+from april.config.checking import check_recipe
+from april.config.reading import load_recipe
+from april.config.recipe import Recipe
 from april.rollout.step import Step
 from april.training.local import LocalLearner
 

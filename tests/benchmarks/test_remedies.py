@@ -1,0 +1,96 @@
+"""The second accuracy study: what is run next follows from what has ended, and every arm is reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "accuracy"))
+
+import remedies
+import remedies_analysis
+from remedies import Run
+
+
+def ended(run: Run, accuracy: float) -> dict[str, Any]:
+    return {
+        "key": run.key,
+        **dataclasses.asdict(run),
+        "evaluations": [[0, 0, 0, 0.0, 0.5], [3, 192, 0, 5.0, accuracy], [6, 384, 0, 10.0, accuracy]],
+        "by_step": {name: [0.5] * 12 for name in remedies.LOGGED},
+        "mean_staleness": 0.8,
+        "cpu_seconds": 20.0,
+        "rollout_seconds": 6.0,
+        "train_seconds": 4.0,
+    }
+
+
+def study(accuracy: Callable[[Run], float], stages: set[str]) -> list[dict[str, Any]]:
+    """The records of a study in which a run of a stage ends with `accuracy(run)`."""
+    records: list[dict[str, Any]] = []
+    while missing := [
+        run
+        for run in remedies.planned(records)
+        if run.stage in stages and run.key not in {record["key"] for record in records}
+    ]:
+        records += [ended(run, accuracy(run)) for run in dict.fromkeys(missing)]
+    return records
+
+
+def test_the_lowest_of_equally_good_rates_is_the_best() -> None:
+    ends = {1e-4: 0.75, 1.7e-4: 0.80, 3e-4: 0.805}
+    records = study(lambda run: ends.get(run.rate, 0.6), {"select"})
+    assert remedies.candidates("partial", records) == ([1e-4, 1.7e-4, 3e-4], 1.7e-4)
+
+
+def test_rates_go_on_until_the_best_lies_between_two_others() -> None:
+    falling = study(lambda run: 0.9 - 1000 * run.rate, {"select"})
+    rates, best = remedies.candidates("synchronous", falling)
+    assert (rates[0], best) == (2e-5, 2e-5), "the ladder ends there"
+    rising = study(lambda run: 0.9 - 500 * abs(run.rate - 5e-4), {"select"})
+    assert remedies.candidates("synchronous", rising) == ([1e-4, 1.7e-4, 3e-4, 5e-4, 9e-4], 5e-4)
+
+
+def test_paired_runs_wait_for_the_rates_and_every_arm_has_its_settings(tmp_path: Path) -> None:
+    assert {run.stage for run in remedies.planned([])} == {"select"}
+    records = study(lambda run: 0.9 - abs(run.rate - 1.7e-4) * 1000, {"select"})
+    runs = list(remedies.planned(records))
+    assert {run.arm for run in runs} == set(remedies.ARMS)
+    assert {run.rate for run in runs if run.stage == "high"} == {5.1e-4}
+    assert len({run.key for run in runs if run.stage != "select"}) == 2 * 8 * len(remedies.ARMS)
+    recipes = {run.arm: run.recipe(tmp_path / "run") for run in runs if run.stage in ("pair", "high")}
+    assert not recipes["synchronous"].rollout_params().max_staleness
+    assert recipes["ramp"].rollout_params().ramp_steps == 4
+    assert recipes["window"].rollout_params().admission_window == 8
+    assert recipes["opsm"].algorithm.correction == "opsm"
+    assert recipes["ess"].training.ess_learning_rate
+
+
+def test_every_arm_is_reported_and_what_was_not_run_is_said() -> None:
+    def accuracy(run: Run) -> float:
+        lift = {"synchronous": 0.02, "partial": 0.0}.get(run.arm, 0.01)
+        return 0.9 - abs(run.rate - 1.7e-4) * 1000 + lift + 0.001 * (run.seed % 3)
+
+    found = remedies_analysis.analyse(study(accuracy, {"select", "pair", "high"}))
+    assert found["best"]["partial"]["minus_synchronous"]["difference"]["mean"] == pytest.approx(-0.02)
+    ramp = found["high"]["ramp"]
+    assert ramp["minus_partial"]["difference"] == pytest.approx({"mean": 0.01, "low": 0.01, "high": 0.01, "pairs": 8})
+    assert ramp["minus_partial"]["p"] == 2 / 256
+    assert ramp["corrected_p"] == pytest.approx(2 / 256 * 7, abs=1e-4)
+    assert found["best"]["ramp"]["runs"] == 0
+    page = remedies_analysis.page(found)
+    assert "| ramp | 0.00017 | 0 | not run |" in page
+    assert all(f"| {arm} | 0.00051 | 8 |" in page for arm in remedies.ARMS)
+
+
+def test_a_sign_flip_test_is_exact_and_holm_never_lowers_a_p() -> None:
+    assert remedies_analysis.sign_flip([1.0, -1.0]) == 1
+    assert remedies_analysis.sign_flip([3.0, 2.0, 1.0]) == 0.25
+    assert remedies_analysis.sign_flip([]) is None
+    corrected = remedies_analysis.holm({"a": 0.03, "b": 0.02, "c": 0.9, "d": None})
+    assert corrected == {"a": 0.06, "b": 0.06, "c": 0.9, "d": None}
