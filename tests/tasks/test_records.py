@@ -88,7 +88,7 @@ GOOD = {"prompt": "p", "answer": "a"}
         ([{"prompt": [{"role": "user"}], "answer": "a"}], {}, "a.jsonl:1: .* messages with role and content"),
         ([{**GOOD, "n": 1}, {**GOOD, "n": 1}], {"id_column": "n"}, "a.jsonl:2: the id '1' belongs to line 1 already"),
         ([GOOD], {"id_column": "n"}, "a.jsonl:1: id_column = 'n'"),
-        ([], {}, "the file holds no records"),
+        ([], {}, "there are no records"),
         ([GOOD], {"eval_size": 1}, "eval_size = 1: of 1 records some must be left"),
         ([GOOD, GOOD], {"eval_size": 1}, "no record is left to train on"),
         ([GOOD], {"answer_column": None}, "answer_column = None"),
@@ -162,3 +162,74 @@ def test_what_correct_means_is_said_by_the_task_or_not_at_all(tmp_path, settings
     (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "2 + 2?", "answer": "4"}) + "\n")
     task = build_task(TaskSpec("records", path=str(tmp_path / "data.jsonl"), eval_size=0, **settings))
     assert (task.correct and [task.correct(reward) for reward in (0.5, 1.0, 2.0)]) == correct
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files:
+  - split: train
+    path: socratic/train-*
+---
+# A data set in the layout of openai/gsm8k
+"""
+
+
+@pytest.fixture
+def gsm8k(tmp_path, monkeypatch):
+    """A directory with the layout, subsets, splits and columns of openai/gsm8k."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    directory = tmp_path / "gsm8k"
+    for subset, split, count in (("main", "train", 6), ("main", "test", 3), ("socratic", "train", 2)):
+        (directory / subset).mkdir(parents=True, exist_ok=True)
+        rows = [{"question": f"{subset} {split} {i % 5}?", "answer": f"So {i}.\n#### {i}"} for i in range(count)]
+        pyarrow.parquet.write_table(
+            pyarrow.Table.from_pylist(rows), directory / subset / f"{split}-00000-of-00001.parquet"
+        )
+    (directory / "README.md").write_text(CARD)
+    return directory
+
+
+def test_a_data_set_in_the_hubs_layout_by_subset_split_and_columns(gsm8k):
+    columns = {"subset": "main", "prompt_column": "question", "unique_prompts": True}
+    subject = task(gsm8k, eval_split="test", **columns)
+    assert [subject.problem(i).prompt for i in range(len(subject))] == [f"main train {i}?" for i in range(5)]
+    assert [subject.problem(i, "eval").id for i in range(subject.eval_size)] == ["gsm8k:1", "gsm8k:2", "gsm8k:3"]
+    assert subject.score(subject.problem(4), "#### 4") == 1.0
+    held_out = task(gsm8k, split="test", eval_size=1, **columns)
+    assert (len(held_out), held_out.eval_size) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"subset": "other"}, "subset = 'other'.*main.*socratic"),
+        ({}, "subset = None.*(main|Config)"),
+        ({"subset": "main", "split": "validation"}, "split = 'validation'.*(train|test)"),
+        ({"subset": "main", "prompt_column": "problem"}, "prompt_column = 'problem': no such column.*'question'"),
+    ],
+)
+def test_what_a_data_set_does_not_have_is_named(gsm8k, settings, message):
+    with pytest.raises(ValueError, match=message):
+        task(gsm8k, **settings)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_in_one_line(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"^path = .owner.nothing-of-that-name., subset = None") as caught:
+        build_task(TaskSpec("records", path="owner/nothing-of-that-name"))
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_that_are_repeated_are_kept_unless_told_otherwise(tmp_path):
+    path = write(tmp_path / "a.jsonl", ['{"prompt": "2 + 2?", "answer": "4"}'] * 3)
+    assert len(task(path, eval_size=0)) == 3
+    assert len(task(path, eval_size=0, unique_prompts=True)) == 1

@@ -26,6 +26,7 @@ from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
+from april.tasks.hub import path_problem
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -66,8 +67,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     if problem := model_path_problem(recipe.model.path):
         yield problem
     for name in ("path", "eval_path"):
-        if (value := getattr(recipe.task, name)) and not os.path.isfile(value):
-            yield f"task.{name} = {value!r}: no such file"
+        if (value := getattr(recipe.task, name)) and (problem := path_problem(value)):
+            yield f"task.{name} = {value!r}: {problem}"
     yield from _algorithm_problems(recipe.algorithm)
     yield from _engine_problems(recipe.engine)
     yield from _exposed(recipe.engine)

@@ -1,7 +1,7 @@
-"""Problems from a file of prompts and answers: JSON lines, or Parquet.
+"""Problems from records of prompts and answers: JSON lines, Parquet, or a data set of the Hugging Face hub.
 
 Invariants:
-- a file is read and checked as a whole before anything is trained on it; an error names file and line;
+- records are read and checked as a whole before anything is trained on it; an error names file and line;
 - which records are held out depends on the seed and the number of records alone, and a prompt that is held out is not
   trained on, however often the file repeats it.
 """
@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from april.tasks.hub import FILES, path_problem, read_dataset
 from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,13 @@ class RecordsTask(Task):
         if spec.needs_answer and spec.answer_column is None:
             named = ", ".join(map(repr, spec.weights))
             raise ValueError(f"answer_column = None: reward = {named} compares with an answer; name its column")
-        path = Path(spec.path or "")
-        self.name = path.stem
+        path = spec.path or ""
+        self.name = Path(path).stem
         self.scorer = scorer
         problems = read_problems(path, spec, "path")
-        if spec.eval_path:
-            held_out = read_problems(Path(spec.eval_path), spec, "eval_path")
+        if spec.eval_path or spec.eval_split:
+            source, setting = (spec.eval_path, "eval_path") if spec.eval_path else (path, "path")
+            held_out = read_problems(source, spec, setting, spec.eval_split)
             held_out = held_out[: None if spec.eval_size is None else int(spec.eval_size)]
         else:
             problems, held_out = hold_out(problems, _eval_count(spec.eval_size, len(problems)), spec.seed)
@@ -72,31 +74,48 @@ def hold_out(problems: list[Problem], count: int, seed: int) -> tuple[list[Probl
     return train, held_out
 
 
-def read_problems(path: Path, spec: TaskSpec, setting: str = "path") -> list[Problem]:
-    """Every record of the file as a problem.
+def read_problems(path: str, spec: TaskSpec, setting: str = "path", split: str | None = None) -> list[Problem]:
+    """Every record of the file, or of the split (by default `spec.split`) of a data set, as a problem.
 
     Raises:
-        ValueError: the file is missing or of another kind, or a record is broken; named by file and line.
+        ValueError: there is no such file or data set, or a record is broken; named by file and line.
     """
-    if not path.is_file():
-        raise ValueError(f"{setting} = {str(path)!r}: there is no such file")
-    readers = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
-    if path.suffix.lower() not in readers:
-        raise ValueError(f"{setting} = {str(path)!r}: must end in {', '.join(readers)}")
+    if problem := path_problem(path):
+        raise ValueError(f"{setting} = {path!r}: {problem}")
     seen: dict[str, int] = {}
+    prompts: set[str] = set()
     problems = []
-    for line, record in readers[path.suffix.lower()](path):
+    for line, record in _read(path, spec, setting, split or spec.split):
         try:
-            problem = _to_problem(record, spec, f"{path.stem}:{line}")
+            made = _to_problem(record, spec, f"{Path(path).stem}:{line}")
         except ValueError as error:
             raise ValueError(f"{path}:{line}: {error}") from None
-        if problem.id in seen:
-            raise ValueError(f"{path}:{line}: the id {problem.id!r} belongs to line {seen[problem.id]} already")
-        seen[problem.id] = line
-        problems.append(problem)
+        if spec.unique_prompts:
+            prompt = json.dumps(made.prompt)
+            if prompt in prompts:
+                continue
+            prompts.add(prompt)
+        if made.id in seen:
+            raise ValueError(f"{path}:{line}: the id {made.id!r} belongs to line {seen[made.id]} already")
+        seen[made.id] = line
+        problems.append(made)
     if not problems:
-        raise ValueError(f"{setting} = {str(path)!r}: the file holds no records")
+        raise ValueError(f"{setting} = {path!r}: there are no records in it")
     return problems
+
+
+def _read(path: str, spec: TaskSpec, setting: str, split: str) -> Iterator[tuple[int, Any]]:
+    if path.lower().endswith(".parquet"):
+        return _plain(_read_parquet(Path(path)))
+    if path.lower().endswith(FILES):
+        return _read_jsonl(Path(path))
+    return _plain(read_dataset(path, spec.subset, split, setting))
+
+
+def _plain(records: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+    """Dates, decimals and the like become their text: metadata must survive JSON."""
+    for row, record in records:
+        yield row, json.loads(json.dumps(record, default=str))
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
@@ -122,8 +141,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
         for batch in parquet.ParquetFile(path).iter_batches():
             for record in batch.to_pylist():
                 row += 1
-                # Dates, decimals and the like become their text: metadata must survive JSON.
-                yield row, json.loads(json.dumps(record, default=str))
+                yield row, record
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not a Parquet file, or damaged after record {row}: {error}") from None
 

@@ -94,8 +94,13 @@ class TaskSpec:
         kind: where problems come from: a reasoning-gym dataset, or a file of records.
         name: the reasoning-gym dataset.
         params: that dataset's own parameters.
-        path: the file of records, `.jsonl`, `.json` or `.parquet`.
-        eval_path: a second file, to evaluate on; without it, part of `path` is held out.
+        path: the records: a file, `.jsonl`, `.json` or `.parquet`; a data set on the Hugging Face hub, `owner/name`;
+            or a directory in the hub's layout.
+        subset: of a data set on the hub that has several (`main` of openai/gsm8k).
+        split: of a data set on the hub.
+        eval_path: other records to evaluate on; without it and `eval_split`, part of `path` is held out.
+        eval_split: split to evaluate on, of `eval_path` if that is set, or of `path`.
+        unique_prompts: leave out records that repeat an earlier one's prompt.
         prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
         answer_column: the reference answer; None if the reward function needs none.
         id_column: a unique name per record; by default file name and record number.
@@ -121,7 +126,11 @@ class TaskSpec:
     name: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     path: str | None = None
+    subset: str | None = None
+    split: str = "train"
     eval_path: str | None = None
+    eval_split: str | None = None
+    unique_prompts: bool = False
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
     id_column: str | None = None
@@ -144,7 +153,7 @@ class TaskSpec:
 
         require(self.kind in ("reasoning_gym", "records"), "kind", 'must be "reasoning_gym" or "records"')
         require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
-        require(self.kind != "records" or bool(self.path), "path", "give a .jsonl or .parquet file of records")
+        require(self.kind != "records" or bool(self.path), "path", "give a file of records, or a data set of the hub")
         require(not self.rewards or self.reward == "task", "reward", "rewards are set too: give it a weight among them")
         require(all(map(math.isfinite, self.rewards.values())), "rewards", "weights must be finite numbers")
         require(self.reward_scope in ("sample", "group"), "reward_scope", 'must be "sample" or "group"')
@@ -154,7 +163,7 @@ class TaskSpec:
         require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
         require(self.eval_size is None or self.eval_size >= 0, "eval_size", "must not be negative")
         whole = self.eval_size is None or self.eval_size == int(self.eval_size)
-        share = self.kind == "records" and not self.eval_path and (self.eval_size or 0) < 1
+        share = self.kind == "records" and not (self.eval_path or self.eval_split) and (self.eval_size or 0) < 1
         require(whole or share, "eval_size", "must be a whole number, or the share below 1 of a file to hold out")
         require(
             not (self.system_prompt and self.chat_template == "never"),
