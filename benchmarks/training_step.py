@@ -42,10 +42,10 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
+from april.training.build import carries_signal
 from april.training.local import LocalLearner
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
-from april.training.trainer import carries_signal
 
 GROUPS = 16
 TRIED = {"april": (512, 1024, 2048, 4096), "trl": (2, 4, 8, 16)}

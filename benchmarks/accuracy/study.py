@@ -38,8 +38,8 @@ from april.config.checking import check_recipe
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.reporting.metrics_log import read_metrics
+from april.training.build import train
 from april.training.recovery import TrainingError
-from april.training.trainer import Trainer
 
 HERE = Path(__file__).parent
 
@@ -175,11 +175,9 @@ def run(cell: Training) -> dict[str, Any]:
     began = time.process_time()
     with tempfile.TemporaryDirectory() as directory:
         recipe = cell.recipe(Path(directory) / "run")
-        trainer = Trainer(recipe)
-        trainer._clock = time.process_time
         try:
             with asyncio.Runner(loop_factory=CpuLoop) as runner:
-                summary = runner.run(trainer.run())
+                summary = runner.run(train(recipe, clock=time.process_time))
         except TrainingError as error:
             summary, record["error"] = None, str(error)
         else:

@@ -45,6 +45,7 @@ from april.integrations.trl import GRPOTrainer, PartialRollouts
 from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
 from april.tasks.task import Problem, encode
+from april.training.build import trainer_of
 from april.training.policy import load_policy, stop_tokens
 from april.training.trainer import Trainer
 
@@ -216,24 +217,29 @@ def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: A
     trainer.train()
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Timed(Trainer):
     """`april train`, telling when a step begins and ends."""
 
-    def __init__(self, recipe: Recipe, begin: Any, end: Any) -> None:
-        super().__init__(recipe)
-        self.begin, self.end = begin, end
-        self.steps: list[Step] = []
+    begin: Any
+    end: Any
+    steps: list[Step] = dataclasses.field(default_factory=list)
 
     async def _collect(self) -> Any:
         self.begin()
         self.began = time.perf_counter()
         return await super()._collect()
 
-    async def _learn(self, step: Any) -> Any:
-        metrics = await super()._learn(step)
+    async def _learn(self, step: Any) -> None:
+        await super()._learn(step)
         self.steps.append(Step(time.perf_counter() - self.began, step.consumed_tokens, step.off_policy_token_share))
-        self.end(self.totals.step, self, self)
-        return metrics
+        self.end(self.log.steps, self, self)
+
+
+async def april_train(recipe: Recipe, begin: Any, end: Any) -> None:
+    async with trainer_of(recipe) as made:
+        parts = {part.name: getattr(made, part.name) for part in dataclasses.fields(made)}
+        await Timed(**parts, begin=begin, end=end).run()
 
 
 def scaled(prompts: int) -> Recipe:
@@ -254,7 +260,7 @@ def run(arm: str, recipe: Recipe, task: Any, begin: Any, end: Any) -> None:
             recipe.reporting.output = folder
             recipe.reporting.trackers = ()
             recipe.training.eval_interval = recipe.training.save_interval = 0
-            asyncio.run(Timed(recipe, begin, end).run())
+            asyncio.run(april_train(recipe, begin, end))
         else:
             trl_arm(arm, recipe, task, folder, begin, end)
 
@@ -316,8 +322,9 @@ def accuracy(args: argparse.Namespace) -> dict[str, Any]:
         if step % args.every:
             return
         if measure is None:
-            tokenizer = trainer.tokenizer if arm == "april train" else trainer.processing_class
-            measure = Accuracy(recipe, task, trainer.model, tokenizer)
+            learner = trainer.learner if arm == "april train" else None
+            model, tokenizer = (learner or trainer).model, learner.tokenizer if learner else trainer.processing_class
+            measure = Accuracy(recipe, task, model, tokenizer)
         seen.append((step, measure()))
         print(arm, args.seed, seen[-1], flush=True)
 

@@ -30,6 +30,22 @@ def test_own_settings_take_the_place_of_published_ones() -> None:
     assert resolve("ppo", "tis", {"lam": None}) == ALGORITHMS["ppo"]
 
 
+@pytest.mark.parametrize(
+    ("name", "correction", "own", "expected"),
+    [
+        ("gspo", "behaviour", {}, True),
+        ("gspo_token", "m2po", {}, True),
+        ("gspo", "geometric", {}, False),
+        ("gspo", "behaviour", {"eps_low": 0.03}, False),
+        ("grpo", "behaviour", {}, False),
+    ],
+)
+def test_a_range_made_for_one_step_is_known_to_clip_older_policies(
+    name: str, correction: str, own: dict[str, float], expected: bool
+) -> None:
+    assert Objective(resolve(name, correction, own), 64, correction).clips_older_policies is expected
+
+
 def test_an_algorithm_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         resolve("grpoo", "behaviour", {})

@@ -18,7 +18,7 @@ from torch import Tensor
 from april.algorithms import objective
 from april.config.reading import load_recipe
 from april.engines.servers.launch import Server
-from april.training.trainer import Trainer
+from april.training.build import train
 from tests import tiny
 from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, environment, python_of
 
@@ -136,7 +136,7 @@ async def test_servers_that_april_starts_and_that_die(
     )
     run = tmp_path / "run"
     killing = asyncio.create_task(kill_after_a_step(run, str(model)))
-    check(await Trainer(load_recipe(recipe)).run(), mismatches)
+    check(await train(load_recipe(recipe)), mismatches)
     assert len(await killing) == 2
     said = [record.getMessage() for record in caplog.records]
     for name in (f"{kind.name}-0", f"{kind.name}-1"):
@@ -161,7 +161,7 @@ async def test_a_running_server(
     Adapters reach it merged in. Whole weights on disk go to the servers that april starts.
     """
     recipe = write_recipe(tmp_path, models[1], lora_rank, engine=kind.name, urls=[server.url], weight_transfer=transfer)
-    check(await Trainer(load_recipe(recipe)).run(), mismatches)
+    check(await train(load_recipe(recipe)), mismatches)
     assert server.process.returncode is None, "a server that april did not start goes on"
 
 

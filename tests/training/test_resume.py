@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,13 @@ import torch
 
 from april.commands.main import main
 from april.reporting.metrics_log import read_metrics
-from april.training import trainer as trainer_module
-from april.training.checkpoint import checkpoints
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.training import run_state
+from april.training.checkpoint import FORMAT, checkpoints
+from april.training.local import LocalLearner
 from april.training.output import locked
+from april.training.trainer import Trainer
 from tests.crash_points import RECIPE, differences, outcome, prepare
 
 OFTEN = RECIPE.replace("save_interval = 2", "save_interval = 1").replace("keep_checkpoints = 1", "keep_checkpoints = 2")
@@ -27,12 +33,12 @@ SELDOM = RECIPE.replace("save_interval = 2", "save_interval = 0")
 SCRIPT = """
 import sys
 from pathlib import Path
+from april.reporting.metrics_log import last_step
 from tests.crash_points import Points, live
 
 class InTheLastStep(Points):
     def reached(self):
-        log = self.directory / "metrics.jsonl"
-        if log.exists() and log.read_text().count("\\n") >= 4:
+        if last_step(self.directory) >= 3:
             super().reached()
 
 base = Path(sys.argv[1])
@@ -178,34 +184,17 @@ def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_agai
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("older", [1, 2])
-def test_a_checkpoint_of_an_older_april_is_read(saved_often: Path, tmp_path: Path, older: int) -> None:
-    """As april wrote them before there was a journal; the first format named a reference policy that was not there."""
-    run = copy(saved_often, tmp_path)
-    newest = checkpoints(run / "checkpoints")[-1]
-    state = json.loads((newest / "april.json").read_text())
-    state["format"] = older
-    for name in ("journal", "admission", "lengths", "ready", "cut_short"):
-        del state["rollout"][name]
-    (newest / "april.json").write_text(json.dumps(state))
-    learner = torch.load(newest / "optimizer.pt", weights_only=True)
-    del learner["random"]
-    torch.save(learner if older == 2 else {**learner, "reference": None}, newest / "optimizer.pt")
-    (newest / "manifest.json").unlink()
-    for path in run.glob("journal*"):
-        path.unlink()
-    assert resume(run) == 0
-    assert steps(run) == [0, 1, 2, 3, 4]
-
-
-def test_a_checkpoint_of_a_newer_april_is_refused(
-    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])
+def test_a_checkpoint_of_another_april_is_refused(
+    saved_often: Path, tmp_path: Path, other: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
     path = checkpoints(run / "checkpoints")[-1] / "april.json"
-    path.write_text(path.read_text().replace('"format": 3', '"format": 4'))
+    path.write_text(path.read_text().replace(f'"format": {FORMAT}', f'"format": {other}'))
+    before = content(run)
     assert resume(run, "--salvage") == 2
-    assert "format 4, but this version of april reads up to 3" in capsys.readouterr().err
+    assert f"format {other}, but this version of april reads {FORMAT}" in capsys.readouterr().err
+    assert content(run) == before
 
 
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +239,7 @@ def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
-    save, learn = trainer_module.save_checkpoint, trainer_module.Trainer._learn
+    save, learn = run_state.save_checkpoint, Trainer._learn
 
     async def learn_interrupted(self: object, step: object) -> object:
         os.kill(os.getpid(), signal.SIGINT)
@@ -262,8 +251,8 @@ def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
             time.sleep(0.01)
         return save(*args)
 
-    monkeypatch.setattr(trainer_module.Trainer, "_learn", learn_interrupted)
-    monkeypatch.setattr(trainer_module, "save_checkpoint", save_interrupted)
+    monkeypatch.setattr(Trainer, "_learn", learn_interrupted)
+    monkeypatch.setattr(run_state, "save_checkpoint", save_interrupted)
     assert resume(run, "--steps", "9", "--save-interval", "0") == 130
     assert "Stopped. To go on" in capsys.readouterr().out
     assert checkpoints(run / "checkpoints")[-1].name == "step-000004"
@@ -276,20 +265,48 @@ def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
-    update = trainer_module.RolloutScheduler.update_weights
+    update = RolloutScheduler.update_weights
 
     async def interrupted(self: object, weights: object = None) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
-            await trainer_module.asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
         await update(self, weights)
 
-    monkeypatch.setattr(trainer_module.RolloutScheduler, "update_weights", interrupted)
+    monkeypatch.setattr(RolloutScheduler, "update_weights", interrupted)
     assert resume(run) == 130
     said = capsys.readouterr().err
     assert "given up before the run was saved" in said
     assert f"april resume {run}" in said
+    monkeypatch.undo()
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_in_a_training_step_gives_it_up(
+    saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that trains ends at its next micro-batch, and nothing of the step counts."""
+    run = copy(saved_often, tmp_path)
+    train, interrupt, told = LocalLearner.train, LocalLearner.interrupt, threading.Event()
+
+    def train_interrupted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert told.wait(60)
+        return train(self, step, number)
+
+    def interrupt_noted(self: LocalLearner) -> None:
+        interrupt(self)
+        told.set()
+
+    monkeypatch.setattr(LocalLearner, "train", train_interrupted)
+    monkeypatch.setattr(LocalLearner, "interrupt", interrupt_noted)
+    assert resume(run) == 130
+    assert "given up before the run was saved" in capsys.readouterr().err
     monkeypatch.undo()
     assert resume(run) == 0
     assert steps(run) == [0, 1, 2, 3, 4]

@@ -149,6 +149,13 @@ class Objective:
             trained &= (advantages != 0).any(-1)
         return trained.nonzero()[:, 0].tolist()
 
+    @property
+    def clips_older_policies(self) -> bool:
+        """Whether a clip range made for a response's ratio within one step meets ratios against older policies."""
+        chosen = self.algorithm
+        against_older = CORRECTIONS[self.correction].denominator == "behaviour"
+        return against_older and chosen.loss in ("gspo", "gspo_token") and chosen.eps_low < 0.01
+
     def denominator(self, batch: Batch) -> float:
         """What the sum over an update's rows is divided by, so that micro-batches add up to the whole."""
         if self.algorithm.aggregation == "sequence-mean":

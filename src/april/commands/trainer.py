@@ -19,10 +19,10 @@ from april.rollout.journal import JournalError
 from april.rollout.rewards import RewardError
 from april.rollout.scheduler import RejectionError
 from april.rollout.staleness import StalenessError
+from april.training.build import train
 from april.training.checkpoint import CheckpointError
 from april.training.recovery import TrainingError
 from april.training.resume import RECIPE
-from april.training.trainer import Trainer
 
 FAILURES = (
     RewardError,
@@ -46,7 +46,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
     try:
         with Progress(recipe.training.steps, title=title) as progress, messages(progress.note, directory):
             _say_nothing_between_our_lines()
-            summary = asyncio.run(Trainer(recipe, resume, progress).run())
+            summary = asyncio.run(train(recipe, resume, progress))
     except FAILURES as error:
         return _failed(f"{type(error).__name__}: {error}", 1, directory)
     except KeyboardInterrupt:

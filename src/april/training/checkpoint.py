@@ -30,8 +30,8 @@ ADAPTER = "adapter"
 OPTIMIZER = "optimizer.pt"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 3
-"""1 and 2 had neither manifest nor journal, and are still read."""
+FORMAT = 4
+"""Of another one, a checkpoint is refused."""
 
 
 class CheckpointError(Exception):
@@ -110,20 +110,18 @@ def check_checkpoint(path: Path) -> None:
 
     Raises:
         DamagedCheckpointError: one differs or is missing; the message names it.
-        CheckpointError: it was written by a newer april.
+        CheckpointError: another version of april wrote it.
     """
     try:
         found = json.loads((path / STATE).read_text()).get("format")
-        newer = isinstance(found, int) and found > FORMAT
-        manifest = None if found in (1, 2) else json.loads((path / MANIFEST).read_text())
+        other = isinstance(found, int) and found != FORMAT
+        manifest = None if other else json.loads((path / MANIFEST).read_text())
     except (OSError, ValueError, AttributeError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    if newer:
-        raise CheckpointError(
-            f"{path}: format {found}, but this version of april reads up to {FORMAT}: upgrade april-rl"
-        )
     if manifest is None:
-        return
+        raise CheckpointError(
+            f"{path}: format {found}, but this version of april reads {FORMAT}: go on with the april-rl that wrote it"
+        )
     try:
         sums = manifest["files"]
         if _of_sums(sums) != manifest["checksum"]:
@@ -158,8 +156,6 @@ def load_state(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    if state.get("format") not in range(1, FORMAT + 1):
-        raise CheckpointError(f"{path}: format {state.get('format')}, but this version of april reads up to {FORMAT}")
     return state
 
 
@@ -175,11 +171,10 @@ def load_tensors(path: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read.
     """
     try:
-        learner = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
+        learner: dict[str, Any] = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
     except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    # Format 1 named parts that a run does not have.
-    return {name: part for name, part in learner.items() if part is not None}
+    return learner
 
 
 def load_mark(path: Path) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -11,7 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from april.config.error import ConfigError
+from april.reporting.metrics_log import last_step
 from april.rollout.disk import free_name
+from april.training.checkpoint import checkpoints
+
+log = logging.getLogger(__name__)
 
 LOCK = "lock"
 RUN = {"metrics.jsonl", "recipe.json"}
@@ -49,7 +54,8 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
     """Make room for a new run in `directory`.
 
     A recipe from somebody else cannot write among files that no run has left: the directory must be new or empty, or
-    hold a run.
+    hold a run. A run that ended before its first training step gives its place to the new one; like one that is to be
+    renamed, it is kept under another name, since what it sampled may be gone on with.
 
     Raises:
         ConfigError: a run is there already and `if_exists` is "error", or it is still going on; or something else is
@@ -65,10 +71,16 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
         )
     if not found & RUN:
         return
-    if if_exists == "error":
+    if if_exists == "error" and _has_trained(directory):
         raise ConfigError(
             f"reporting.output = {str(directory)!r}: there is a run already; go on with it by april resume "
             f"{directory}, choose another --output, or keep it under another name by --if-exists rename"
         )
     with locked(directory):
-        directory.rename(free_name(directory))
+        kept = directory.rename(free_name(directory))
+    log.info("the run that was in %s is kept as %s", directory, kept)
+
+
+def _has_trained(directory: Path) -> bool:
+    """Whether the run in `directory` has done a training step, or saved itself."""
+    return bool(checkpoints(directory / "checkpoints")) or last_step(directory) > 0

@@ -1,0 +1,220 @@
+"""A trainer and its parts, made from a recipe."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from april.algorithms.catalogue import algorithm
+from april.algorithms.dapo import informative_groups
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.reporting.progress import Progress
+from april.reporting.run_log import RunLog
+from april.rollout.disk import write_whole
+from april.rollout.engine import Engine
+from april.rollout.journal import Journal
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group
+from april.tasks.build import build_task
+from april.tasks.prompts import PromptStream
+from april.tasks.task import Task
+from april.training.evaluation import Evaluation, held_out
+from april.training.learner import Learner
+from april.training.local import LocalLearner, objective_of
+from april.training.output import locked
+from april.training.policy import load_policy
+from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
+from april.training.run_state import RunState, load
+from april.training.serving import engine_of
+from april.training.stop import StopSignals
+from april.training.task_reward import Rewards
+from april.training.trainer import Trainer
+from april.training.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+async def train(
+    recipe: Recipe,
+    resume: bool = False,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Any] | None:
+    """Run a recipe, as `trainer_of` makes it and `Trainer.run` says."""
+    async with trainer_of(recipe, resume, progress, clock) as trainer:
+        return await trainer.run()
+
+
+@asynccontextmanager
+async def trainer_of(
+    recipe: Recipe,
+    resume: bool = False,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> AsyncIterator[Trainer]:
+    """The trainer of a run from the policy that the recipe names to a trained one, with everything it needs open.
+
+    Args:
+        recipe: a checked recipe.
+        resume: go on with the run in the recipe's directory, from its newest checkpoint and its journal.
+        progress: shows the run while it goes on; nothing is shown if None.
+        clock: seconds that only ever grow.
+
+    Raises:
+        ConfigError: the recipe does not fit its model or its task.
+        CheckpointError, JournalError: the run cannot be resumed.
+    """
+    directory, training, reporting = Path(recipe.reporting.output), recipe.training, recipe.reporting
+    if training.threads:
+        torch.set_num_threads(training.threads)
+    torch.manual_seed(training.seed)
+    task = _task(recipe)
+    checkpoint = newest_checkpoint(directory) if resume else None
+    learner, tokenizer = _learner(recipe, directory, checkpoint)
+    _say_what_is_clipped(recipe)
+    limit = _prompt_limit(recipe, learner)
+    prompts, evaluated = _prompts(recipe, task, tokenizer, limit), _held_out(recipe, task, tokenizer, limit)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(locked(directory))
+        journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_delay)))
+        rewards = await stack.enter_async_context(Rewards(task.scorer, tokenizer, recipe.rollout))
+        starting = progress.phase if progress else log.info
+        engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
+        scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress)
+        await stack.enter_async_context(scheduler)
+        state = load(checkpoint, learner, scheduler) if checkpoint else None
+        run_log = RunLog(
+            directory,
+            recipe.to_dict(),
+            reporting.trackers,
+            reporting.project,
+            resume,
+            state,
+            progress,
+            clock,
+            tokenizer.decode,
+            reporting.show_completions,
+        )
+        stack.enter_context(run_log)
+        write_whole(directory / RECIPE, json.dumps(recipe.to_dict(), indent=2))  # there is a run to resume from here on
+        temperature = training.eval_temperature
+        sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)
+        yield Trainer(
+            settings=training,
+            learner=learner,
+            scheduler=scheduler,
+            evaluation=Evaluation(scheduler, rewards, evaluated, training.eval_samples, sampling, task.correct),
+            state=RunState(recipe, learner, scheduler, journal, run_log),
+            log=run_log,
+            worker=await stack.enter_async_context(Worker()),
+            signals=stack.enter_context(StopSignals()),
+            progress=progress,
+            clock=clock,
+        )
+
+
+def carries_signal(group: Group) -> bool:
+    """Whether dynamic sampling keeps a group."""
+    rewards = torch.tensor([[sample.reward for sample in group.samples]], dtype=torch.float64)
+    return bool(informative_groups(rewards))
+
+
+def _task(recipe: Recipe) -> Task:
+    try:
+        return build_task(recipe.task)
+    except ValueError as error:
+        raise ConfigError(f"task.{error}") from None
+
+
+def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
+    """The learner, and the tokenizer of its policy. Adapters go onto the policy that they were begun with."""
+    model, tokenizer = load_policy(recipe.model, None if recipe.lora.rank else checkpoint)
+    return LocalLearner(model, recipe, tokenizer, directory), tokenizer
+
+
+def _say_what_is_clipped(recipe: Recipe) -> None:
+    objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+    if recipe.rollout.partial_rollout and objective.clips_older_policies:
+        log.warning(
+            "%s clips the ratio of a whole response to a range made for updates within one step (eps_low = %g); with "
+            "correction = %r the ratio is against the policy that sampled it, and most tokens of older policies are "
+            'clipped: set eps_low = 0.03 and eps_high = 0.04, or correction = "geometric"',
+            objective.algorithm.title,
+            objective.algorithm.eps_low,
+            objective.correction,
+        )
+
+
+def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
+    """Tokens a prompt may have: what the context has room for beside a full response, or less by the recipe."""
+    rollout = recipe.rollout
+    context = recipe.engine.context_length or learner.context_length
+    if context is None:
+        return rollout.max_prompt_length
+    room = context - rollout.max_response_length
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
+            f"of {context} tokens: lower it, or raise engine.context_length if the model allows"
+        )
+    return min(rollout.max_prompt_length or room, room)
+
+
+def _prompts(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None) -> PromptStream:
+    settings = (tokenizer, recipe.training.seed, recipe.task.chat_template, limit)
+    try:
+        next(PromptStream(task, *settings))
+    except ValueError as error:
+        raise ConfigError(f"task: no prompt to train on: {error}") from None
+    return PromptStream(task, *settings)
+
+
+def _held_out(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None) -> list[Any]:
+    try:
+        return held_out(task, tokenizer, recipe.task.chat_template, limit)
+    except ValueError as error:
+        raise ConfigError(f"task: no prompt to evaluate on: {error}") from None
+
+
+def _scheduler(
+    recipe: Recipe,
+    learner: Learner,
+    engine: Engine,
+    prompts: PromptStream,
+    rewards: Rewards,
+    journal: Journal,
+    progress: Progress | None,
+) -> RolloutScheduler:
+    published = algorithm(recipe.algorithm.algorithm).dynamic_sampling
+    dynamic = published if recipe.rollout.dynamic_sampling is None else recipe.rollout.dynamic_sampling
+    return RolloutScheduler(
+        engine,
+        prompts,
+        rewards,
+        recipe.rollout_params(),
+        sampling=recipe.sampling(learner.stop_token_ids),
+        faults=recipe.fault_policy(),
+        reward_scope=rewards.scope,
+        dynamic_filter=carries_signal if dynamic else None,
+        seed=recipe.training.seed,
+        on_progress=_shown_on(progress) if progress else None,
+        journal=journal,
+    )
+
+
+def _shown_on(progress: Progress) -> Callable[[RolloutScheduler], None]:
+    def show(scheduler: RolloutScheduler) -> None:
+        wanted, engine = scheduler.params.rollout_batch_size, scheduler.engine
+        ready = min(len(scheduler.ready), wanted)
+        progress.rollout(ready, wanted, engine.running, engine.capacity.slots, scheduler.step_tokens)
+
+    return show

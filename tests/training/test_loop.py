@@ -1,0 +1,119 @@
+"""The loop over parts that are handed in: it knows no model, and its event loop goes on while a learner is at work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from april import Prompt, RolloutScheduler, SamplingParams, Step
+from april.config.recipe import Recipe
+from april.reporting.run_log import RunLog
+from april.rollout.journal import Journal
+from april.rollout.params import RolloutParams
+from april.rollout.trajectory import Reward
+from april.tasks.task import Problem
+from april.training.checkpoint import checkpoints
+from april.training.evaluation import Evaluation
+from april.training.run_state import RunState
+from april.training.stop import StopSignals
+from april.training.task_reward import Rewards
+from april.training.trainer import Trainer
+from april.training.worker import Worker
+from tests import tiny
+from tests.scripted_engine import ScriptedEngine
+
+
+class Scorer:
+    scope, correct_at = "sample", None
+
+    def __call__(self, problem: Problem, responses: list[str], lengths: object = None) -> list[Reward]:
+        return [Reward(1.0) for _ in responses]
+
+
+class Prompts(Iterator[Prompt]):
+    def __next__(self) -> Prompt:
+        return Prompt((1, 2), "a prompt", {"prompt": "a"})
+
+
+class Unmoved:
+    """A learner without a model, that is done with nothing before the event loop has come by."""
+
+    context_length, stop_token_ids, served = None, (), None
+
+    def __init__(self, scheduler: RolloutScheduler, loop: asyncio.AbstractEventLoop) -> None:
+        self.scheduler, self.loop = scheduler, loop
+        self.done: list[str] = []
+        self.threads: set[int] = set()
+
+    def _work(self, what: str) -> None:
+        came_by = threading.Event()
+        self.loop.call_soon_threadsafe(came_by.set)
+        assert came_by.wait(60), f"the event loop waits for {what}"
+        assert not self.scheduler.in_flight
+        self.done.append(what)
+        self.threads.add(threading.get_ident())
+
+    def train(self, step: Step, number: int) -> dict[str, float]:
+        self._work(f"train {number}")
+        return {"loss": 0.0, "grad_norm": 0.0}
+
+    def interrupt(self) -> None:
+        raise AssertionError("nobody gives up")
+
+    def weights(self, version: int) -> Any:
+        self._work(f"weights {version}")
+
+    def save(self, directory: Path) -> None:
+        self._work("save")
+
+    def load(self, directory: Path) -> None:
+        raise AssertionError("nothing is resumed")
+
+
+@pytest.mark.parametrize("stop_after", [None, 1])
+async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: int | None) -> None:
+    recipe = Recipe()
+    recipe.reporting.output = str(tmp_path)
+    recipe.training.steps, recipe.training.save_interval = 3, 2
+    async with AsyncExitStack() as stack:
+        journal = Journal(tmp_path / "journal.sqlite", 0)
+        stack.callback(journal.close)
+        rewards = await stack.enter_async_context(Rewards(Scorer(), tiny.tokenizer(), recipe.rollout))
+        params, sampling = RolloutParams(rollout_batch_size=2), SamplingParams(max_tokens=20)
+        scheduler = RolloutScheduler(ScriptedEngine(), Prompts(), rewards, params, sampling=sampling, journal=journal)
+        await stack.enter_async_context(scheduler)
+        learner = Unmoved(scheduler, asyncio.get_running_loop())
+        log = stack.enter_context(RunLog(tmp_path, recipe.to_dict()))
+        signals = stack.enter_context(StopSignals())
+        trainer = Trainer(
+            settings=recipe.training,
+            learner=learner,
+            scheduler=scheduler,
+            evaluation=Evaluation(scheduler, rewards, [], 1, sampling),
+            state=RunState(recipe, learner, scheduler, journal, log),
+            log=log,
+            worker=await stack.enter_async_context(Worker()),
+            signals=signals,
+        )
+        if stop_after:
+            train = learner.train
+
+            def stopping(step: Step, number: int) -> dict[str, float]:
+                learner.loop.call_soon_threadsafe(signals.requested.set)
+                return train(step, number)
+
+            learner.train = stopping  # type: ignore[method-assign]
+        summary = await trainer.run()
+    steps = stop_after or 3
+    assert (summary is None) == bool(stop_after)
+    trained = [word for n in range(1, steps + 1) for word in (f"train {n}", f"weights {n}")]
+    assert [word for word in learner.done if word != "save"] == ["weights 0", *trained]
+    assert len(learner.threads) == 1
+    assert threading.get_ident() not in learner.threads
+    assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:06d}"
