@@ -23,6 +23,7 @@ COMMANDS = {
     "calibrate": ("RECIPE", "measure the recipe's engine and write a cost model for simulate"),
     "simulate": ("RECIPE", "what the recipe would do on a cluster: throughput, staleness, cost"),
     "report": ("DIR", "write a run's HTML report anew"),
+    "push": ("DIR", "upload a run's newest checkpoint to the Hugging Face hub, with a model card"),
     "algorithms": ("", "the algorithms and corrections a recipe can name, with sources"),
 }
 """What each takes first, and what it does. `april.commands.NAME.run` runs it."""
