@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from april.engines.member import State
 from april.engines.pool import EnginePool
 from april.engines.stream import StreamEngine
+from april.engines.weights import WithdrawnError
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
@@ -508,3 +509,23 @@ async def test_a_replica_that_comes_back_learns_the_version_of_weights_it_shares
             while second.version != 2:
                 await asyncio.sleep(0.01)
         assert second.updates == [1, 2]
+
+
+async def test_a_replica_whose_weights_have_been_trained_on_comes_back_with_the_next_update() -> None:
+    class Withdrawn(Machine):
+        async def update_weights(self, version: int, weights: Any = None) -> None:
+            if weights == "gone":
+                raise WithdrawnError("these weights are being trained on")
+            await super().update_weights(version, weights)
+
+    first, second = Machine("first"), Withdrawn("second")
+    async with pool_of(first, second) as pool:
+        second.alive = False
+        await pool.update_weights(1, "gone")
+        second.restart()
+        async with asyncio.timeout(120):
+            while pool.members[1].state is not State.TORN:
+                await asyncio.sleep(0.01)
+        await pool.update_weights(2, "two")
+        assert (first.version, second.version) == (2, 2)
+        assert pool.members[1].ready

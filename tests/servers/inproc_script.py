@@ -7,11 +7,15 @@ import json
 import sys
 
 from april.engines.vllm_inproc import VLLMInProcess
+from april.engines.weights import InProcess, Tensors
 from april.rollout.trajectory import Group, Prompt, SamplingParams
 
 
 async def main(models: list[str]) -> None:
     from safetensors.torch import load_file
+
+    def in_process(model: str) -> Tensors:
+        return InProcess(lambda: iter(load_file(f"{model}/model.safetensors").items())).offer(1)
 
     engine = VLLMInProcess.load(
         models[0],
@@ -34,7 +38,7 @@ async def main(models: list[str]) -> None:
     for version, model in enumerate(models):
         if version:
             # Once as tensors, once as a directory.
-            await engine.update_weights(version, load_file(f"{model}/model.safetensors") if version == 1 else model)
+            await engine.update_weights(version, in_process(model) if version == 1 else model)
         for sample in samples:
             if sample.finish is None:
                 engine.submit(sample)

@@ -300,11 +300,11 @@ async def test_a_sample_that_fills_the_context_exactly(engine: ServerEngine) -> 
 
 async def test_weights_over_a_broadcast_group(engine: ServerEngine, oracles: list[Oracle]) -> None:
     weights: dict[str, Tensor] = {}
-    broadcast = Broadcast(weights)
+    broadcast = Broadcast(lambda: iter(weights.items()), bucket_bytes=2**18)  # several buckets
     samples = make_samples(4, SamplingParams(200))
     for version in range(3):
         weights.update(oracles[version].model.state_dict())
-        await engine.update_weights(version, broadcast)
+        await engine.update_weights(version, broadcast.offer(version))
         submit(engine, samples)
         if version < 2:
             await reach(engine, samples, 30 * (version + 1))
@@ -313,6 +313,7 @@ async def test_weights_over_a_broadcast_group(engine: ServerEngine, oracles: lis
     assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
     assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
     await engine.check()
+    assert broadcast.meetings == 1
 
 
 async def test_weights_that_are_not_there(engine: ServerEngine, oracles: list[Oracle], tmp_path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from torch import Tensor
 
 from april.algorithms import objective
 from april.config.reading import load_recipe
+from april.engines.servers import broadcast
 from april.engines.servers.launch import Server
+from april.engines.weights import Meeting
+from april.reporting.progress import Progress
 from april.training.build import train
 from tests import tiny
 from tests.servers.conftest import CPU_CORES, ENVIRONMENT, ROOT, SGLANG, SLOTS, VLLM, Kind, environment, python_of
@@ -105,14 +110,25 @@ def leaders(word: str) -> list[int]:
     return [int(line.split()[0]) for line in lines if word in line and line.split()[0] == line.split()[1]]
 
 
-async def kill_after_a_step(run: Path, servers: str) -> list[int]:
-    """Kill the servers once the run has a step behind it; returns their process ids."""
-    metrics = run / "metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:  # the first is of the evaluation before
-        await asyncio.sleep(0.02)
-    for pid in (killed := leaders(servers)):
-        os.kill(pid, signal.SIGKILL)
-    return killed
+class Killing(Progress):
+    """Kills the servers whose command lines contain `word` once the run has a step behind it."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__(total_steps=4, file=StringIO())
+        self.word = word
+        self.killed: list[int] = []
+        self.phases: list[str] = []
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self.phases.append(name)
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        super().step(metrics)
+        if metrics["step"] == 1:
+            self.killed = leaders(self.word)
+            for pid in self.killed:
+                os.kill(pid, signal.SIGKILL)
 
 
 async def test_servers_that_april_starts_and_that_die(
@@ -131,18 +147,28 @@ async def test_servers_that_april_starts_and_that_die(
         model,
         engine=kind.name,
         replicas=2,
+        weight_transfer="broadcast",
         server_python=str(python_of(kind.name)),
         server_args=VLLM if kind.name == "vllm" else SGLANG,
     )
-    run = tmp_path / "run"
-    killing = asyncio.create_task(kill_after_a_step(run, str(model)))
-    check(await train(load_recipe(recipe)), mismatches)
-    assert len(await killing) == 2
+    sizes = []
+    join = broadcast.join
+
+    def watched(meeting: Meeting, timeout: timedelta) -> Any:
+        sizes.append(meeting.world_size)
+        return join(meeting, timeout)
+
+    monkeypatch.setattr(broadcast, "join", watched)
+    run, killing = tmp_path / "run", Killing(str(model))
+    check(await train(load_recipe(recipe), progress=killing), mismatches)
+    assert len(killing.killed) == 2
+    assert any(phase.startswith(f"starting {kind.name}-0, ") for phase in killing.phases)
     said = [record.getMessage() for record in caplog.records]
     for name in (f"{kind.name}-0", f"{kind.name}-1"):
         log = run / "servers" / f"{name}.log"
         assert any(line.startswith(f"{name} died (killed by SIGKILL") and f"log: {log}" in line for line in said)
     assert any("is back, with weights" in line for line in said)
+    assert sizes[0] == 3, "the trainer and both servers are one group"
     assert not leaders(str(model)), "the servers have ended with the run"
 
 

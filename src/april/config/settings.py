@@ -127,6 +127,10 @@ class EngineSettings:
             this machine's own; then they ask for the key in the environment variable APRIL_ENGINE_API_KEY.
         weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
             (broadcast: gloo on CPUs, nccl on GPUs).
+        broadcast_address: vllm, sglang: where servers reach the trainer for it; unset: the loopback interface if all of
+            them are there, else this machine's address towards the first one.
+        broadcast_interface: vllm, sglang: the network interface that weights take on this machine, like eth0; unset:
+            as gloo and nccl choose.
         ready_timeout: vllm, sglang: seconds a server may take to start.
     """
 
@@ -143,6 +147,8 @@ class EngineSettings:
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"
     weight_transfer: Literal["disk", "broadcast"] = "disk"
+    broadcast_address: str | None = None
+    broadcast_interface: str | None = None
     ready_timeout: Positive[float] = 900.0
 
 

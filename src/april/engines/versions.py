@@ -15,6 +15,7 @@ from typing import Any
 
 from april.engines.member import Member, State
 from april.engines.replica import ReplicaGoneError
+from april.engines.weights import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
@@ -70,8 +71,10 @@ class Versions:
             targets = [member for member in self._members if member.state in (State.READY, State.TORN)]
             if not targets:
                 return False
+            shares = shares_of(weights, len(targets))
             results = await asyncio.gather(
-                *(self._give(member, version, weights) for member in targets), return_exceptions=True
+                *(self._give(member, version, share) for member, share in zip(targets, shares, strict=True)),
+                return_exceptions=True,
             )
             for error in results:
                 if isinstance(error, ValueError):
@@ -116,6 +119,9 @@ class Versions:
                 await member.replica.update_weights(version, weights)
         except TimeoutError:
             raise EngineError(f"it took longer than {self._update_timeout:g} s") from None
+        finally:
+            if isinstance(weights, Share):
+                weights.let_go()
 
     def bring_back(self, member: Member) -> None:
         """Try in the background until it has the current weights, or is gone."""
@@ -134,7 +140,7 @@ class Versions:
             return
 
     async def _revived(self, member: Member) -> bool:
-        """Whether the wait for a member is over: it is ready, or gone."""
+        """Whether the wait for a member is over: it is ready, or gone, or its weights are."""
         try:
             async with asyncio.timeout(self._health_timeout):
                 await member.replica.learn()
@@ -142,6 +148,8 @@ class Versions:
                 await self._give(member, self.version, self._weights)
         except ReplicaGoneError as error:
             member.become(State.GONE, str(error))
+        except WithdrawnError as error:
+            member.become(State.TORN, str(error))  # the next update counts on it
         except (EngineError, ValueError, TimeoutError) as error:
             member.reason = str(error) or type(error).__name__
             return False

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from april.engines.weights import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.trajectory import FinishReason, Sample
 
@@ -162,12 +163,12 @@ class VLLMInProcess:
         return self._take()
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Go over to policy `version`: a state dict by checkpoint names, or a directory of safetensors."""
+        """Go over to policy `version`: from `Tensors`, or a directory of safetensors."""
         assert not self._requests, "weights change only while nothing is in flight"
-        if isinstance(weights, Mapping):
-            await self._call(self._reload, {"weights_iterator": iter(weights.items())})
+        if isinstance(weights, Tensors):
+            await self._call(self._reload, {"weights_iterator": iter(weights)})
         else:
-            await self._call(self._reload, {"weights_path": str(weights)})
+            await self._call(self._reload, {"weights_path": directory_of(weights)})
         self._salt += 1
         self.version = version
 

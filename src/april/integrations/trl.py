@@ -37,7 +37,8 @@ from april.integrations.requirement import require
 from april.rollout.disk import write_whole
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.trajectory import Group, Prompt, SamplingParams
-from april.training.serving import WeightHandover, engine_of
+from april.training.engines import engine_of
+from april.training.weights import transfer_of
 
 require("trl", "1.16", extra="trl")
 
@@ -161,7 +162,7 @@ class _Rollouts:
         recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
         directory = Path(args.output_dir)
         self.encode = encode
-        self.weights = WeightHandover(recipe, model, tokenizer, directory)
+        self.transfer = transfer_of(recipe, model, tokenizer, directory)
         self.groups: Sequence[Group] = ()
         """The groups of the last call, in the order of the rows that TRL gets."""
         self.metrics: list[dict[str, float]] = []
@@ -187,11 +188,12 @@ class _Rollouts:
     def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Collect a generation batch under the weights of optimizer step `step`, asking for `rows`."""
         if self.trained is not None and not step == self.trained == self.loaded:
-            self._loop.run(self.adapter.update_weights(self.weights(self.adapter.version + 1)))
+            self._loop.run(self.adapter.update_weights(self.transfer.offer(self.adapter.version + 1)))
             self.loaded = step
         self._load(step)
         self.trained = step
         collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in rows]))
+        self.transfer.withdraw()  # from here on TRL trains
         self.groups = collected.groups
         self.metrics.append(collected.metrics())
 
@@ -204,7 +206,7 @@ class _Rollouts:
         """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
         if step != self.loaded:
             version = self.adapter.version
-            self._loop.run(self.engine.update_weights(version, self.weights(version)))
+            self._loop.run(self.engine.update_weights(version, self.transfer.offer(version)))
             self.loaded = step
 
     def take_metrics(self) -> dict[str, float]:

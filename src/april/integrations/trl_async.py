@@ -43,8 +43,9 @@ from april.integrations.trl import (
 )
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample
+from april.training.engines import engine_of
 from april.training.policy import load_policy, stop_tokens
-from april.training.serving import WeightHandover, engine_of
+from april.training.weights import transfer_of
 
 require("trl", "1.16", extra="trl")
 
@@ -148,7 +149,7 @@ class AsyncRollouts:
         recipe = Recipe(model=ModelSettings(path=model, dtype=dtype), engine=settings)
         self.model, _ = load_policy(recipe.model)
         directory = Path(args.output_dir)
-        self._weights = WeightHandover(recipe, self.model, tokenizer, directory)
+        self._transfer = transfer_of(recipe, self.model, tokenizer, directory)
         self._details: dict[int, list[dict[str, float]]] = {}
         self._batches: deque[list[Group]] = deque()
         """Handed over and not trained on: a checkpoint must not lose them."""
@@ -289,6 +290,7 @@ class AsyncRollouts:
 
     async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         async with self._turn:
+            self._transfer.withdraw()
             own = dict(self.model.named_parameters())
             with torch.no_grad():
                 for name, tensor in weights:
@@ -297,9 +299,9 @@ class AsyncRollouts:
             if self._synced:
                 if self._batches:
                     self._batches.popleft()
-                await self.scheduler.update_weights(self._weights(version + 1))
+                await self.scheduler.update_weights(self._transfer.offer(version + 1))
             else:
-                await self.engine.update_weights(version, self._weights(version))
+                await self.engine.update_weights(version, self._transfer.offer(version))
                 self._synced = True
             self._turn.notify_all()
 

@@ -245,17 +245,18 @@ async def calibrate(
 
 async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:
     """Start the recipe's engine, measure it, and end it again."""
+    from april.training.engines import engine_of
     from april.training.policy import load_policy
-    from april.training.serving import WeightHandover, engine_of
+    from april.training.weights import transfer_of
 
     model, tokenizer = load_policy(recipe.model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        handover = WeightHandover(recipe, model, tokenizer, directory)
+        transfer = transfer_of(recipe, model, tokenizer, directory)
         async with engine_of(recipe, model, directory) as engine:
 
             async def update(version: int) -> None:
-                await engine.update_weights(version, handover(version))
+                await engine.update_weights(version, transfer.offer(version))
 
             with Console(stderr=True).status("") as status:
                 return await calibrate(

@@ -27,6 +27,7 @@ from april.rollout.trajectory import Group
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
+from april.training.engines import engine_of
 from april.training.evaluation import Evaluation, held_out
 from april.training.learner import Learner
 from april.training.local import LocalLearner, objective_of
@@ -34,7 +35,6 @@ from april.training.output import locked
 from april.training.policy import load_policy
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
 from april.training.run_state import RunState, load
-from april.training.serving import engine_of
 from april.training.stop import StopSignals
 from april.training.task_reward import Rewards
 from april.training.trainer import Trainer

@@ -46,7 +46,7 @@ from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import Memory, SkippedUpdates
 from april.training.schedule import share_of_peak
-from april.training.serving import WeightHandover
+from april.training.weights import transfer_of
 
 
 class LocalLearner:
@@ -80,9 +80,7 @@ class LocalLearner:
         self.packs = can_pack(model)
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
-        self._handover = (
-            None if directory is None else WeightHandover(recipe, model, tokenizer, directory, self.adapters)
-        )
+        self._transfer = None if directory is None else transfer_of(recipe, model, tokenizer, directory, self.adapters)
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
@@ -109,14 +107,16 @@ class LocalLearner:
         return self.adapters.merged_model() if self.adapters else self.model
 
     def weights(self, version: int) -> Any:
-        assert self._handover is not None, "weights go to a run's directory"
-        return self._handover(version)
+        assert self._transfer is not None, "weights go to a run's directory"
+        return self._transfer.offer(version)
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
     def train(self, step: Step, number: int) -> dict[str, float]:
         """Train on the groups of a rollout step and return the step's metrics (see `Learner`)."""
+        if self._transfer is not None:
+            self._transfer.withdraw()
         share = share_of_peak(self.settings, number)
         _set_learning_rate(self.optimizer, self.settings.learning_rate * share)
         if self.critic_optimizer:

@@ -1,9 +1,9 @@
-"""Weights that go from the trainer to a server over a broadcast group: gloo between CPUs, nccl between GPUs.
+"""Weights that go from the trainer to servers over a process group: gloo between CPUs, nccl between GPUs.
 
 Invariants:
-- the trainer is rank 0 of one group per server, the server's workers are the other ranks;
-- tensors are sent in the order in which their names were announced;
-- a group that an update failed on is never used again.
+- the trainer is rank 0 of one group with all servers that go over together, and sends each tensor once;
+- a tensor is sent in the order in which its name was announced, bucket by bucket;
+- a group that an update failed on is never used again, nor one with a server that has been restarted since.
 
 torch has no public call for a group that is not part of the default one; this is the construction servers use on their
 side, and both have to agree on it.
@@ -12,138 +12,249 @@ side, and both have to agree on it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import itertools
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
+from april.engines.servers.address import is_loopback
+from april.engines.servers.client import FAILURES, describe
 from april.engines.servers.launch import free_port
+from april.engines.weights import Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
+from april.rollout.engine import EngineError
 
 GROUP = "april_weights"
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where a group meets. The server's workers are ranks 1 to `world_size` - 1."""
-
-    address: str
-    port: int
-    world_size: int
-    name: str
-    backend: str
+BUCKET_BYTES = 2**29
+"""Tensors are announced and sent by so many bytes at a time."""
 
 
 class Broadcast:
-    """Weights to hand to `update_weights(version, broadcast)` of engines that take them over a group.
-
-    Keep one for the whole run: it keeps the groups.
+    """A learner's tensors, sent to servers. Keep one for the whole run: it keeps the groups.
 
     Args:
-        tensors: the weights by their names in the checkpoint; read anew at every update.
+        source: the policy's tensors.
         backend: gloo for tensors on the CPU, nccl for tensors on a GPU.
-        address: where servers reach this process.
-        timeout: seconds that meeting a server, or sending one tensor, may take.
+        address: where servers reach this process; None: the loopback interface if all of them are there, else the
+            address of this machine from which the first one is reached.
+        interface: the network interface that tensors take on this machine (`eth0`); None leaves it to the backend.
+        timeout: seconds that meeting the servers, or sending one tensor, may take.
+        bucket_bytes: tensors are announced and sent by so many bytes at a time.
     """
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        source: TensorSource,
         backend: Literal["gloo", "nccl"] = "gloo",
-        address: str = "127.0.0.1",
+        address: str | None = None,
+        interface: str | None = None,
         timeout: float = 120.0,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.tensors = tensors
-        self.backend = backend
-        self.address = address
+        self.source = source
+        self.meetings = 0
+        """Groups made so far."""
+        self._backend = backend
+        self._address = address
+        self._interface = interface
         self._timeout = timedelta(seconds=timeout)
-        self._groups: dict[str, tuple[Meeting, Any]] = {}
-        self._meetings = 0
+        self._bucket_bytes = bucket_bytes
+        self._groups: dict[tuple[tuple[str, int], ...], tuple[list[Meeting], Any]] = {}
+        self._latest = Offer()
 
-    @property
-    def names(self) -> list[str]:
-        return list(self.tensors)
+    def offer(self, version: int) -> Sending:
+        self.withdraw()
+        self._latest = Offer()
+        return _Sending(self, self._latest)
 
-    @property
-    def dtypes(self) -> list[str]:
-        """`float32`, `bfloat16`, …"""
-        return [str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()]
+    def withdraw(self) -> None:
+        self._latest.withdraw()
 
-    @property
-    def shapes(self) -> list[list[int]]:
-        return [list(tensor.shape) for tensor in self.tensors.values()]
+    async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
+        """Send everything to these servers.
 
-    async def send(
-        self,
-        server: str,
-        workers: int,
-        invite: Callable[[Meeting], Awaitable[Any]],
-        receive: Callable[[Meeting], Awaitable[Any]],
-    ) -> None:
-        """Send everything to one server.
-
-        Args:
-            server: names the server among those this object sends to.
-            workers: ranks on the server's side.
-            invite: has the server's workers join a new group.
-            receive: has the server receive the tensors.
+        Raises:
+            EngineError: a server did not take part, and the message names it.
+            WithdrawnError: the tensors are no longer, or did not stay, those that were offered.
         """
+        offer.require()
+        key = tuple((receiver.url, receiver.life) for receiver in receivers)
         try:
-            if server not in self._groups:
-                self._groups[server] = await self._meet(server, workers, invite)
-            meeting, group = self._groups[server]
-            sending = asyncio.create_task(asyncio.to_thread(self._send, group))
-            try:
-                await receive(meeting)
-            except BaseException:
-                # Without a receiver the sender waits for its timeout; nobody waits for the sender.
-                sending.add_done_callback(lambda task: task.cancelled() or task.exception())
-                raise
-            await sending
+            if key not in self._groups:
+                self._groups[key] = await self._meet(receivers)
+            meetings, group = self._groups[key]
+            await _all(receivers, lambda i, receiver: receiver.begin())
+            buckets = _buckets(self.source(), self._bucket_bytes)
+            while (tensors := await asyncio.to_thread(next, buckets, None)) is not None:
+                await self._send_bucket(receivers, meetings, group, tensors)
+            await _all(receivers, lambda i, receiver: receiver.end())
         except BaseException:
-            self._groups.pop(server, None)
+            self._groups.pop(key, None)
             raise
+        offer.require()
 
-    async def _meet(
-        self, server: str, workers: int, invite: Callable[[Meeting], Awaitable[Any]]
-    ) -> tuple[Meeting, Any]:
-        self._meetings += 1
+    async def _send_bucket(
+        self, receivers: Sequence[Receiver], meetings: list[Meeting], group: Any, tensors: list[tuple[str, Tensor]]
+    ) -> None:
+        bucket = Bucket(
+            [name for name, _ in tensors],
+            [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            [list(tensor.shape) for _, tensor in tensors],
+        )
+        sending = asyncio.create_task(asyncio.to_thread(_broadcast, tensors, group))
+        await _beside(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
+
+    async def _meet(self, receivers: Sequence[Receiver]) -> tuple[list[Meeting], Any]:
+        """Make a group with these servers; each is in no other one from then on."""
+        urls = {receiver.url for receiver in receivers}
+        for key in [key for key in self._groups if urls & {url for url, _ in key}]:
+            del self._groups[key]
+        self.meetings += 1
         port = free_port()
         # Names must differ from meeting to meeting: torch knows groups by name.
-        meeting = Meeting(self.address, port, 1 + workers, f"{GROUP}_{port}_{self._meetings}", self.backend)
-        joining = asyncio.create_task(
-            asyncio.to_thread(
-                join, self.address, port, 0, meeting.world_size, meeting.name, self.backend, self._timeout
-            )
-        )
+        name = f"{GROUP}_{port}_{self.meetings}"
+        world_size = 1 + sum(receiver.workers for receiver in receivers)
+        own = Meeting(self._address or address_towards(sorted(urls)), port, world_size, 0, name, self._backend)
+        first = itertools.accumulate((receiver.workers for receiver in receivers), initial=1)
+        meetings = [replace(own, first_rank=rank) for rank, _ in zip(first, receivers, strict=False)]
+        if self._interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = self._interface
+        joining = asyncio.create_task(asyncio.to_thread(join, own, self._timeout))
+        await _beside(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
+        return meetings, joining.result()
+
+
+class _Sending(Sending):
+    """The tensors of a `Broadcast`, offered as those of one version."""
+
+    def __init__(self, broadcast: Broadcast, offer: Offer) -> None:
+        self._broadcast = broadcast
+        self._offer = offer
+
+    def shares(self, count: int) -> Sequence[Share]:
+        together = _Round(lambda receivers: self._broadcast.send(receivers, self._offer), count)
+        return [_Seat(together) for _ in range(count)]
+
+
+class _Round:
+    """One sending to several servers, which begins when nobody is missing."""
+
+    def __init__(self, send: Callable[[Sequence[Receiver]], Awaitable[None]], count: int) -> None:
+        self._send = send
+        self._missing = count
+        self._receivers: list[Receiver] = []
+        self._complete = asyncio.Event()
+        self._sending: asyncio.Future[None] | None = None
+
+    def arrive(self, receiver: Receiver | None) -> None:
+        """Somebody takes part, or does not after all."""
+        self._missing -= 1
+        if receiver is not None:
+            self._receivers.append(receiver)
+        if self._missing == 0 and self._receivers:
+            self._sending = asyncio.ensure_future(self._send(self._receivers))
+            self._complete.set()
+
+    async def sent(self) -> None:
+        await self._complete.wait()
+        assert self._sending is not None
+        await asyncio.shield(self._sending)
+
+
+class _Seat(Share):
+    def __init__(self, together: _Round) -> None:
+        self._together = together
+        self._settled = False
+
+    async def take(self, receiver: Receiver) -> None:
+        assert not self._settled, "a share is taken once"
+        self._settled = True
+        self._together.arrive(receiver)
+        await self._together.sent()
+
+    def let_go(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self._together.arrive(None)
+
+
+def _buckets(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > most:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor))
+    if bucket:
+        yield bucket
+
+
+def _broadcast(tensors: Sequence[tuple[str, Tensor]], group: Any) -> None:
+    for _, tensor in tensors:
+        dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
+
+
+async def _all(receivers: Sequence[Receiver], call: Callable[[int, Receiver], Awaitable[Any]]) -> None:
+    """Have all servers do something at the same time; the first that fails is named, and ends it for all."""
+
+    async def one(i: int, receiver: Receiver) -> None:
         try:
-            await invite(meeting)
-        except BaseException:
-            joining.add_done_callback(lambda task: task.cancelled() or task.exception())
-            raise
-        return meeting, await joining
+            await call(i, receiver)
+        except FAILURES as error:
+            raise EngineError(f"{receiver.name} did not receive weights: {describe(error)}") from error
 
-    def _send(self, group: Any) -> None:
-        for tensor in self.tensors.values():
-            dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for i, receiver in enumerate(receivers):
+                group.create_task(one(i, receiver))
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
-def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout: timedelta) -> Any:
-    """Join a group beside the default one; returns when all ranks have."""
-    store, _, _ = next(iter(rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)))
+async def _beside(own: asyncio.Task[Any], theirs: Awaitable[None]) -> None:
+    """Do one's own part of something and have the others do theirs."""
+    try:
+        await theirs
+    except BaseException:
+        # Without the others it waits for its timeout; nobody waits for it.
+        own.add_done_callback(lambda task: task.cancelled() or task.exception())
+        raise
+    await own
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """The address of this machine that servers at `urls` reach."""
+    elsewhere = [parts for parts in map(urlsplit, urls) if not is_loopback(parts.hostname or "")]
+    if not elsewhere:
+        return "127.0.0.1"
+    host, port = elsewhere[0].hostname, elsewhere[0].port or 80
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of datagrams: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def join(meeting: Meeting, timeout: timedelta) -> Any:
+    """Join a group beside the default one, as `first_rank`; returns when all ranks have."""
+    where = f"tcp://{meeting.address}:{meeting.port}"
+    store, _, _ = next(iter(rendezvous(where, meeting.first_rank, meeting.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
+        meeting.world_size,
+        meeting.first_rank,
         [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type]
+        c10d.Backend(meeting.backend),
+        c10d.PrefixStore(meeting.name, store),
+        group_name=meeting.name,  # type: ignore[arg-type]
         timeout=timeout,
     )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(meeting.world_size)}
     return group

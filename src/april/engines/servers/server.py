@@ -72,22 +72,6 @@ def local_vocab_size(model: str) -> int | None:
     return int(size) if size else None
 
 
-def is_broadcast(weights: Any) -> bool:
-    """True for an `april.engines.servers.broadcast.Broadcast`; asked without importing torch."""
-    return hasattr(weights, "send")
-
-
-def weights_directory(weights: Any) -> str:
-    """The directory of safetensors a server is to read, as an absolute path: server and trainer share the disk.
-
-    A server may not survive a path that is not there, so it is looked at here first.
-    """
-    path = Path(weights).absolute() if isinstance(weights, str | Path) else None
-    if path is None or not any(path.glob("*.safetensors")):
-        raise ValueError(f"weights = {weights!r}: must be a directory with safetensors in it")
-    return str(path)
-
-
 class ServerEngine(ABC):
     """What vLLM, SGLang and TensorRT-LLM have in common. Make one with `await <Engine>.connect(url)`.
 
@@ -126,6 +110,8 @@ class ServerEngine(ABC):
         self.capacity = Capacity(slots=1, context_length=1)
         self._vocab_size = vocab_size or 0
         self._label: str | None = None
+        self._life = 0
+        """Grows when the server may be another one than before."""
         self._salt = ""
         self._stall_timeout = stall_timeout
         self._patience = patience
@@ -182,6 +168,7 @@ class ServerEngine(ABC):
         if not info.vocab_size:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
         self.capacity, self._vocab_size, self._label = info.capacity, info.vocab_size, info.label
+        self._life += 1
         self._renew_salt()
 
     def _renew_salt(self) -> None:

@@ -16,13 +16,15 @@ KV caches of different versions never mix: every request names its weights in th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from april.engines.servers.client import RequestError
-from april.engines.servers.server import ServerEngine, ServerInfo, is_broadcast, local_vocab_size, weights_directory
+from april.engines.servers.server import ServerEngine, ServerInfo, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
+from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity
 from april.rollout.trajectory import FinishReason, SamplingParams
 
@@ -141,32 +143,41 @@ class SGLangEngine(ServerEngine):
             "flush_cache": False,
             "abort_all_requests": False,
         }
-        if is_broadcast(weights):
-            await weights.send(
-                self.url, self._workers, self._join, lambda meeting: self._receive(meeting, weights, options)
-            )
+        if isinstance(weights, Sending | Share):
+            await weights.take(self._receiver(options))
         else:
-            await self._http.post("/update_weights_from_disk", {"model_path": weights_directory(weights), **options})
+            await self._http.post("/update_weights_from_disk", {"model_path": directory_of(weights), **options})
         if self.on_update == "recompute":
             with suppress(RequestError):
                 await self._http.post("/flush_cache")
 
-    async def _join(self, meeting: Any) -> None:
-        group = {
-            "master_address": meeting.address,
-            "master_port": meeting.port,
-            "rank_offset": 1,
-            "world_size": meeting.world_size,
-            "group_name": meeting.name,
-            "backend": meeting.backend,
-        }
-        await self._http.post("/init_weights_update_group", group)
+    def _receiver(self, options: dict[str, Any]) -> Receiver:
+        post = self._http.post
 
-    async def _receive(self, meeting: Any, weights: Any, options: dict[str, Any]) -> None:
-        info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
-        await self._http.post("/begin_weight_update", {})
-        await self._http.post("/update_weights_from_distributed", {**info, "group_name": meeting.name, **options})
-        await self._http.post("/end_weight_update", {})
+        def join(meeting: Meeting) -> Awaitable[Any]:
+            group = {
+                "master_address": meeting.address,
+                "master_port": meeting.port,
+                "rank_offset": meeting.first_rank,
+                "world_size": meeting.world_size,
+                "group_name": meeting.name,
+                "backend": meeting.backend,
+            }
+            return post("/init_weights_update_group", group)
+
+        def receive(meeting: Meeting, bucket: Bucket) -> Awaitable[Any]:
+            return post("/update_weights_from_distributed", {**asdict(bucket), "group_name": meeting.name, **options})
+
+        return Receiver(
+            self.name,
+            self.url,
+            self._life,
+            self._workers,
+            join,
+            begin=lambda: post("/begin_weight_update", {}),
+            receive=receive,
+            end=lambda: post("/end_weight_update", {}),
+        )
 
     async def _current_label(self) -> str | None:
         return str((await self._http.get("/model_info"))["weight_version"])

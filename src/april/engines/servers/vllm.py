@@ -19,11 +19,10 @@ from april.engines.servers.server import (
     ServerEngine,
     ServerInfo,
     has_tied_head,
-    is_broadcast,
     local_vocab_size,
-    weights_directory,
 )
 from april.engines.servers.stream import Delta, Finish, Stream
+from april.engines.weights import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.trajectory import FinishReason, SamplingParams
 
@@ -131,10 +130,10 @@ class VLLMEngine(ServerEngine):
         await self._http.post("/resume")
 
     async def _load(self, version: int, weights: Any) -> None:
-        if is_broadcast(weights):
-            await weights.send(self.url, self._workers, self._join, lambda meeting: self._receive(version, weights))
+        if isinstance(weights, Sending | Share):
+            await weights.take(self._receiver(version))
         else:
-            directory = weights_directory(weights)
+            directory = directory_of(weights)
             await self._http.post(
                 "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
             )
@@ -144,14 +143,18 @@ class VLLMEngine(ServerEngine):
         if self.on_update == "recompute":
             await self._http.post("/reset_prefix_cache")
 
-    async def _join(self, meeting: Any) -> None:
-        await self._http.post("/init_weight_transfer_engine", {"init_info": asdict(meeting)})
-
-    async def _receive(self, version: int, weights: Any) -> None:
-        info = {"names": weights.names, "dtypes": weights.dtypes, "shapes": weights.shapes}
-        await self._http.post("/start_weight_update")
-        await self._http.post("/update_weights", {"update_info": info})
-        await self._http.post("/finish_weight_update", {"weight_version": str(version)})
+    def _receiver(self, version: int) -> Receiver:
+        post = self._http.post
+        return Receiver(
+            self.name,
+            self.url,
+            self._life,
+            self._workers,
+            join=lambda meeting: post("/init_weight_transfer_engine", {"init_info": asdict(meeting)}),
+            begin=lambda: post("/start_weight_update"),
+            receive=lambda meeting, bucket: post("/update_weights", {"update_info": asdict(bucket)}),
+            end=lambda: post("/finish_weight_update", {"weight_version": str(version)}),
+        )
 
     async def _current_label(self) -> str | None:
         return str((await self._http.get("/weight_info"))["weight_version"])

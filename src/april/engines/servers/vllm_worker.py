@@ -24,6 +24,7 @@ class InitInfo(WeightTransferInitInfo):
     address: str
     port: int
     world_size: int
+    first_rank: int
     name: str
     backend: str
     timeout: float = 120.0
@@ -44,7 +45,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
-        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         timeout = timedelta(seconds=init_info.timeout)
         store, _, _ = next(
             iter(rendezvous(f"tcp://{init_info.address}:{init_info.port}", rank, init_info.world_size, timeout=timeout))

@@ -1,9 +1,6 @@
-"""The engine that generates for a run, and how the policy's weights reach it.
+"""The engine that generates for a run, built as its recipe says.
 
-Invariants:
-- an engine starts every run, and every resumed one, from the weights that are trained, whatever it was started with;
-- servers that april starts end with the run, however it ends;
-- weights on disk are kept as long as a server may still be asked to load them.
+Invariant: servers that april starts end with the run, however it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -23,8 +19,6 @@ from april.config.recipe import Recipe
 from april.config.settings import API_KEY, EngineSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
-from april.training.lora import Adapters
-from april.training.policy import save_policy
 
 log = logging.getLogger(__name__)
 
@@ -145,55 +139,3 @@ def _limits(recipe: Recipe, vllm: bool) -> list[str]:
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
     return arguments
-
-
-class WeightHandover:
-    """What `update_weights` is given to bring an engine to the policy's current weights.
-
-    Args:
-        directory: the run's directory; weights for servers go to its folder `weights`.
-        adapters: those of the model, if it has any; they are merged in.
-    """
-
-    def __init__(
-        self, recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
-    ) -> None:
-        self._engine = recipe.engine.engine
-        self._transfer = recipe.engine.weight_transfer
-        self._model = model
-        self._tokenizer = tokenizer
-        self._adapters = adapters
-        self._directory = directory / "weights"
-        self._broadcast: Any = None
-
-    def __call__(self, version: int) -> Any:
-        """The weights as policy `version`, in the form the engine takes."""
-        if self._engine == "embedded":
-            return self._adapters and self._adapters.merged()
-        if self._engine == "vllm-inproc":
-            return dict(self._adapters.merged() if self._adapters else self._model.state_dict())
-        if self._transfer == "broadcast":
-            return self._over_a_group()
-        return self._on_disk(version)
-
-    def _over_a_group(self) -> Any:
-        if self._adapters:
-            tensors = dict(self._adapters.merged())
-        else:
-            tensors = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
-        if self._broadcast is None:
-            from april.engines.servers.broadcast import Broadcast
-
-            device = next(iter(tensors.values())).device.type
-            self._broadcast = Broadcast(tensors, backend="nccl" if device == "cuda" else "gloo")
-        self._broadcast.tensors = tensors
-        return self._broadcast
-
-    def _on_disk(self, version: int) -> Path:
-        path = (self._directory / f"v{version}").resolve()
-        save_policy(path, self._model, self._tokenizer, self._adapters)
-        # The version before stays: a replica that comes back in the middle of an update may be loading it.
-        for old in self._directory.glob("v*"):
-            if int(old.name[1:]) < version - 1:
-                shutil.rmtree(old)
-        return path
