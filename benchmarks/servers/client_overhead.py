@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from serving import ENGINES, make_policy, save, spread, start
+from serving import CONNECT, make_policy, save, spread, start
 
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Stream
@@ -68,16 +68,18 @@ async def follow(session: aiohttp.ClientSession, path: str, body: dict[str, Any]
     return len(ids)
 
 
-def bodies_of(engine: ServerEngine, samples: list[Sample]) -> list[dict[str, Any]]:
+def requests_of(engine: ServerEngine, samples: list[Sample]) -> tuple[str, list[dict[str, Any]]]:
+    """Where the engine would ask for these samples, and what."""
     streams = [
         Stream(s.id, f"bare-{s.id}", list(s.prompt_ids), s.sampling, s.seed, s.sampling.max_tokens, 0, 2**31)
         for s in samples
     ]
-    return [engine._body(stream) for stream in streams]
+    paths, bodies = zip(*(engine.request(stream) for stream in streams), strict=True)
+    return paths[0], list(bodies)
 
 
 async def measure(kind: str, url: str, pairs: int, tokens: int, sizes: list[int]) -> dict[str, Any]:
-    engine = await ENGINES[kind].connect(url)
+    engine = await CONNECT[kind](url)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
     timeout = aiohttp.ClientTimeout(total=None)
     results: dict[str, Any] = {}
@@ -94,12 +96,12 @@ async def measure(kind: str, url: str, pairs: int, tokens: int, sizes: list[int]
                     for _ in range(turns):
                         samples = make_samples(streams, tokens, first)
                         first += streams
-                        bodies = bodies_of(engine, samples)
+                        path, bodies = requests_of(engine, samples)
                         began = time.perf_counter()
                         if arm == "ours":
                             await ours(engine, samples)
                         else:
-                            assert await bare(session, engine.generate_path, bodies) == streams * tokens
+                            assert await bare(session, path, bodies) == streams * tokens
                         elapsed += time.perf_counter() - began
                     if pair:  # the first pair warms up
                         rates[arm].append(turns * streams * tokens / elapsed)
@@ -122,7 +124,7 @@ async def measure(kind: str, url: str, pairs: int, tokens: int, sizes: list[int]
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=[*ENGINES, "both"], default="both")
+    parser.add_argument("--engine", choices=[*CONNECT, "both"], default="both")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=128, help="tokens of every response")
     parser.add_argument("--quick", action="store_true", help="two pairs of short responses, nothing saved")
@@ -132,7 +134,7 @@ async def main() -> None:
         args.pairs, args.tokens = 2, 32
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
-        for kind in ENGINES if args.engine == "both" else [args.engine]:
+        for kind in CONNECT if args.engine == "both" else [args.engine]:
             async with start(kind, model, args.log_dir or Path(folder), SLOTS) as server:
                 results = await measure(kind, server.url, args.pairs, args.tokens, [1, 64, 256])
             if not args.quick:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serving import ENGINES, make_policy, save, spread, start
+from serving import CONNECT, make_policy, save, spread, start
 
 from april.rollout.engine import KVPolicy
 from april.rollout.params import RolloutParams
@@ -101,7 +101,7 @@ class Arm:
 
     async def block(self, steps: int) -> float:
         """Consumed tokens/s over `steps` steps. What is under way at the end is resumed in the next block."""
-        engine = with_fixed_lengths(await ENGINES[self.kind].connect(self.url, on_update=self.on_update), self.workload)
+        engine = with_fixed_lengths(await CONNECT[self.kind](self.url, on_update=self.on_update), self.workload)
         await engine.update_weights(self.scheduler.version, self.model)
         self.scheduler.engine = engine
         began, tokens = time.perf_counter(), 0
@@ -152,7 +152,7 @@ def round_(value: float) -> int:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=[*ENGINES, "both"], default="both")
+    parser.add_argument("--engine", choices=[*CONNECT, "both"], default="both")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="steps in a block")
     parser.add_argument("--quick", action="store_true", help="one round of short responses, nothing saved")
@@ -164,7 +164,7 @@ async def main() -> None:
         workload = Workload(median=20, longest=200)
     with tempfile.TemporaryDirectory() as folder:
         model = make_policy(Path(folder) / "policy")
-        for kind in ENGINES if args.engine == "both" else [args.engine]:
+        for kind in CONNECT if args.engine == "both" else [args.engine]:
             slots = workload.over_sampling * workload.group
             async with start(kind, model, args.log_dir or Path(folder), slots) as server:
                 results = await measure(kind, server.url, model, workload, args.rounds, args.steps)

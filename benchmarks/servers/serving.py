@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.engines.servers.launch import Server, launch_sglang, launch_vllm
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.sglang import SGLangEngine
-from april.engines.servers.vllm import VLLMEngine
+from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.vllm import connect_vllm
 
-__all__ = ["ENGINES", "make_policy", "save", "spread", "start"]
+__all__ = ["CONNECT", "make_policy", "save", "spread", "start"]
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 2048
-ENGINES: Mapping[str, type[ServerEngine]] = {"vllm": VLLMEngine, "sglang": SGLangEngine}
+CONNECT: Mapping[str, Callable[..., Awaitable[ServerEngine]]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 VERSIONS = {"vllm": "0.32.0", "sglang": "0.5.23"}
 
 

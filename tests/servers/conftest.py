@@ -21,8 +21,8 @@ import torch
 
 from april.engines.servers.launch import Server, free_port, launch, launch_sglang, launch_vllm
 from april.engines.servers.server import ServerEngine
-from april.engines.servers.sglang import SGLangEngine
-from april.engines.servers.vllm import VLLMEngine
+from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.vllm import connect_vllm
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 from tests.servers.documented import documented
 from tests.servers.tiny import Oracle, tiny_model
@@ -41,8 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of server: the title of its command in docs/engines.md, how april starts it, and the engine that speaks
-    to it.
+    """A kind of server: the title of its command in docs/engines.md, how it is connected to, and how april
+    starts it.
 
     `layers` make its policies slow enough that sampling a token takes longer than sending it, on whichever machine:
     or a request would be over before a test has seen its first token.
@@ -51,11 +51,8 @@ class Kind:
     name: str
     title: str
     layers: int
-    engine: type[ServerEngine]
+    connect: Callable[..., Awaitable[ServerEngine]]
     start: Callable[..., AbstractAsyncContextManager[Server]]
-
-    async def connect(self, url: str, **settings: Any) -> ServerEngine:
-        return await self.engine.connect(url, **settings)
 
 
 def python_of(name: str) -> Path:
@@ -121,8 +118,8 @@ def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> 
 
 
 KINDS = [
-    Kind("vllm", "vLLM with april's worker extension", 24, VLLMEngine, start_vllm),
-    Kind("sglang", "SGLang", 10, SGLangEngine, start_sglang),
+    Kind("vllm", "vLLM with april's worker extension", 24, connect_vllm, start_vllm),
+    Kind("sglang", "SGLang", 10, connect_sglang, start_sglang),
 ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from april.engines.servers.vllm import VLLMEngine
+from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import EngineError
 from april.rollout.trajectory import SamplingParams
 from tests.servers.conftest import make_samples, start_by_hand
@@ -19,7 +19,7 @@ from tests.servers.tiny import Oracle, tiny_model
 async def test_vllm_started_by_hand(tmp_path: Path) -> None:
     models = [tiny_model(tmp_path / str(seed), seed) for seed in range(2)]
     async with start_by_hand("vllm", "vLLM", models[0], tmp_path) as server:
-        engine = await VLLMEngine.connect(server.url)
+        engine = await connect_vllm(server.url)
         await engine.update_weights(1, models[1])
         samples = make_samples(2, SamplingParams(24, temperature=0.7))
         submit(engine, samples)
@@ -31,4 +31,4 @@ async def test_vllm_started_by_hand(tmp_path: Path) -> None:
         config = models[0] / "config.json"
         config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
         with pytest.raises(EngineError, match=r"--worker-extension-cls april\.engines\.servers\.vllm_worker"):
-            await VLLMEngine.connect(server.url)
+            await connect_vllm(server.url)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
@@ -104,10 +105,12 @@ def check(summary: dict[str, Any] | None, mismatches: Mismatches) -> None:
 
 def leaders(word: str) -> list[int]:
     """The leaders of process groups whose command lines contain `word`."""
-    lines = subprocess.run(["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    return [int(line.split()[0]) for line in lines if word in line and line.split()[0] == line.split()[1]]
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it may have ended
+            if word in (process / "cmdline").read_text() and os.getpgid(int(process.name)) == int(process.name):
+                found.append(int(process.name))
+    return found
 
 
 class Killing(Progress):
@@ -123,8 +126,8 @@ class Killing(Progress):
         super().phase(name)
         self.phases.append(name)
 
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        super().step(metrics)
+    def step(self, metrics: Mapping[str, Any], *rest: Any) -> None:
+        super().step(metrics, *rest)
         if metrics["step"] == 1:
             self.killed = leaders(self.word)
             for pid in self.killed:
@@ -197,7 +200,7 @@ def test_no_server_at_the_url(kind: Kind, models: list[Path], tmp_path: Path) ->
         [sys.executable, "-m", "april", "train", recipe], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 1
-    assert f"no {kind.engine.kind} server answers at http://127.0.0.1:9" in done.stderr
+    assert f"no {kind.title.split()[0]} server answers at http://127.0.0.1:9" in done.stderr
     assert "Traceback" not in done.stderr
 
 

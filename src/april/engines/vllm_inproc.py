@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from april.engines.fit import require_fit
 from april.engines.weights import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.trajectory import FinishReason, Sample
@@ -81,18 +82,8 @@ class VLLMInProcess:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = sample.sampling
-        context = self.capacity.context_length
+        require_fit(sample, self.capacity.context_length, self._vocab_size, "vLLM in this process")
         ids = [*sample.prompt_ids, *sample.response_ids]
-        if len(sample.prompt_ids) + sampling.max_tokens > context:
-            raise ValueError(
-                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens and a response budget of "
-                f"{sampling.max_tokens} do not fit the context length, {context}"
-            )
-        if not sample.prompt_ids:
-            raise ValueError(f"sample {sample.id}: the prompt is empty")
-        for token in (*ids, *sampling.stop_token_ids):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"sample {sample.id}: token {token} is outside the vocabulary ({self._vocab_size})")
         params = SamplingParams(
             max_tokens=sample.budget_left,
             temperature=sampling.temperature,

@@ -26,8 +26,9 @@ from typing import Any
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import RequestError
-from april.engines.servers.server import local_vocab_size
-from april.engines.servers.sglang import SGLangEngine
+from april.engines.servers.dialect import local_vocab_size
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
@@ -179,8 +180,25 @@ def state_path(checkpoint: str, rollout_id: int) -> Path:
     return Path(checkpoint) / "rollout" / f"april_{rollout_id}.json"
 
 
-class Replica(SGLangEngine):
+class OneVersion(SGLang):
+    """SGLang during one rollout, in which its weights must not change; who calls them what is slime's business."""
+
+    expected: str | None = None
+    """slime's name for the weights."""
+
+    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+        delta = super().read(event, stream)
+        if delta is None:
+            return None
+        if delta.version not in (None, self.expected):
+            raise RequestError(f"its weights went from {self.expected!r} to {delta.version!r} during a rollout")
+        return delta._replace(version=None, spans=())
+
+
+class SlimeServer(ServerEngine):
     """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
+
+    _dialect: OneVersion
 
     @property
     def label(self) -> str | None:
@@ -193,18 +211,11 @@ class Replica(SGLangEngine):
         if before is not None and self._label != before:
             now, self._label = self._label, before
             raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
+        self._dialect.expected = self._label
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """slime has seen to it already."""
         self.version = version
-
-    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        delta = super()._read(event, stream)
-        if delta is None:
-            return None
-        if delta.version not in (None, self._label):
-            raise RequestError(f"its weights went from {self._label!r} to {delta.version!r} during a rollout")
-        return delta._replace(version=None, spans=())
 
 
 class Rollouts:
@@ -276,9 +287,10 @@ class Rollouts:
             raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
         vocab_size = local_vocab_size(self.args.hf_checkpoint)
         found = await asyncio.gather(
-            *(Replica.connect(worker["url"], vocab_size=vocab_size) for worker in workers), return_exceptions=True
+            *(SlimeServer.connect(worker["url"], OneVersion, vocab_size=vocab_size) for worker in workers),
+            return_exceptions=True,
         )
-        replicas = [replica for replica in found if isinstance(replica, Replica)]
+        replicas = [replica for replica in found if isinstance(replica, SlimeServer)]
         errors = [error for error in found if isinstance(error, BaseException)]
         for error in errors:
             log.warning("a server is left out of this rollout: %s", error)

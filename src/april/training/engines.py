@@ -74,18 +74,18 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     """Running servers by their URLs, or servers started here, as one pool: any of them may die and come back."""
     try:
         from april.engines.pool import EnginePool
-        from april.engines.servers.sglang import SGLangEngine
-        from april.engines.servers.vllm import VLLMEngine
+        from april.engines.servers.sglang import connect_sglang
+        from april.engines.servers.vllm import connect_vllm
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    kind = VLLMEngine if settings.engine == "vllm" else SGLangEngine
+    connect = connect_vllm if settings.engine == "vllm" else connect_sglang
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[Engine] = []
     for url, process in places:
         key = os.environ.get(API_KEY)
-        engine = await kind.connect(url, on_update=settings.on_update, api_key=key, process=process)
+        engine = await connect(url, on_update=settings.on_update, api_key=key, process=process)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     return EnginePool(engines)

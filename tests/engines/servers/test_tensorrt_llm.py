@@ -13,7 +13,8 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from april.engines.servers.tensorrt_llm import TensorRTLLMEngine
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.tensorrt_llm import connect_tensorrt_llm
 from april.rollout.engine import EngineError
 from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 
@@ -107,8 +108,8 @@ async def server() -> AsyncIterator[tuple[RecordedServer, str]]:
         yield recorded, url
 
 
-async def connect(url: str, **settings: Any) -> TensorRTLLMEngine:
-    return await TensorRTLLMEngine.connect(url, slots=4, context_length=200, vocab_size=VOCABULARY, **settings)
+async def connect(url: str, **settings: Any) -> ServerEngine:
+    return await connect_tensorrt_llm(url, slots=4, context_length=200, vocab_size=VOCABULARY, **settings)
 
 
 def make_samples(n: int, sampling: SamplingParams) -> list[Sample]:
@@ -125,7 +126,7 @@ def check(sample: Sample) -> None:
         ids.append(token)
 
 
-async def run(engine: TensorRTLLMEngine, samples: list[Sample], until: int | None = None) -> None:
+async def run(engine: ServerEngine, samples: list[Sample], until: int | None = None) -> None:
     by_id = {sample.id: sample for sample in samples}
     while any(s.finish is None for s in samples) and (until is None or max(s.length for s in samples) < until):
         for chunk in await engine.poll():

@@ -168,7 +168,7 @@ def launch_vllm(
     waiting: Callable[[Server, float], None] | None = None,
     broadcast: bool = False,
 ) -> AbstractAsyncContextManager[Server]:
-    """vLLM on `model`, with everything `VLLMEngine` needs; the log is `log_dir/<name>.log`.
+    """vLLM on `model`, with everything `connect_vllm` needs; the log is `log_dir/<name>.log`.
 
     Args:
         model: directory or hub name.
@@ -234,7 +234,7 @@ async def launch_sglang(
     restarts: int = RESTARTS,
     waiting: Callable[[Server, float], None] | None = None,
 ) -> AsyncIterator[Server]:
-    """SGLang on `model`, with everything `SGLangEngine` needs. Arguments and errors as of `launch_vllm`.
+    """SGLang on `model`, with everything `connect_sglang` needs. Arguments and errors as of `launch_vllm`.
 
     SGLang takes its key as an option or from a file of options, never from the environment: it gets a file that only
     this user can read, and that is gone when the block ends.

@@ -20,9 +20,10 @@ REFUSED = re.compile(r"\S+: error: (.+)")
 CRASHED = re.compile(rf"{PREFIX}((?:Fatal Python error|Segmentation fault|terminate called|Bus error).*)")
 ECHOES = re.compile(
     r"[Ss]ee (?:root cause|stack trace)|[Ee]ngine core initialization failed|EngineDeadError|ConnectionResetError|"
-    r"BrokenPipeError|EOFError|CancelledError|SystemExit|failed core proc|[Ww]orker failed with error"
+    r"BrokenPipeError|EOFError|RequestValidationError|CancelledError|SystemExit|failed core proc|"
+    r"[Ww]orker failed with error"
 )
-"""Exceptions that say only that something else has failed."""
+"""Exceptions that say only that something else has failed, or that somebody asked for nonsense."""
 
 
 def cause(log: str) -> str | None:

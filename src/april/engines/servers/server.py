@@ -12,26 +12,27 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import json
 import logging
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self, get_args
 
 import aiohttp
 
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events
+from april.engines.servers.dialect import Dialect
 from april.engines.servers.launch import Server
-from april.engines.servers.stream import Delta, Finish, Stream
+from april.engines.servers.stall import StallWatch
+from april.engines.servers.stream import Finish, Stream
+from april.engines.weights import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
 
@@ -39,65 +40,33 @@ REST = 2**24
 """Bytes that a server may send after the end of a response, or in one event."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What a server says about itself.
-
-    Args:
-        capacity: samples that decode together, context length, KV tokens.
-        vocab_size: ids from here on are refused before they are sent.
-        label: the server's own name for the weights it holds.
-    """
-
-    capacity: Capacity
-    vocab_size: int
-    label: str | None = None
-
-
-def local_config(model: str) -> dict[str, Any]:
-    """The config of a model directory that can be read from here; empty if it cannot."""
-    path = Path(model) / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def has_tied_head(model: str) -> bool:
-    """Whether the output layer is known to be that of the embeddings."""
-    return bool(local_config(model).get("tie_word_embeddings"))
-
-
-def local_vocab_size(model: str) -> int | None:
-    """The vocabulary of a model directory that can be read from here; None if it cannot."""
-    config = local_config(model)
-    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return int(size) if size else None
-
-
-class ServerEngine(ABC):
-    """What vLLM, SGLang and TensorRT-LLM have in common. Make one with `await <Engine>.connect(url)`.
+class ServerEngine:
+    """A running server. Make one with `connect_vllm`, `connect_sglang` or `connect_tensorrt_llm`.
 
     Args:
         url: where the server listens, `http://host:port`.
+        dialect: what is spoken there, given the client to speak it with.
         on_update: what happens to unfinished samples when the weights change (see `april.rollout.engine.KVPolicy`).
         vocab_size: of the model; asked of the server, or of the model directory it names, if not given.
         stall_timeout: seconds without a byte from the server, with samples in flight, after which their requests
             are given up.
         patience: seconds that a control call, or the end of an interrupted stream, may take.
+        update_timeout: seconds that taking up weights may take.
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
         process: the server, if april started it: then its death is known, and said, at once.
     """
 
-    kind: str
-    generate_path: str
-
     def __init__(
         self,
         url: str,
+        dialect: Callable[[HTTPClient], Dialect],
         *,
         on_update: KVPolicy = "recompute",
         vocab_size: int | None = None,
         stall_timeout: float = 300.0,
         patience: float = 30.0,
+        update_timeout: float = 600.0,
         backlog: int = 4096,
         api_key: str | None = None,
         process: Server | None = None,
@@ -113,10 +82,13 @@ class ServerEngine(ABC):
         self._life = 0
         """Grows when the server may be another one than before."""
         self._salt = ""
-        self._stall_timeout = stall_timeout
         self._patience = patience
+        self._update_timeout = update_timeout
         self._process = process
         self._http = HTTPClient(url, connect_timeout=patience, api_key=api_key)
+        self._dialect = dialect(self._http)
+        if on_update == "keep" and self._dialect.pausing is None:
+            raise ValueError(f'on_update = "keep": {self._dialect.kind} cannot freeze requests; use "recompute"')
         self._streams: dict[str, Stream] = {}
         self._frozen: dict[str, Stream] = {}
         self._dropped: dict[str, Stream] = {}
@@ -126,19 +98,18 @@ class ServerEngine(ABC):
         self._thawing: asyncio.Task[None] | None = None
         self._paused = False
         self._queue = ChunkQueue(backlog)
-        self._heard = 0.0
-        self._watch: asyncio.TimerHandle | None = None
+        self._watch = StallWatch(stall_timeout, lambda: bool(self._streams), self._stalled)
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
     @classmethod
-    async def connect(cls, url: str, **settings: Any) -> Self:
+    async def connect(cls, url: str, dialect: Callable[[HTTPClient], Dialect], **settings: Any) -> Self:
         """Connect to a running server and learn what it can hold.
 
         Raises:
             EngineError: no server answers, or it was started without something this engine needs.
         """
-        engine = cls(url, **settings)
+        engine = cls(url, dialect, **settings)
         try:
             await engine.learn()
         except BaseException:
@@ -156,14 +127,15 @@ class ServerEngine(ABC):
         if self._process is not None and self._process.given_up:
             raise ReplicaGoneError(self._process.down)
         try:
-            info = await self._describe()
-            await self._thaw()
+            info = await self._dialect.describe(self._vocab_size or None)
+            if (pausing := self._dialect.pausing) is not None:
+                await pausing.thaw()
         except FAILURES as error:
-            raise EngineError(f"no {self.kind} server answers at {self.url}: {self._why(error)}") from error
+            raise EngineError(f"no {self._dialect.kind} server answers at {self.url}: {self._why(error)}") from error
         except (LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"what answers at {self.url} is not {self.kind} as april knows it, see docs/engines.md for the version "
-                f"it is written to: {describe(error)}"
+                f"what answers at {self.url} is not {self._dialect.kind} as april knows it, see docs/engines.md for "
+                f"the version it is written to: {describe(error)}"
             ) from error
         if not info.vocab_size:
             raise EngineError(f"{self!r}: the vocabulary of its model cannot be read from here: set vocab_size")
@@ -178,7 +150,7 @@ class ServerEngine(ABC):
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self._process.name if self._process else self.kind} at {self.url}"
+        return f"{self._process.name if self._process else self._dialect.kind} at {self.url}"
 
     def __repr__(self) -> str:
         return self.name
@@ -187,51 +159,21 @@ class ServerEngine(ABC):
         """Why a call failed: the server's death, if it is that."""
         return (self._process and self._process.down) or describe(error)
 
-    @abstractmethod
-    async def _describe(self) -> ServerInfo: ...
-
-    @abstractmethod
-    def _body(self, stream: Stream) -> dict[str, Any]:
-        """The generate request."""
-
-    @abstractmethod
-    def _inexact(self, sampling: SamplingParams) -> str | None:
-        """Why the log-probabilities of these settings would not be those of the distribution tokens are drawn from,
-        and what to do about it; None if they are."""
-
-    @abstractmethod
-    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        """What an event adds to a stream. Raises RequestError if it says that the request failed."""
-
-    @abstractmethod
-    async def _abort(self, request_ids: Sequence[str]) -> None:
-        """Ask the server to end these requests. It may not know them yet: the caller asks again."""
-
-    @abstractmethod
-    async def _freeze(self) -> None:
-        """Stop the server where it is, streams open and KV caches kept."""
-
-    @abstractmethod
-    async def _thaw(self) -> None: ...
-
-    @abstractmethod
-    async def _load(self, version: int, weights: Any) -> None:
-        """Have the server take up weights, name them `str(version)`, and drop what it cached under other weights."""
-
-    @abstractmethod
-    async def _current_label(self) -> str | None:
-        """The server's own name for the weights it holds."""
+    def request(self, stream: Stream) -> tuple[str, dict[str, Any]]:
+        """Where the server is asked to generate, and what."""
+        return self._dialect.generate_path, self._dialect.body(stream, self._salt)
 
     @property
     def running(self) -> int:
         return min(len(self._streams), self.capacity.slots)
 
     def submit(self, sample: Sample) -> None:
-        self._validate(sample)
+        require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
+        if reason := self._dialect.inexact(sample.sampling):
+            raise ValueError(f"sample {sample.id}: {self!r} {reason}")
         if not self._streams:
-            self._heard = asyncio.get_running_loop().time()
-        if self._watch is None:
-            self._watch = asyncio.get_running_loop().call_later(self._stall_timeout, self._watch_for_stall)
+            self._watch.heard()
+        self._watch.start()
         if self._paused and self._thawing is None:
             self._thawing = asyncio.create_task(self._go_on(), name=f"resume {self!r}")
         frozen = self._frozen.pop(sample.id, None)
@@ -254,48 +196,16 @@ class ServerEngine(ABC):
         self._streams[sample.id] = stream
         stream.task = asyncio.create_task(self._run(stream), name=f"generate {stream.request_id}")
 
-    def _validate(self, sample: Sample) -> None:
-        context = self.capacity.context_length
-        total = len(sample.prompt_ids) + sample.sampling.max_tokens
-        if total > context:
-            raise ValueError(
-                f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens and a response budget of "
-                f"{sample.sampling.max_tokens} do not fit {self!r}, whose context length is {context}: shorten the "
-                "prompt, lower max_tokens, or start the server with a longer context"
-            )
-        if not sample.prompt_ids:
-            raise ValueError(f"sample {sample.id}: the prompt is empty")
-        if sample.budget_left < 1:
-            raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
-        segments = (segment.token_ids for segment in sample.segments)
-        for token in itertools.chain(sample.prompt_ids, *segments, sample.sampling.stop_token_ids):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(
-                    f"sample {sample.id}: token {token} is outside the vocabulary of {self!r} "
-                    f"({self._vocab_size} tokens): is the tokenizer that of the model?"
-                )
-        if reason := self._inexact(sample.sampling):
-            raise ValueError(f"sample {sample.id}: {self!r} {reason}")
-
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._streams:
             await self._queue.ready()
         return self._queue.take()
 
-    def _watch_for_stall(self) -> None:
-        """Look again when the server could have been silent for too long. A timeout for every poll would cost more."""
-        loop = asyncio.get_running_loop()
-        self._watch = None
-        if not self._streams:
-            return
-        if loop.time() < self._heard + self._stall_timeout:
-            self._watch = loop.call_at(self._heard + self._stall_timeout, self._watch_for_stall)
-        else:
-            giving_up = asyncio.create_task(
-                self._give_up(f"no byte came from {self!r} for {self._stall_timeout:g} s"), name=f"give up {self!r}"
-            )
-            self._tails.add(giving_up)
-            giving_up.add_done_callback(self._tails.discard)
+    def _stalled(self) -> None:
+        silence = f"no byte came from {self!r} for {self._watch.timeout:g} s"
+        giving_up = asyncio.create_task(self._give_up(silence), name=f"give up {self!r}")
+        self._tails.add(giving_up)
+        giving_up.add_done_callback(self._tails.discard)
 
     async def interrupt(self) -> list[Chunk]:
         if self._thawing is not None:
@@ -317,11 +227,14 @@ class ServerEngine(ABC):
         """
         assert not self._streams, "weights change only while nothing is in flight"
         try:
-            async with asyncio.timeout(max(self._patience, 600.0)):
-                await self._load(version, weights)
+            async with asyncio.timeout(self._update_timeout):
+                receiver = functools.partial(Receiver, self.name, self.url, self._life)
+                await self._dialect.load(version, weights, receiver)
+                if self.on_update == "recompute":
+                    await self._dialect.reset_caches()
+                self._label = await self._dialect.label()
         except (*FAILURES, RuntimeError) as error:
             raise EngineError(f"{self!r} did not take up weights {version}: {self._why(error)}") from error
-        self._label = str(version)
         self.version = version
         self._renew_salt()
         for stream in self._frozen.values():
@@ -336,7 +249,7 @@ class ServerEngine(ABC):
         try:
             async with asyncio.timeout(self._patience):
                 await self._http.get("/health")
-                label = await self._current_label()
+                label = await self._dialect.label()
         except FAILURES as error:
             raise EngineError(f"{self!r} is not well: {self._why(error)}") from error
         if label != self._label:
@@ -359,9 +272,7 @@ class ServerEngine(ABC):
             if self._paused:
                 await self._resume_server()
         await self.abandon()
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        self._watch.stop()
         await self._http.close()
 
     async def abandon(self) -> list[Chunk]:
@@ -394,7 +305,9 @@ class ServerEngine(ABC):
         while unfinished := [stream for stream in streams if stream.open]:
             try:
                 async with asyncio.timeout_at(deadline):
-                    await self._abort([stream.request_id for stream in unfinished])
+                    if not await self._dialect.abort([stream.request_id for stream in unfinished]):
+                        await self._cancel(unfinished)
+                        return
                     # A request that the server had not registered yet ignores the first abort.
                     await asyncio.wait([s.task for s in unfinished if s.task is not None], timeout=0.25)
             except FAILURES as error:
@@ -407,7 +320,8 @@ class ServerEngine(ABC):
             return
         try:
             async with asyncio.timeout(self._patience):
-                await self._freeze()
+                assert self._dialect.pausing is not None, "keep is refused without it"
+                await self._dialect.pausing.freeze()
                 self._paused = True
                 await self._settle()
         except FAILURES as error:
@@ -441,8 +355,9 @@ class ServerEngine(ABC):
         dropped = list(self._dropped.values())
         async with asyncio.timeout(self._patience):
             if dropped:
-                await self._abort([stream.request_id for stream in dropped])
-            await self._thaw()
+                await self._dialect.abort([stream.request_id for stream in dropped])
+            if self._dialect.pausing is not None:
+                await self._dialect.pausing.thaw()
             self._paused = False
         await self._end(dropped)
         self._dropped.clear()
@@ -474,7 +389,7 @@ class ServerEngine(ABC):
             self._deliver(stream, Chunk(stream.sample_id, (), (), stream.version, error=error))
 
     async def _request(self, stream: Stream) -> Finish:
-        async with self._http.request("POST", self.generate_path, self._body(stream)) as response:
+        async with self._http.request("POST", *self.request(stream)) as response:
             if response.status != 200:
                 raise RequestError(f"HTTP {response.status}: {(await response.text())[:500]}")
             return await self._follow(stream, response.content)
@@ -501,11 +416,10 @@ class ServerEngine(ABC):
     async def _follow(self, stream: Stream, content: aiohttp.StreamReader) -> Finish:
         """Read a stream to its end. All events that arrived together become one chunk."""
         rest = b""
-        loop = asyncio.get_running_loop()
         async for data in content.iter_any():
-            self._heard = loop.time()
+            self._watch.heard()
             *lines, rest = (rest + data).split(b"\n")
-            finish = stream.take_in(events(lines), self._read, self._deliver)
+            finish = stream.take_in(events(lines), self._dialect.read, self._deliver)
             if finish is not None:
                 if finish == "abort" and stream.attached and not self._queue.draining:
                     raise RequestError("the server aborted the request")

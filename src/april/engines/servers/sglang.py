@@ -16,13 +16,14 @@ KV caches of different versions never mix: every request names its weights in th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from april.engines.servers.client import RequestError
-from april.engines.servers.server import ServerEngine, ServerInfo, local_vocab_size
+from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.dialect import Pausing, ServerInfo, local_vocab_size
+from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity
@@ -31,13 +32,30 @@ from april.rollout.trajectory import FinishReason, SamplingParams
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
 
-class SGLangEngine(ServerEngine):
-    """A running SGLang server. `await SGLangEngine.connect(url)`; see `ServerEngine` for the settings."""
+async def connect_sglang(url: str, **settings: Any) -> ServerEngine:
+    """Connect to a running SGLang server; see `ServerEngine` for the settings.
+
+    Raises:
+        EngineError: no server answers, or it was started without something that is needed.
+    """
+    return await ServerEngine.connect(url, SGLang, **settings)
+
+
+class SGLang:
+    """What SGLang's server understands."""
 
     kind = "SGLang"
     generate_path = "/generate"
 
-    async def _describe(self) -> ServerInfo:
+    def __init__(self, http: HTTPClient) -> None:
+        self._http = http
+        self._vocab_size = 0
+
+    @property
+    def pausing(self) -> Pausing:
+        return self
+
+    async def describe(self, vocab_size: int | None) -> ServerInfo:
         model = await self._http.get("/model_info")
         server = await self._http.get("/server_info")
         state = server["internal_states"][0]
@@ -49,8 +67,8 @@ class SGLangEngine(ServerEngine):
             context_length=server["max_req_input_len"],
             kv_tokens=server.get("max_total_num_tokens"),
         )
-        vocab_size = self._vocab_size or local_vocab_size(model["model_path"]) or 0
-        return ServerInfo(capacity, vocab_size, model["weight_version"])
+        self._vocab_size = vocab_size or local_vocab_size(model["model_path"]) or 0
+        return ServerInfo(capacity, self._vocab_size, model["weight_version"])
 
     def _top_k(self, sampling: SamplingParams) -> int | None:
         """The `top_k` that makes the server report the drawn-from distribution; None where it does so anyway."""
@@ -58,7 +76,7 @@ class SGLangEngine(ServerEngine):
             return None
         return min(sampling.top_k or self._vocab_size, self._vocab_size)
 
-    def _inexact(self, sampling: SamplingParams) -> str | None:
+    def inexact(self, sampling: SamplingParams) -> str | None:
         top_k = self._top_k(sampling)
         if top_k is None or top_k <= self._mask_tokens:
             return None
@@ -68,7 +86,7 @@ class SGLangEngine(ServerEngine):
             f"{self._mask_tokens} (or raise the server's --sampling-mask-max-tokens), or sample without truncation"
         )
 
-    def _body(self, stream: Stream) -> dict[str, Any]:
+    def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         sampling = stream.sampling
         top_k = self._top_k(sampling)
         greedy = sampling.temperature == 0
@@ -78,7 +96,7 @@ class SGLangEngine(ServerEngine):
             "stream": True,
             "return_logprob": True,
             # Whatever happens to the prefix cache, KV of one version is never found under another.
-            "extra_key": self._salt,
+            "extra_key": salt,
             "sampling_params": {
                 "max_new_tokens": stream.budget_left,
                 "temperature": sampling.temperature,
@@ -97,7 +115,7 @@ class SGLangEngine(ServerEngine):
             body["return_sampling_mask"] = True
         return body
 
-    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
         if "error" in event:
             raise RequestError(str(event["error"]))
         meta = event["meta_info"]
@@ -126,16 +144,17 @@ class SGLangEngine(ServerEngine):
         logprobs = drawn[-new:] if drawn is not None else [entry[0] for entry in scored]
         return Delta(ids, logprobs, finish, meta["weight_version"], spans)
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str]) -> bool:
         await asyncio.gather(*(self._http.post("/abort_request", {"rid": id}) for id in request_ids))
+        return True
 
-    async def _freeze(self) -> None:
+    async def freeze(self) -> None:
         await self._http.post("/pause_generation", {"mode": "in_place"})
 
-    async def _thaw(self) -> None:
+    async def thaw(self) -> None:
         await self._http.post("/continue_generation", {})
 
-    async def _load(self, version: int, weights: Any) -> None:
+    async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
         options = {
             "weight_version": str(version),
             # It would fail an update while the server tidies up after the last request. The salt keeps old KV out;
@@ -144,14 +163,15 @@ class SGLangEngine(ServerEngine):
             "abort_all_requests": False,
         }
         if isinstance(weights, Sending | Share):
-            await weights.take(self._receiver(options))
+            await weights.take(self._receiver(options, receiver))
         else:
             await self._http.post("/update_weights_from_disk", {"model_path": directory_of(weights), **options})
-        if self.on_update == "recompute":
-            with suppress(RequestError):
-                await self._http.post("/flush_cache")
 
-    def _receiver(self, options: dict[str, Any]) -> Receiver:
+    async def reset_caches(self) -> None:
+        with suppress(RequestError):
+            await self._http.post("/flush_cache")
+
+    def _receiver(self, options: dict[str, Any], receiver: Callable[..., Receiver]) -> Receiver:
         post = self._http.post
 
         def join(meeting: Meeting) -> Awaitable[Any]:
@@ -168,10 +188,7 @@ class SGLangEngine(ServerEngine):
         def receive(meeting: Meeting, bucket: Bucket) -> Awaitable[Any]:
             return post("/update_weights_from_distributed", {**asdict(bucket), "group_name": meeting.name, **options})
 
-        return Receiver(
-            self.name,
-            self.url,
-            self._life,
+        return receiver(
             self._workers,
             join,
             begin=lambda: post("/begin_weight_update", {}),
@@ -179,5 +196,5 @@ class SGLangEngine(ServerEngine):
             end=lambda: post("/end_weight_update", {}),
         )
 
-    async def _current_label(self) -> str | None:
+    async def label(self) -> str | None:
         return str((await self._http.get("/model_info"))["weight_version"])

@@ -14,20 +14,27 @@ hardware**. The server says little about itself and can do little to a request, 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from april.engines.servers.client import RequestError
-from april.engines.servers.server import ServerEngine, ServerInfo
+from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.dialect import ServerInfo
+from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
+from april.engines.weights import Receiver
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "cancelled": "abort"}
 
 
-class TensorRTLLMEngine(ServerEngine):
-    """A running `trtllm-serve`. `await TensorRTLLMEngine.connect(url, slots=…, context_length=…, vocab_size=…)`.
+LoadWeights = Callable[[int, Any], Awaitable[None]]
+
+
+async def connect_tensorrt_llm(
+    url: str, *, slots: int, context_length: int, vocab_size: int, load: LoadWeights | None = None, **settings: Any
+) -> ServerEngine:
+    """Connect to a running `trtllm-serve`; see `ServerEngine` for the other settings.
 
     Args:
         slots: the server's `max_batch_size`.
@@ -35,37 +42,36 @@ class TensorRTLLMEngine(ServerEngine):
         load: called with (version, weights) to have the server take weights up, KV cache reset included.
     """
 
+    def dialect(http: HTTPClient) -> TensorRTLLM:
+        return TensorRTLLM(http, Capacity(slots, context_length), load)
+
+    return await ServerEngine.connect(url, dialect, vocab_size=vocab_size, **settings)
+
+
+class TensorRTLLM:
+    """What `trtllm-serve` understands."""
+
     kind = "TensorRT-LLM"
     generate_path = "/v1/completions"
+    pausing = None
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        slots: int,
-        context_length: int,
-        vocab_size: int,
-        load: Callable[[int, Any], Awaitable[None]] | None = None,
-        **settings: Any,
-    ) -> None:
-        if settings.get("on_update", "recompute") != "recompute":
-            raise ValueError('on_update = "keep": TensorRT-LLM cannot freeze requests; use "recompute"')
-        super().__init__(url, vocab_size=vocab_size, **settings)
-        self._given = Capacity(slots=slots, context_length=context_length)
+    def __init__(self, http: HTTPClient, capacity: Capacity, load: LoadWeights | None) -> None:
+        self._http = http
+        self._capacity = capacity
         self._load_weights = load
 
-    async def _describe(self) -> ServerInfo:
+    async def describe(self, vocab_size: int | None) -> ServerInfo:
         await self._http.get("/health")
         self._model = (await self._http.get("/v1/models"))["data"][0]["id"]
-        return ServerInfo(self._given, self._vocab_size, None)
+        return ServerInfo(self._capacity, vocab_size or 0, None)
 
-    def _inexact(self, sampling: SamplingParams) -> str | None:
+    def inexact(self, sampling: SamplingParams) -> str | None:
         plain = sampling.temperature == 1 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
         if plain or sampling.temperature == 0:
             return None
         return "reports log-probabilities before temperature and truncation: sample at temperature 1 without them"
 
-    def _body(self, stream: Stream) -> dict[str, Any]:
+    def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         greedy = stream.sampling.temperature == 0
         return {
             "model": self._model,
@@ -84,7 +90,7 @@ class TensorRTLLMEngine(ServerEngine):
             "logprobs": 1,
         }
 
-    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
         if "error" in event or event.get("object") == "error":
             raise RequestError(str(event.get("error") or event.get("message")))
         if not event["choices"]:
@@ -99,26 +105,18 @@ class TensorRTLLMEngine(ServerEngine):
             raise RequestError("no log-probabilities came: this version of trtllm-serve does not stream them")
         return Delta(ids, scored["token_logprobs"] if ids else (), FINISH[reason] if reason else None)
 
-    async def _end(self, streams: Iterable[Stream]) -> None:
-        await self._cancel(streams)
+    async def abort(self, request_ids: Sequence[str]) -> bool:
+        return False
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
-        raise NotImplementedError("trtllm-serve has no call that aborts a request")
-
-    async def _freeze(self) -> None:
-        raise NotImplementedError("trtllm-serve cannot freeze requests")
-
-    async def _thaw(self) -> None:
-        """It was never frozen."""
-
-    async def _load(self, version: int, weights: Any) -> None:
+    async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
         if self._load_weights is None:
-            raise EngineError(f"{self!r} takes no weights by path: connect with load=, which hands them over")
+            raise EngineError(
+                f"{self.kind} at {self._http.url} takes no weights by path: connect with load=, which hands them over"
+            )
         await self._load_weights(version, weights)
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        await super().update_weights(version, weights)
-        self._label = None
+    async def reset_caches(self) -> None:
+        """`load` has seen to it."""
 
-    async def _current_label(self) -> str | None:
-        return None
+    async def label(self) -> None:
+        """It has no name for its weights."""

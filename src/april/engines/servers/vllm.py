@@ -10,17 +10,13 @@ KV caches of different versions never mix: every request names its weights in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from april.engines.servers.client import RequestError
-from april.engines.servers.server import (
-    ServerEngine,
-    ServerInfo,
-    has_tied_head,
-    local_vocab_size,
-)
+from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.dialect import Pausing, ServerInfo, has_tied_head, local_vocab_size
+from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
@@ -29,13 +25,32 @@ from april.rollout.trajectory import FinishReason, SamplingParams
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
 
-class VLLMEngine(ServerEngine):
-    """A running vLLM server. `await VLLMEngine.connect(url)`; see `ServerEngine` for the settings."""
+async def connect_vllm(url: str, **settings: Any) -> ServerEngine:
+    """Connect to a running vLLM server; see `ServerEngine` for the settings.
+
+    Raises:
+        EngineError: no server answers, or it was started without something that is needed.
+    """
+    return await ServerEngine.connect(url, VLLM, **settings)
+
+
+class VLLM:
+    """What vLLM's server understands."""
 
     kind = "vLLM"
     generate_path = "/inference/v1/generate"
 
-    async def _describe(self) -> ServerInfo:
+    def __init__(self, http: HTTPClient) -> None:
+        self._http = http
+
+    def __repr__(self) -> str:
+        return f"{self.kind} at {self._http.url}"
+
+    @property
+    def pausing(self) -> Pausing:
+        return self
+
+    async def describe(self, vocab_size: int | None) -> ServerInfo:
         model = (await self._http.get("/v1/models"))["data"][0]
         self._model = model["id"]
         try:
@@ -59,15 +74,15 @@ class VLLMEngine(ServerEngine):
             context_length=model["max_model_len"],
             kv_tokens=config["cache_config"].get("kv_cache_size_tokens"),
         )
-        vocab_size = self._vocab_size or local_vocab_size(model["root"]) or 0
-        return ServerInfo(capacity, vocab_size, await self._current_label())
+        vocab_size = vocab_size or local_vocab_size(model["root"]) or 0
+        return ServerInfo(capacity, vocab_size, await self.label())
 
     async def _require_token_ids(self) -> None:
         async with self._http.request("POST", self.generate_path, {"token_ids": []}) as response:
             if response.status in (403, 404):
                 raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
 
-    def _inexact(self, sampling: SamplingParams) -> str | None:
+    def inexact(self, sampling: SamplingParams) -> str | None:
         plain = sampling.temperature == 1 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
         if self._processed or plain or sampling.temperature == 0:
             return None
@@ -77,7 +92,7 @@ class VLLMEngine(ServerEngine):
             "top_k and min_p"
         )
 
-    def _body(self, stream: Stream) -> dict[str, Any]:
+    def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         sampling = stream.sampling
         return {
             "model": self._model,
@@ -85,7 +100,7 @@ class VLLMEngine(ServerEngine):
             "token_ids": stream.token_ids,
             "stream": True,
             # Whatever happens to the prefix cache, KV of one version is never found under another.
-            "cache_salt": self._salt,
+            "cache_salt": salt,
             "sampling_params": {
                 "max_tokens": stream.budget_left,
                 "temperature": sampling.temperature,
@@ -101,7 +116,7 @@ class VLLMEngine(ServerEngine):
             },
         }
 
-    def _read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
         if "error" in event:
             raise RequestError(str(event["error"]))
         if not event["choices"]:
@@ -118,20 +133,21 @@ class VLLMEngine(ServerEngine):
         logprobs = [entry["logprob"] for entry in content]
         return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
 
-    async def _abort(self, request_ids: Sequence[str]) -> None:
+    async def abort(self, request_ids: Sequence[str]) -> bool:
         await self._http.post(
             "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in request_ids]}
         )
+        return True
 
-    async def _freeze(self) -> None:
+    async def freeze(self) -> None:
         await self._http.post("/pause?mode=keep&clear_cache=false")
 
-    async def _thaw(self) -> None:
+    async def thaw(self) -> None:
         await self._http.post("/resume")
 
-    async def _load(self, version: int, weights: Any) -> None:
+    async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
         if isinstance(weights, Sending | Share):
-            await weights.take(self._receiver(version))
+            await weights.take(self._receiver(version, receiver))
         else:
             directory = directory_of(weights)
             await self._http.post(
@@ -140,15 +156,13 @@ class VLLMEngine(ServerEngine):
             if self._extended:
                 await self._http.post("/collective_rpc", {"method": "refresh_output_layer"})
             await self._http.post("/update_weight_version", {"new_version": str(version)})
-        if self.on_update == "recompute":
-            await self._http.post("/reset_prefix_cache")
 
-    def _receiver(self, version: int) -> Receiver:
+    async def reset_caches(self) -> None:
+        await self._http.post("/reset_prefix_cache")
+
+    def _receiver(self, version: int, receiver: Callable[..., Receiver]) -> Receiver:
         post = self._http.post
-        return Receiver(
-            self.name,
-            self.url,
-            self._life,
+        return receiver(
             self._workers,
             join=lambda meeting: post("/init_weight_transfer_engine", {"init_info": asdict(meeting)}),
             begin=lambda: post("/start_weight_update"),
@@ -156,5 +170,5 @@ class VLLMEngine(ServerEngine):
             end=lambda: post("/finish_weight_update", {"weight_version": str(version)}),
         )
 
-    async def _current_label(self) -> str | None:
+    async def label(self) -> str | None:
         return str((await self._http.get("/weight_info"))["weight_version"])

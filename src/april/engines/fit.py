@@ -1,0 +1,33 @@
+"""What an engine refuses before it is sent: a server may not survive it, or would cut it down without a word."""
+
+from __future__ import annotations
+
+import itertools
+
+from april.rollout.trajectory import Sample
+
+
+def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: str) -> None:
+    """See that a sample can go on in `engine`.
+
+    Raises:
+        ValueError: names the sample, the limit and the remedy.
+    """
+    total = len(sample.prompt_ids) + sample.sampling.max_tokens
+    if total > context_length:
+        raise ValueError(
+            f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens and a response budget of "
+            f"{sample.sampling.max_tokens} do not fit {engine}, whose context length is {context_length}: shorten the "
+            "prompt, lower max_tokens, or start the server with a longer context"
+        )
+    if not sample.prompt_ids:
+        raise ValueError(f"sample {sample.id}: the prompt is empty")
+    if sample.budget_left < 1:
+        raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
+    segments = (segment.token_ids for segment in sample.segments)
+    for token in itertools.chain(sample.prompt_ids, *segments, sample.sampling.stop_token_ids):
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"sample {sample.id}: token {token} is outside the vocabulary of {engine} ({vocab_size} tokens): is "
+                "the tokenizer that of the model?"
+            )
