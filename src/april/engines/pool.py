@@ -239,7 +239,8 @@ class EnginePool:
             return
         log.info("%s: a request for sample %s failed: %s", member.name, sample.id, error)
         self._router.failed(sample.id, member)
-        self._queue.put(Chunk(sample.id, (), (), self.version, error=f"{member.name}: {error}"))
+        named = error if error.startswith(member.name) else f"{member.name}: {error}"
+        self._queue.put(Chunk(sample.id, (), (), self.version, error=named))
         member.failures.failed()
         if member.failures.reaches(*self._failing):
             self._lose(member, f"{member.failures}, the last with: {error}")
