@@ -28,6 +28,7 @@ from april.reporting.metrics import counted, failures_in, plotted, show
 from april.reporting.metrics_log import MetricsLog, last_step
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
+from april.reporting.stability import StabilityWatch
 from april.reporting.step_log import plain
 from april.reporting.totals import Totals
 from april.reporting.trace import TraceWriter, trace_of
@@ -82,6 +83,7 @@ class RunLog:
         self.evaluations: list[dict[str, float]] = list(state["evaluations"]) if state else []
         """One record per evaluation: `step`, `training_seconds` (rollouts and training before it), what it found."""
         self.totals = Totals(state["totals"] if state else None)
+        self._stability = StabilityWatch()
         self._clock = clock
         self._show_completions = show_completions
         self._rows: deque[list[Completion]] = deque()
@@ -114,9 +116,12 @@ class RunLog:
         total = (self.totals.get("consumed_tokens") or 0) + step.consumed_tokens
         record = self._record({"consumed_tokens": total, **metrics_of(step), **measured})
         self._trace.write(trace_of(self.steps, step, slots))
-        self._faults.write_step(self.steps, step, measured)
+        warning = self._stability.observe(record)
+        self._faults.write_step(self.steps, step, measured, warning)
         if self.progress:
             self.progress.step(record, failures_in(self.totals.values()))
+            if warning:
+                self.progress.note(f"warning: {warning}")
         if self._completions:
             self._completions.write(step.groups, self.steps, step.version)
 
