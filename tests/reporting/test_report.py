@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from april.reporting.report import write_report
+from april.reporting.report import follow, write_report
 from tests.reporting.conftest import simulate, write_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input", "line", "path", "rect", "circle"}
@@ -110,3 +111,15 @@ def test_what_admission_chose_and_expected_is_shown(tmp_path: Path) -> None:
 def test_a_number_that_was_set_is_no_decision_to_explain(tmp_path: Path) -> None:
     text = " ".join(page(write_run(tmp_path, *simulate())).text)
     assert "Admission and lengths" not in text
+
+
+def test_a_run_that_goes_on_is_followed_until_it_ends(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=2)
+    directory = write_run(tmp_path, metrics, traces, None)
+    assert 'http-equiv="refresh" content="1"' in write_report(directory, refresh=1).read_text()
+    ending = threading.Timer(0.2, write_run, (tmp_path, metrics, traces, summary))
+    ending.start()
+    page = follow(directory, interval=1).read_text()
+    ending.join()
+    assert 'http-equiv="refresh"' not in page
+    assert "no summary yet" not in page

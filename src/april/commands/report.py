@@ -1,25 +1,35 @@
-"""`april report DIR`: a run's page, written anew."""
+"""`april report DIR [--watch]`: a run's page, written anew, or again and again while the run goes on."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from april.commands.arguments import help_asked_for
 from april.config.error import ConfigError
-from april.reporting.report import write_report
+from april.reporting.report import follow, write_report
 
-USAGE = "usage: april report DIR\n\nWrite report.html of the run in DIR anew, from its metrics and traces."
+USAGE = """usage: april report DIR [--watch]
+
+Write report.html of the run in DIR anew, from its metrics and traces. With --watch, every 15 seconds until the run has
+ended; an open page loads itself again."""
+INTERVAL = 15
+"""Seconds."""
 
 
 def run(args: list[str]) -> int:
-    """`april report DIR`."""
+    """`april report DIR [--watch]`."""
     if help_asked_for(args):
         print(USAGE)
         return 0
-    if len(args) != 1:
+    watch, named = "--watch" in args, [arg for arg in args if arg != "--watch"]
+    if len(named) != 1:
         raise ConfigError("name the directory of one run: april report DIR")
-    directory = Path(args[0])
+    directory = Path(named[0])
     if not (directory / "metrics.jsonl").is_file():
         raise ConfigError(f"{directory}: no metrics.jsonl there; name the directory of a run")
-    print(write_report(directory))
+    print(write_report(directory, INTERVAL * watch), flush=True)
+    if watch:
+        with suppress(KeyboardInterrupt):
+            follow(directory, INTERVAL)
     return 0

@@ -287,12 +287,12 @@ class ReportingSettings:
         output: The run's directory: metrics, checkpoints, report.
         if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
         trackers: Where metrics go beside metrics.jsonl.
-        project: Project name for wandb and trackio.
+        project: Project name for wandb and trackio, experiment for MLflow.
         show_completions: Completions of each step and evaluation that are shown on the console.
     """
 
     output: str = "runs/april"
     if_exists: Literal["error", "rename"] = "error"
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
     project: str = "april"
     show_completions: NotNegative[int] = 0

@@ -18,10 +18,11 @@ MOST_STEPS, MOST_ROWS, LONGEST = 60, 240, 3000
 """Files that are read, rows that are shown, and characters of a prompt or completion."""
 AGES = 6
 
-CONTROLS = """<div class="steps"><select id="which" aria-label="which completions">
+CONTROLS = """<div class="choices"><select id="which" aria-label="which completions">
 <option value="">all shown</option><option value="false">trained on</option><option value="true">held out</option>
 </select><select id="at" aria-label="of which step"><option value="">every step</option>{steps}</select>
-<select id="order" aria-label="in which order"><option value="step">by step</option>
+<select id="order" aria-label="in which order"><option value="-step">latest step first</option>
+<option value="step">first step first</option>
 <option value="-reward">highest reward first</option><option value="reward">lowest reward first</option>
 <option value="-length">longest first</option><option value="-staleness">stalest first</option></select></div>"""
 

@@ -64,6 +64,7 @@ svg rect{fill:var(--c)}
 color:var(--soft)}
 .legend i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:6px;background:var(--c);
 print-color-adjust:exact;-webkit-print-color-adjust:exact}
+.choices{display:flex;flex-wrap:wrap;gap:8px;margin-bottom:8px}
 .steps{display:flex;flex-wrap:wrap;justify-content:space-between;align-items:center;gap:8px 16px;margin-bottom:8px}
 .timeline[hidden]{display:none}
 .timeline.pick g[data-g]{opacity:.22}.timeline.pick g[data-g].on{opacity:1}
@@ -94,7 +95,7 @@ th:first-child,td:first-child{text-align:left;padding-left:0}
 footer{color:var(--soft);font-size:13px}
 @media(max-width:760px){main{padding:20px 12px}.tiles{grid-template-columns:repeat(2,1fr)}
 .broad{display:none}.narrow{display:block}
-.timeline svg text{font-size:26px}.timeline svg text.note{stroke-width:6px}}
+.timeline svg text{font-size:21px}.timeline svg text.note{stroke-width:6px}}
 @media print{:root,:root.dark{color-scheme:light;--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;
 --grid:#e5e5e5;--blue:#0072b2;--green:#009e73;--amber:#e69f00;--red:#c8371b;--purple:#a2508a;--wait:#c9c9cc;
 --load:#b7d3e6;--age1:#f3c65f;--age2:#e69f00;--age3:#c47200;--age4:#944a00;--age5:#652c00}
@@ -194,8 +195,14 @@ class Section:
     why: str = ""
 
 
-def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str) -> str:
-    """The whole document. `title`, `subtitle`, the tiles and `footer` are plain text."""
+def page(
+    title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str, refresh: int = 0
+) -> str:
+    """The whole document. `title`, `subtitle`, the tiles and `footer` are plain text.
+
+    Args:
+        refresh: seconds after which a browser loads the page again; 0 for never.
+    """
     figures = "".join(
         f'<div class="tile"><span>{escape(tile.name)}</span><b>{escape(tile.value)}</b>'
         f"<span>{escape(tile.detail)}</span></div>"
@@ -203,12 +210,13 @@ def page(title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Se
     )
     # The policy makes sure of it: a browser refuses whatever the page would fetch.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    again = f'\n<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width,initial-scale=1">
+<meta name="viewport" content="width=device-width,initial-scale=1">{again}
 <title>{escape(title)} · april</title>
 <style>{STYLE}</style>
 </head>

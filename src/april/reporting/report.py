@@ -6,6 +6,7 @@ Nothing is computed here that the run's files do not say.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -27,8 +28,11 @@ MAX_FAULTS = 100
 """Rows of the table of faults; the latest are shown."""
 
 
-def write_report(run_directory: Path | str) -> Path:
+def write_report(run_directory: Path | str, refresh: int = 0) -> Path:
     """Write `report.html` into a run directory and return its path. The page is self-contained.
+
+    Args:
+        refresh: seconds after which a browser loads it again, while the run has not ended.
 
     Raises:
         FileNotFoundError: the directory holds no `metrics.jsonl`.
@@ -43,10 +47,20 @@ def write_report(run_directory: Path | str) -> Path:
         _tiles(run),
         [section for section in sections if section.body],
         f"Written by april report from metrics.jsonl, trace.jsonl and summary.json. {versions}",
+        0 if run.summary else refresh,
     )
     path = run.directory / FILE_NAME
     write_whole(path, text)
     return path
+
+
+def follow(run_directory: Path | str, interval: int) -> Path:
+    """Write the report anew every `interval` seconds until the run has ended; the page loads itself again meanwhile."""
+    while True:
+        path = write_report(run_directory, refresh=interval)
+        if (Path(run_directory) / "summary.json").exists():
+            return path
+        time.sleep(interval)
 
 
 def _subtitle(run: Run) -> str:

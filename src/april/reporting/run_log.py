@@ -92,6 +92,7 @@ class RunLog:
         kept = None if not resume else self.steps if state else -1
         tracked = TrackedRun(self.directory, project, recipe, kept, last_step(self.directory))
         with ExitStack() as stack:
+            (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended, and now goes on
             self._metrics = stack.enter_context(MetricsLog(self.directory, kept))
             self._trace = stack.enter_context(TraceWriter(self.directory, kept))
             self._faults = stack.enter_context(FaultLog(self.directory, kept))

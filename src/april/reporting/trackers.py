@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio.
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow.
 
 Invariants:
 - a tracker is a view of `metrics.jsonl` and never holds what it lacks;
@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +116,8 @@ class Wandb:
             import wandb
 
             table = wandb.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
-            self._run.log({f"completions/{kind_of(rows)}": table}, step=step)
+            # Without a step of its own: wandb drops what comes for a step before its latest.
+            self._run.log({f"completions/{kind_of(rows)}": table}, commit=False)
 
     def close(self) -> None:
         self._run.finish()
@@ -146,10 +149,53 @@ class Trackio:
         self._run.finish()
 
 
+class MLflow:
+    """A run of the server that MLFLOW_TRACKING_URI names, or of `mlflow.db` in the run directory."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+
+        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
+        self._client = mlflow.MlflowClient(address)
+        id_file = run.directory / "mlflow_run_id"
+        if run.already_tracked >= 0 and id_file.exists():
+            self._id = id_file.read_text().strip()
+            self._already_tracked = run.already_tracked
+            self._client.update_run(self._id, status="RUNNING")
+            return
+        self._already_tracked = -1
+        self._id = self._client.create_run(self._experiment(run), run_name=run.name).info.run_id
+        id_file.write_text(self._id + "\n")
+        self._client.log_dict(self._id, json.loads(json.dumps(run.recipe, default=str)), "recipe.json")
+
+    def _experiment(self, run: TrackedRun) -> str:
+        found = self._client.get_experiment_by_name(run.project)
+        if found is not None:
+            return str(found.experiment_id)
+        own = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.directory / "mlflow").resolve().as_uri()
+        return str(self._client.create_experiment(run.project, artifact_location=own))
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        if step > self._already_tracked:
+            from mlflow.entities import Metric as Value
+
+            now = round(1000 * time.time())
+            self._client.log_batch(self._id, metrics=[Value(name, value, now, step) for name, value in numbers.items()])
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if step > self._already_tracked:
+            columns = {name: [row[name] for row in rows] for name in COLUMNS}
+            self._client.log_table(self._id, columns, f"completions/step-{step:06d}-{kind_of(rows)}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
 TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
     "tensorboard": (TensorBoard, "tensorboardX", "train"),
     "wandb": (Wandb, "wandb", "wandb"),
     "trackio": (Trackio, "trackio", "trackio"),
+    "mlflow": (MLflow, "mlflow", "mlflow"),
 }
 """Each tracker by name, with its package and the extra that brings it."""
 

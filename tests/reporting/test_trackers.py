@@ -1,0 +1,74 @@
+"""Each tracker that is installed holds every step of a run once, crashes and resumes included."""
+
+from __future__ import annotations
+
+import importlib
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from april.reporting.run_log import RunLog
+from april.reporting.trackers import TRACKERS
+from tests.reporting.test_completions import decode, step_of
+
+
+def interrupted_run(directory: Path, tracker: str) -> None:
+    """Steps 1 to 3; step 3 is lost by a crash and done again, with another loss; then step 4."""
+    with RunLog(directory, {"seed": 1}, [tracker], decode=decode) as log:
+        log.step(step_of(2), {"loss": 0.25}, slots=2)
+        log.step(step_of(3), {"loss": 0.5}, slots=2)
+        log.evaluation({"eval_reward": 0.75}, step_of(9).groups)
+        state = log.state_dict()
+        log.step(step_of(4), {"loss": 9.0}, slots=2)
+    with RunLog(directory, {"seed": 1}, [tracker], resume=True, state=state, decode=decode) as log:
+        log.step(step_of(4), {"loss": 0.75}, slots=2)
+        log.step(step_of(5), {"loss": 1.0}, slots=2)
+
+
+def in_tensorboard(directory: Path) -> tuple[list[int], bool]:
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("optimisation/loss")]
+    return steps, any(tag.startswith("completions/") for tag in events.Tags()["tensors"])
+
+
+def in_wandb(directory: Path) -> tuple[None, bool]:
+    """What wandb keeps offline of numbers, nothing in Python reads."""
+    assert len(list(directory.glob("wandb/offline-run-*"))) >= 1
+    return None, len(list(directory.rglob("*.table.json"))) >= 4
+
+
+def in_trackio(directory: Path) -> tuple[list[int], bool]:
+    with sqlite3.connect(directory.parent / "trackio" / "april.db") as database:
+        rows = [(step, bytes(text)) for step, text in database.execute("select step, metrics from metrics order by id")]
+    return [step for step, text in rows if b"optimisation/loss" in text], any(b"trackio.table" in t for _, t in rows)
+
+
+def in_mlflow(directory: Path) -> tuple[list[int], bool]:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{directory / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("april").experiment_id])
+    steps = [value.step for value in client.get_metric_history(run.info.run_id, "optimisation/loss")]
+    return steps, bool(client.list_artifacts(run.info.run_id, "completions"))
+
+
+@pytest.mark.parametrize(
+    ("tracker", "held"),
+    [("tensorboard", in_tensorboard), ("wandb", in_wandb), ("trackio", in_trackio), ("mlflow", in_mlflow)],
+)
+def test_a_tracker_holds_each_step_once_and_the_text(
+    tracker: str, held: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(TRACKERS[tracker][1]) is None:
+        pytest.skip(f"{TRACKERS[tracker][1]} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    interrupted_run(tmp_path / "run", tracker)
+    steps, text = held(tmp_path / "run")
+    assert steps in (None, [1, 2, 3, 4])
+    assert text
