@@ -38,6 +38,7 @@ class FreeEngine:
     def __init__(self) -> None:
         self.capacity = Capacity(GROUPS * SIZE, 1 << 20)
         self.flight: dict[str, tuple[int, int]] = {}
+        self.version = 0
 
     @property
     def running(self) -> int:
@@ -53,17 +54,18 @@ class FreeEngine:
         for id, (length, end) in list(self.flight.items()):
             if length + 1 >= end:
                 del self.flight[id]
-                chunks.append(Chunk(id, (5,), (-1.0,), 0, FinishReason.STOP))
+                chunks.append(Chunk(id, (5,), (-1.0,), self.version, FinishReason.STOP))
             else:
                 self.flight[id] = (length + 1, end)
-                chunks.append(Chunk(id, (5,), (-1.0,), 0))
+                chunks.append(Chunk(id, (5,), (-1.0,), self.version))
         return chunks
 
     async def interrupt(self) -> list[Chunk]:
         self.flight.clear()
         return []
 
-    async def update_weights(self, version: int, weights: Any = None) -> None: ...
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None: ...
 

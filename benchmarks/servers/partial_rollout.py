@@ -102,8 +102,8 @@ class Arm:
     async def block(self, steps: int) -> float:
         """Consumed tokens/s over `steps` steps. What is under way at the end is resumed in the next block."""
         engine = with_fixed_lengths(await CONNECT[self.kind](self.url, on_update=self.on_update), self.workload)
-        await engine.update_weights(self.scheduler.version, self.model)
         self.scheduler.engine = engine
+        await self.scheduler.load_weights(self.model)
         began, tokens = time.perf_counter(), 0
         for _ in range(steps):
             step = await self.scheduler.collect()

@@ -1,13 +1,14 @@
 """april: active partial rollouts for reinforcement learning of language models (APRIL, arXiv 2509.18521)."""
 
 from april.engines.stream import StreamEngine
+from april.rollout.account import RejectionError
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.buffer import Rejection
-from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.rewards import RewardError
-from april.rollout.scheduler import RejectionError, RolloutScheduler
+from april.rollout.scheduler import RolloutScheduler
 from april.rollout.staleness import StalenessError
 from april.rollout.step import Step
 from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Reward, Sample, SamplingParams, Segment
@@ -19,6 +20,7 @@ __all__ = [
     "Admission",
     "Capacity",
     "Chunk",
+    "ChunkError",
     "Engine",
     "EngineError",
     "FaultPolicy",

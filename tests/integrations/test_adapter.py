@@ -126,7 +126,7 @@ async def serve(case: dict[str, Any]) -> None:
             begun = [(kind, number) for number, _ in admitted]
             assert begun + [q for q in queued if q[0] == kind] == [(kind, number) for number in range(count)]
     if not case["filtered"] and adapter.prompts.asked:
-        assert adapter.prompts.drawn == adapter.scheduler.admission.plan(batch_size).target - batch_size
+        assert adapter.prompts.drawn == adapter.scheduler.state.admission.plan(batch_size).target - batch_size
 
 
 @given(CASES)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from april import Chunk, FinishReason, Sample, SamplingParams
 from april.rollout.step import Plan, Step
-from april.rollout.trajectory import Blank, Group, Prompt
+from april.rollout.trajectory import Group, Prompt
+from april.simulation.blank import Blank
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import WATERMARK, SimulatedEngine
 from april.simulation.run import simulate

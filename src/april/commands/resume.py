@@ -13,7 +13,7 @@ from april.commands.trainer import run_trainer
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.rollout.journal import JournalError
+from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
 from april.training.resume import Repair, check_run, check_unchanged, saved_recipe
 

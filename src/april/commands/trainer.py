@@ -14,10 +14,10 @@ from april.config.recipe import Recipe
 from april.reporting.messages import messages
 from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
+from april.rollout.account import RejectionError
 from april.rollout.engine import EngineError
-from april.rollout.journal import JournalError
+from april.rollout.journal_file import JournalError
 from april.rollout.rewards import RewardError
-from april.rollout.scheduler import RejectionError
 from april.rollout.staleness import StalenessError
 from april.training.build import train
 from april.training.checkpoint import CheckpointError

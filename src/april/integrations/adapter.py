@@ -143,12 +143,17 @@ class RolloutAdapter:
         async with self._turn:
             await self.scheduler.update_weights(weights)
 
+    async def load_weights(self, weights: Any = None) -> None:
+        """Hand the current version's weights to the engine: after a restart, or when it has others."""
+        async with self._turn:
+            await self.scheduler.load_weights(weights)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that waits, as JSON types, for the framework's checkpoint. Call it between calls."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. The engine is told the version by `engine.update_weights(adapter.version, ...)`."""
+        """Go on from `state_dict`. `load_weights` comes next."""
         self.scheduler.load_state_dict(state)
 
     async def __aenter__(self) -> Self:

@@ -313,7 +313,7 @@ class Rollouts:
         scheduler = self._scheduler
         scheduler.engine = engine
         if same:
-            await engine.update_weights(scheduler.version)
+            await scheduler.load_weights()
         else:
             await scheduler.update_weights()
         self._label = label

@@ -206,7 +206,7 @@ class _Rollouts:
         """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
         if step != self.loaded:
             version = self.adapter.version
-            self._loop.run(self.engine.update_weights(version, self.transfer.offer(version)))
+            self._loop.run(self.adapter.load_weights(self.transfer.offer(version)))
             self.loaded = step
 
     def take_metrics(self) -> dict[str, float]:

@@ -301,7 +301,7 @@ class AsyncRollouts:
                     self._batches.popleft()
                 await self.scheduler.update_weights(self._transfer.offer(version + 1))
             else:
-                await self.engine.update_weights(version, self._transfer.offer(version))
+                await self.scheduler.load_weights(self._transfer.offer(version))
                 self._synced = True
             self._turn.notify_all()
 

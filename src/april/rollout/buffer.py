@@ -2,13 +2,14 @@
 
 Invariants, checked by `Buffer.check` at the end of every step:
 - admitted = under way + trained + rejected, and no group is counted twice;
-- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected.
+- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected; and so is
+  every token that an environment put in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -32,10 +33,12 @@ class Tally:
 
     groups: int = 0
     tokens: int = 0
+    environment_tokens: int = 0
 
     def count(self, group: Group) -> None:
         self.groups += 1
         self.tokens += group.tokens
+        self.environment_tokens += group.environment_tokens
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class Buffer:
     groups: dict[int, Group] = field(default_factory=dict)
     admitted: int = 0
     sampled_tokens: int = 0
+    environment_tokens: int = 0
     trained: Tally = field(default_factory=Tally)
     rejected: dict[Rejection, Tally] = field(default_factory=lambda: {reason: Tally() for reason in Rejection})
 
@@ -69,7 +73,7 @@ class Buffer:
 
     @property
     def tokens(self) -> int:
-        """Response tokens of the groups under way."""
+        """Sampled tokens of the groups under way."""
         return sum(group.tokens for group in self)
 
     @property
@@ -82,14 +86,18 @@ class Buffer:
         rejected = sum(tally.groups for tally in self.rejected.values())
         assert self.admitted == len(self) + self.trained.groups + rejected, "a group was lost or counted twice"
         assert self.discarded_tokens == 0, f"{self.discarded_tokens} sampled tokens are in no sample"
+        tallies = (self.trained, *self.rejected.values())
+        observed = sum(tally.environment_tokens for tally in tallies) + sum(group.environment_tokens for group in self)
+        assert self.environment_tokens == observed, "tokens of an environment are in no sample"
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "groups": [group.to_dict() for group in self],
             "admitted": self.admitted,
             "sampled_tokens": self.sampled_tokens,
-            "trained": [self.trained.groups, self.trained.tokens],
-            "rejected": {reason: [tally.groups, tally.tokens] for reason, tally in self.rejected.items()},
+            "environment_tokens": self.environment_tokens,
+            "trained": astuple(self.trained),
+            "rejected": {reason: astuple(tally) for reason, tally in self.rejected.items()},
         }
 
     @classmethod
@@ -99,8 +107,9 @@ class Buffer:
             {group.id: group for group in groups},
             state["admitted"],
             state["sampled_tokens"],
+            state["environment_tokens"],
             Tally(*state["trained"]),
-            {reason: Tally(*state["rejected"].get(reason, (0, 0))) for reason in Rejection},
+            {reason: Tally(*state["rejected"].get(reason, ())) for reason in Rejection},
         )
         buffer.check()
         return buffer

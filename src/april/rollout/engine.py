@@ -27,8 +27,9 @@ and response so far are prefilled again under the new weights. `keep`: the sampl
 class Chunk(NamedTuple):
     """Tokens that one policy version sampled for one sample.
 
-    `finish` is set on the last chunk of a sample that ended. `error` says why an engine gave up on a request; the
-    sample stays unfinished, with every token already handed out, and may be submitted again.
+    `finish` is set on the last chunk of a sample that ended. `error` says why a request failed; the sample stays
+    unfinished, with every token already handed out. It is no longer in flight and may be submitted again, unless
+    `recovered` says that the engine goes on with it by itself, as a pool does on another replica.
     """
 
     sample_id: str
@@ -37,6 +38,7 @@ class Chunk(NamedTuple):
     version: int
     finish: FinishReason | None = None
     error: str | None = None
+    recovered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,19 @@ class Capacity:
 
 class EngineError(Exception):
     """An engine that cannot go on. The samples it held keep every token handed out before."""
+
+
+class ChunkError(EngineError):
+    """An engine handed out a chunk that breaks a rule. Nothing of the chunk was kept."""
+
+    def __init__(self, chunk: Chunk, rule: str) -> None:
+        tokens, version = len(chunk.token_ids), chunk.version
+        finish = "" if chunk.finish is None else f", finish {chunk.finish}"
+        super().__init__(
+            f"sample {chunk.sample_id}: the engine handed out a chunk of {tokens} tokens (policy version {version}"
+            f"{finish}) that breaks a rule: {rule}"
+        )
+        self.chunk = chunk
 
 
 class Engine(Protocol):

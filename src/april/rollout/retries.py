@@ -66,7 +66,7 @@ class Retries:
             del self._waiting[sample.id]
         return samples
 
-    def hurry(self) -> None:
+    def clear(self) -> None:
         """Nobody waits any longer: a new step begins."""
         self._waiting.clear()
 

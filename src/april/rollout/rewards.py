@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import threading
 from collections import deque
@@ -19,11 +20,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.disk import as_json
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
-RewardFunction = Callable[[Prompt, Sample], float | Awaitable[float]]
+RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
 """Scores one finished sample."""
-GroupRewardFunction = Callable[[Prompt, Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
+GroupRewardFunction = Callable[
+    [Prompt, Sequence[Sample]], Sequence[float | Reward] | Awaitable[Sequence[float | Reward]]
+]
 """Scores all samples of a complete group at once, in their order."""
 
 THREADS = 8
@@ -39,7 +43,7 @@ class Verdict(NamedTuple):
 
     group: Group
     samples: Sequence[Sample]
-    rewards: Sequence[float]
+    rewards: Sequence[Reward]
     error: str | None = None
     failure: Literal["reward", "reward timeout"] = "reward"
     """What kind of error it is."""
@@ -105,7 +109,7 @@ class RewardTasks:
             self._tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         self._arrived.set()
 
-    async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float]:
+    async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Reward]:
         argument: Any = samples if self.scope == "group" else samples[0]
         if self._async and self.timeout is None:
             value = await self.function(prompt, argument)
@@ -177,22 +181,26 @@ class RewardTasks:
         self._tasks.clear()
 
 
-def check_rewards(rewards: Sequence[float], expected: int) -> list[float]:
-    """Rewards as finite floats, one per sample.
+def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Reward]:
+    """Rewards that say a finite number, one per sample.
 
     Raises:
-        ValueError: the count is wrong, or a reward is no finite number.
+        ValueError: the count is wrong, a reward is no finite number, or what it says beside it does not survive JSON.
     """
     if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise ValueError(f"the reward function returned {rewards!r} where {expected} rewards were expected")
     values = list(rewards)
     if len(values) != expected:
         raise ValueError(f"the reward function returned {len(values)} rewards for {expected} samples")
-    for value in values:
-        try:
-            finite = not isinstance(value, str) and math.isfinite(value)
-        except (TypeError, OverflowError):
-            finite = False
-        if not finite:
-            raise ValueError(f"the reward function returned {value!r}, which is no finite number")
-    return [float(value) for value in values]
+    return [_check_reward(value) for value in values]
+
+
+def _check_reward(given: float | Reward) -> Reward:
+    value, info = (given.value, given.info) if isinstance(given, Reward) else (given, None)
+    try:
+        finite = not isinstance(value, str) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        finite = False
+    if not finite:
+        raise ValueError(f"the reward function returned {value!r}, which is no finite number")
+    return Reward(float(value)) if info is None else Reward(float(value), json.loads(as_json(dict(info))))

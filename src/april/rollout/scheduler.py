@@ -1,5 +1,8 @@
-"""Active partial rollouts: start more groups than a step needs, interrupt the rest once enough are complete, and go on
-with them first in the next step (APRIL, arXiv 2509.18521).
+"""Active partial rollouts: start more groups than a step needs, interrupt the rest once enough are complete, and resume
+them first in the next step (APRIL, arXiv 2509.18521).
+
+The scheduler is a pump: fill the engine, poll it, settle what came, take a step once one may be taken. What the
+rollouts are is its `state`, which nothing but an event changes; an event that happens is recorded in the journal.
 
 Invariants:
 - every admitted group is in exactly one place: under way (in flight, waiting or complete), trained on, or rejected;
@@ -12,38 +15,34 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+from april.rollout.account import Account
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
-from april.rollout.buffer import Rejection
+from april.rollout.buffer import Buffer, Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
-from april.rollout.journal import Admitted, Journal, Rejected, Rewarded, Trained
+from april.rollout.evaluation import complete
+from april.rollout.events import Accepted, Admitted, Rejected, Rewarded, Trained, Updated
+from april.rollout.flight import Flight
+from april.rollout.history import History
+from april.rollout.journal import Journal
 from april.rollout.order import ORDERS
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.retries import Retries
-from april.rollout.rewards import GroupRewardFunction, RewardError, RewardFunction, RewardTasks
+from april.rollout.rewards import GroupRewardFunction, RewardError, RewardFunction, RewardTasks, Verdict
 from april.rollout.staleness import select
 from april.rollout.state import RolloutState
-from april.rollout.step import Failure, Plan, Quarantine, Span, Step
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.step import Failure, Plan, Quarantine, Step
+from april.rollout.trajectory import Group, Prompt, Reward, Sample, SamplingParams
 
 
-class RejectionError(Exception):
-    """Too many groups of one step were turned away."""
-
-
-EVALUATION = 1 << 48
-"""Evaluation groups are numbered from here on, so that their samples' names and seeds never meet a training group's."""
-
-
-class RolloutScheduler(RolloutState):
+class RolloutScheduler:
     """Collects training batches of complete groups from an engine, by active partial rollouts.
 
     Use it as an async context manager, call `collect` for each training step and `update_weights` after it.
@@ -79,31 +78,41 @@ class RolloutScheduler(RolloutState):
         on_progress: Callable[[RolloutScheduler], None] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        sampling, faults = sampling or SamplingParams(), faults or FaultPolicy()
-        lengths = LengthModel.for_batch(sampling.max_tokens, params.rollout_batch_size * params.n_samples_per_prompt)
+        self.engine = engine
+        self.prompts = prompts
+        self.params = params
+        self.sampling = sampling or SamplingParams()
+        self.faults = faults or FaultPolicy()
+        self.dynamic_filter = dynamic_filter
+        self.seed = seed
+        self.on_progress = on_progress
+        self.journal = journal
+        self.state = self._new_state()
+        self._history = History(self.state, journal)
+        self._order = ORDERS[params.order] if isinstance(params.order, str) else params.order
+        self._prompts: Iterator[Prompt] = iter(prompts)
+        self._rewards = RewardTasks(reward, reward_scope, self.faults.reward_timeout)
+        self._retries = Retries(self.faults.max_retries, self.faults.retry_delay)
+        self._flight = Flight()
+        self._quarantined: dict[int, Quarantine] = {}
+        """Groups to turn away as soon as nothing of them is in flight."""
+        self._resume = False
+        """Something unfinished is not in flight."""
+        self._account = Account(Plan(params.rollout_batch_size))
+        self._update_seconds: float | None = None
+
+    def _new_state(self) -> RolloutState:
+        params, tokens = self.params, self.sampling.max_tokens
+        lengths = LengthModel.for_batch(tokens, params.rollout_batch_size * params.n_samples_per_prompt)
         admission = params.over_sampling_batch_size
         if admission == "auto":
-            admission = AutoAdmission(engine, lengths, params.n_samples_per_prompt, params.max_staleness)
+            admission = AutoAdmission(self.engine, lengths, params.n_samples_per_prompt, params.max_staleness)
         elif isinstance(admission, int):
             admission = FixedAdmission(admission)
         if params.ramp_steps:
             admission = RampedAdmission(admission, params.ramp_steps)
-        super().__init__(prompts, lengths, admission, params, faults, dynamic_filter, seed, journal)
-        self.engine = engine
-        self.sampling = sampling
-        self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
-        self.on_progress = on_progress
-        self._rewards = RewardTasks(reward, reward_scope, faults.reward_timeout)
-        self._flight: dict[str, tuple[Sample, Group, Span]] = {}
-        self._retries = Retries(faults.max_retries, faults.retry_delay)
-        self._doomed: dict[int, Quarantine] = {}
-        self._missed: list[Chunk] = []
-        """Sampled in the moment in which a step was cancelled."""
-        self._resume = False
-        """Something unfinished is not in flight."""
-        self._step = Step(version=0, plan=Plan(params.rollout_batch_size))
-        self._began = 0.0
-        self._update_seconds: float | None = None
+        filtered = self.dynamic_filter is not None
+        return RolloutState(params, lengths, admission, filtered, filtered or self.faults.on_reward_error == "reject")
 
     async def __aenter__(self) -> RolloutScheduler:
         return self
@@ -112,41 +121,61 @@ class RolloutScheduler(RolloutState):
         await self._rewards.close()
         await self._interrupt()
 
+    @property
+    def version(self) -> int:
+        """The policy version that generates."""
+        return self.state.version
+
+    @property
+    def buffer(self) -> Buffer:
+        """The groups under way, and the count of those that left."""
+        return self.state.buffer
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens sampled in the current step so far."""
+        return self._account.step.sampled_tokens
+
+    @property
+    def in_flight(self) -> int:
+        """Samples submitted to the engine and not finished."""
+        return len(self._flight)
+
     async def collect(self) -> Step:
         """Exactly `rollout_batch_size` complete, rewarded groups, oldest first, and the account of the step.
 
         Raises:
             RewardError: a reward function failed and `on_reward_error` is "raise".
-            EngineError: the engine as a whole failed. Nothing sampled is lost; `collect` may be called again.
+            EngineError: the engine as a whole failed, or (ChunkError) broke a rule. Nothing sampled is lost; `collect`
+                may be called again.
             JournalError: the journal cannot be written, or (DamageError) holds what cannot have happened.
             ValueError: a prompt does not fit the engine, or the prompts ran out.
         """
-        if (step := self._replay()) is not None:
-            return step
+        match self._replay():
+            case Trained() as again:
+                return self._take_again(again)
+            case Updated() as instead:
+                raise self._history.out_of_turn(instead)
         self._begin()
         try:
             while True:
                 if self.journal is not None:
-                    await self.journal.room()
+                    await self.journal.drain()
                 self._settle()
                 chosen = self._select()
                 if chosen is None:
                     self._fill()
-                    await self._advance()
+                    await self._poll()
                 elif self._flight:
-                    self._step.interrupted_at = self._now()
+                    self._account.step.interrupted_at = self._account.now
                     await self._interrupt()
                 elif not all(group.rewarded for group in chosen):
                     await self._await_reward()
                 else:
-                    return self._finish(chosen)
+                    return self._take(chosen)
         except BaseException:
-            try:
-                with suppress(EngineError):
-                    await self._interrupt()
-            finally:
-                seen = (span for span in self._step.spans if span.after > span.before)
-                self._cut_short = [replace(span, start=0.0, queued=None, end=0.0) for span in seen]
+            with suppress(EngineError):
+                await self._interrupt()
             raise
 
     async def update_weights(self, weights: Any = None) -> None:
@@ -155,13 +184,27 @@ class RolloutScheduler(RolloutState):
         Raises:
             StalenessError: a group under way could no longer be trained on within the bound; `collect` first.
         """
-        self._check_bound(
-            self.version + 1, "collect a step between two weight updates: not all groups can be trained on"
-        )
+        version = self.version + 1
+        match self._replay():
+            case Updated() as again:
+                await self._update(version, weights)
+                self._history.again(again)
+                return
+            case Trained() as instead:
+                raise self._history.out_of_turn(instead)
+        otherwise = "collect a step between two weight updates: not all groups can be trained on"
+        self.state.check_bound(version, otherwise)
+        await self._update(version, weights)
+        self._history.happen(Updated(version))
+
+    async def _update(self, version: int, weights: Any) -> None:
         began = asyncio.get_running_loop().time()
-        await self.engine.update_weights(self.version + 1, weights)
+        await self.engine.update_weights(version, weights)
         self._update_seconds = asyncio.get_running_loop().time() - began
-        self.version += 1
+
+    async def load_weights(self, weights: Any = None) -> None:
+        """Hand the current version's weights to the engine: after a restart, or to an engine that lost them."""
+        await self.engine.update_weights(self.version, weights)
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
@@ -173,286 +216,238 @@ class RolloutScheduler(RolloutState):
         """
         sampling = sampling or self.sampling
         groups = [
-            Group.start(EVALUATION + i, prompt, n_samples_per_prompt, sampling, self.seed)
+            Group.start(i, prompt, n_samples_per_prompt, sampling, self.seed, evaluation=True)
             for i, prompt in enumerate(prompts)
         ]
-        unfinished = {sample.id: sample for group in groups for sample in group.samples}
-        retries = Retries(self._retries.limit, self._retries.delay)
-        try:
-            for sample in unfinished.values():
-                self.engine.submit(sample)
-            while unfinished:
-                if len(retries) == len(unfinished):
-                    await asyncio.sleep(retries.next or 0)
-                for chunk in await self._poll(retries):
-                    sample = unfinished[chunk.sample_id]
-                    sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-                    if chunk.token_ids:
-                        retries.went_on(sample)
-                    if chunk.finish is not None:
-                        del unfinished[sample.id]
-                    elif chunk.error is not None and not retries.failed(sample):
-                        raise EngineError(f"evaluation sample {sample.id} kept failing: {chunk.error}")
-                for sample in retries.due():
-                    self.engine.submit(sample)
-        finally:
-            await self.engine.interrupt()
-            self.engine.forget(sample.id for group in groups for sample in group.samples)
+        await complete(self.engine, groups, Retries(self.faults.max_retries, self.faults.retry_delay))
         return groups
 
     def state_dict(self) -> dict[str, Any]:
+        """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
         assert not self._flight, "samples are in flight: their tokens are not all here yet"
-        return super().state_dict()
+        if self.journal is not None:
+            self.journal.flush()
+        return {
+            "seed": self.seed,
+            "state": self.state.state_dict(),
+            "prompts": self._position(),
+            "journal": None if self.journal is None else self.journal.mark,
+        }
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens sampled in the current step so far."""
-        return self._step.sampled_tokens
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`: same groups, same tokens, same data position. `load_weights` comes next."""
+        self.seed = state["seed"]
+        self.state.load_state_dict(state["state"])
+        self._go_to(state["prompts"])
+        if self.journal is not None:
+            self.journal.seek(state["journal"])
 
-    @property
-    def in_flight(self) -> int:
-        """Samples submitted to the engine and not finished."""
-        return len(self._flight)
+    def _position(self) -> Any:
+        """The place in the prompts, if they know it."""
+        return self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time() - self._began
+    def _go_to(self, position: Any) -> None:
+        if position is not None:
+            self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
+            self._prompts = iter(self.prompts)
+
+    def _replay(self) -> Trained | Updated | None:
+        event = self._history.replay()
+        self._go_to(self._history.prompts)
+        return event
+
+    def _take_again(self, trained: Trained) -> Step:
+        if trained.step.version == self.version:
+            self.state.admission.plan(self.params.rollout_batch_size)  # it follows from what was observed
+        self._history.again(trained)
+        return trained.step
 
     def _begin(self) -> None:
-        self._began = asyncio.get_running_loop().time()
-        plan = self.admission.plan(self.params.rollout_batch_size)
+        plan = self.state.admission.plan(self.params.rollout_batch_size)
         largest = self.params.largest_target
         self._resume = True
-        self._retries.hurry()
-        self._step = Step(self.version, plan if largest is None else replace(plan, target=min(plan.target, largest)))
-        self._step.update_seconds = self._update_seconds
-        self._step.spans += self._cut_short
-        self._cut_short = []
+        self._retries.clear()
+        plan = plan if largest is None else replace(plan, target=min(plan.target, largest))
+        self._account = Account(plan, self.state.grown)
+        self._account.start()
+        self._account.step.update_seconds = self._update_seconds
         self._rewards.missing(self.buffer)
         for group in list(self.buffer):
-            if group.complete:
-                self._weigh(group)
+            self._decide(group)
 
     def _select(self) -> list[Group] | None:
-        params, ready = self.params, self.ready.values()
+        params, ready = self.params, self.state.ready.values()
         size, bound = params.rollout_batch_size, params.max_staleness
         return select(self.buffer, ready, self.version, size, bound, params.first_come, params.admission_window)
 
     def _fill(self) -> None:
-        """A new prompt for each group that is missing; then everything unfinished goes on, in the policy's order."""
+        """A new prompt for each group that is missing; then everything unfinished is submitted, in its order."""
         groups = list(self.buffer) if self._resume else []
-        while len(self.buffer) - len(self._doomed) < self._step.target:
+        while len(self.buffer) - len(self._quarantined) < self._account.step.target:
             prompt = next(self._prompts, None)
             if prompt is None:
                 break
-            group = Group.start(
-                self.buffer.admitted, prompt, self.params.n_samples_per_prompt, self.sampling, self.seed
-            )
-            self.buffer.admit(group)
-            if self.journal is not None:
-                self._happened(Admitted(group.to_dict(), self._position()))
-            groups.append(group)
+            groups.append(self._admit(prompt))
         if groups:
-            work = self.order(groups, self.lengths)
+            work = self._order(groups, self.state.lengths)
             self._submit([(g, s) for g, s in work if s not in self._retries] if self._retries else work)
         self._resume = False
         if self._retries:
             self._submit([(self.buffer.groups[sample.group_id], sample) for sample in self._retries.due()])
 
-    def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
-        now, flight, spans, submit = self._now(), self._flight, self._step.spans, self.engine.submit
-        for group, sample in work:
-            if group.id in self._doomed or sample.id in flight:
-                continue
-            submit(sample)
-            span = Span(sample.id, group.id, now, sample.length)
-            flight[sample.id] = (sample, group, span)
-            spans.append(span)
+    def _admit(self, prompt: Prompt) -> Group:
+        id, position = self.buffer.admitted, None if self.journal is None else self._position()
+        self._history.happen(Admitted(id, prompt, self.params.n_samples_per_prompt, self.sampling, self.seed, position))
+        return self.buffer.groups[id]
 
-    async def _advance(self) -> None:
+    def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
+        now, flight, spans = self._account.now, self._flight, self._account.step.spans
+        for group, sample in work:
+            if group.id not in self._quarantined and sample not in flight:
+                spans.append(flight.submit(self.engine, sample, group, now))
+
+    async def _poll(self) -> None:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
         if self._flight:
-            before = self._now()
-            chunks = await self._poll(self._retries, self.can_reject and bool(self._rewards))
-            self._step.occupancy += (self._now() - before) * self.engine.running / self.engine.capacity.slots
+            before, decides = self._account.now, self.state.scored and len(self._rewards) > 0
+            chunks = await self._flight.poll(self.engine, self._retries.next, self._rewards.wait if decides else None)
+            busy = self.engine.running / self.engine.capacity.slots
+            self._account.step.occupancy += (self._account.now - before) * busy
             self._absorb(chunks)
         elif self._rewards or self._retries:
             await self._await_reward(self._retries.next)
         else:
             raise ValueError(
-                f"the prompts ran out: {len(self.ready)} complete groups where a step needs "
+                f"the prompts ran out: {len(self.state.ready)} complete groups where a step needs "
                 f"{self.params.rollout_batch_size}"
             )
 
-    async def _poll(self, retries: Retries, or_verdict: bool = False) -> list[Chunk]:
-        """What the engine sampled next, or nothing if a sample is due again or a verdict arrived first."""
-        if not retries and not or_verdict:
-            return await self.engine.poll()
-        poll = asyncio.ensure_future(self.engine.poll())
-        first: set[asyncio.Future[Any]] = {poll, asyncio.ensure_future(self._rewards.wait())} if or_verdict else {poll}
-        try:
-            await asyncio.wait(first, timeout=retries.next, return_when=asyncio.FIRST_COMPLETED)
-            await _end(first)
-        except asyncio.CancelledError:
-            await _end(first)
-            if not poll.cancelled() and poll.exception() is None:  # it ended in the same moment, with tokens
-                self._missed += [chunk for chunk in poll.result() if chunk.sample_id in self._flight]
-            raise
-        return [] if poll.cancelled() else poll.result()
-
     async def _await_reward(self, timeout: float | None = None) -> None:
-        before = self._now()
+        before = self._account.now
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._rewards.wait()
-        self._step.reward_wait_seconds += self._now() - before
+        self._account.step.reward_wait_seconds += self._account.now - before
 
     def _absorb(self, chunks: Sequence[Chunk]) -> None:
-        now, flight, buffer, step = self._now(), self._flight, self.buffer, self._step
-        rewards, retries = self._rewards, self._retries
-        hopeless = None
-        for chunk in chunks:
-            id, token_ids, logprobs, version, finish, error = chunk
-            sample, group, span = flight[id]
-            before = sample.length
-            sample.extend(token_ids, logprobs, version, finish)
-            count = sample.length - before
-            if self.journal is not None and (count or finish is not None):
-                self.journal.record(chunk)
-            if count:
-                buffer.sampled_tokens += count
-                step.sampled_tokens += count
-                if span.queued is None:
-                    span.queued, span.first_tokens = now - span.start, count
-                    if retries.failures:
-                        retries.went_on(sample)
-            if finish is None and error is None:
-                continue
-            del flight[id]
-            span.end, span.after, span.outcome = now, sample.length, "failed" if finish is None else "finished"
-            if finish is None:
-                hopeless = self._retry(sample, group, error or "") or hopeless
-            elif group.complete:
-                rewards.finished(group, sample)
-                self._weigh(group)
-            elif rewards.scope == "sample":
-                rewards.finished(group, sample)
+        """Put what was sampled into its samples, then deal with those that ended."""
+        now = self._account.now
+        tokens, ended, broken = self._history.absorb(chunks, self._flight.samples)
+        self._account.step.sampled_tokens += tokens
+        for sample in self._flight.begun(chunks, now):
+            self._retries.went_on(sample)
+        hopeless: EngineError | None = broken[0] if broken else None
+        finished = []
+        for chunk in ended:
+            if chunk.finish is None:
+                hopeless = self._failed(chunk, now) or hopeless
+            else:
+                finished.append(self._flight.end(chunk.sample_id, now, "finished"))
+        self._score(finished)
         if hopeless is not None:  # only now that every token of these chunks is in its sample
             raise hopeless
         if self.on_progress is not None:
             self.on_progress(self)
 
-    def _retry(self, sample: Sample, group: Group, error: str) -> EngineError | None:
+    def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
+        """Start the rewards of samples that have finished, or of the groups that they complete."""
+        if self._rewards.scope == "sample":
+            for sample, group in finished:
+                self._rewards.finished(group, sample)
+        else:
+            for group in {group.id: group for _, group in finished if group.complete}.values():
+                self._rewards.finished(group, group.samples[-1])
+
+    def _failed(self, chunk: Chunk, now: float) -> EngineError | None:
         """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
 
         Returns the error that ends the step, once a step's worth of groups is quarantined."""
-        self._step.failures.append(Failure("engine", sample.id, group.prompt.id, error))
-        if group.id in self._doomed or self._retries.failed(sample):
+        error, prompt = chunk.error or "", self._flight.samples[chunk.sample_id][1].prompt
+        self._account.step.failures.append(Failure("engine", chunk.sample_id, prompt.id, error))
+        if chunk.recovered:
+            return None
+        sample, group = self._flight.end(chunk.sample_id, now, "failed")
+        if group.id in self._quarantined or self._retries.failed(sample):
             return None
         self._quarantine(group, Rejection.ENGINE, error)
-        given_up = len(self._doomed) + sum(reason is Rejection.ENGINE for _, reason in self._step.rejections)
-        if given_up < self._step.target:
+        rejections = self._account.step.rejections
+        given_up = len(self._quarantined) + sum(reason is Rejection.ENGINE for _, reason in rejections)
+        if given_up < self._account.step.target:
             return None
         return EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
 
     def _quarantine(self, group: Group, reason: Rejection, error: str) -> None:
         """Leave a group out as soon as nothing of it runs."""
-        self._doomed.setdefault(group.id, Quarantine(group.id, group.prompt.id, reason, error))
+        self._quarantined.setdefault(group.id, Quarantine(group.id, group.prompt.id, reason, error))
         self._retries.forget(group.samples)
 
     def _settle(self) -> None:
         """Give the verdicts that arrived to their samples, and let go of groups that cannot be trained on."""
-        failed = None
-        for verdict in self._rewards.take():
-            if verdict.group.id not in self.buffer.groups:
-                continue
-            if verdict.error is not None:
-                failure = Failure(verdict.failure, verdict.samples[0].id, verdict.group.prompt.id, verdict.error)
-                self._step.failures.append(failure)
-                if self.faults.on_reward_error == "raise":
-                    failed = failure
-                    continue
-                if self.faults.on_reward_error == "reject":
-                    self._quarantine(verdict.group, Rejection.REWARD, verdict.error)
-                    continue
-            for sample, reward in zip(verdict.samples, verdict.rewards or [0.0] * len(verdict.samples), strict=True):
-                sample.reward = reward
-            self._happened(Rewarded(verdict.group.id, {s.index: s.reward or 0.0 for s in verdict.samples}))
-            if verdict.group.complete:
-                self._weigh(verdict.group)
-        for id in list(self._doomed):
-            if not any(sample.id in self._flight for sample in self.buffer.groups[id].samples):
-                quarantine = self._doomed.pop(id)
-                self._step.quarantined.append(quarantine)
+        failures = [self._judge(verdict) for verdict in self._rewards.take()]
+        for id in list(self._quarantined):
+            if not any(sample in self._flight for sample in self.buffer.groups[id].samples):
+                quarantine = self._quarantined.pop(id)
+                self._account.step.quarantined.append(quarantine)
                 self._reject(self.buffer.groups[id], quarantine.reason)
-        if failed is not None:
+        for failure in filter(None, failures):
             raise RewardError(
-                f"the reward function failed on sample {failed.sample_id} of prompt {failed.prompt_id!r}: "
-                f'{failed.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
+                f"the reward function failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
+                f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
             )
 
-    def _weigh(self, group: Group) -> None:
-        """Decide about a complete group as soon as it can be decided: it is ready to be trained on, or turned away."""
-        if group.id in self.ready or group.id in self._doomed:
+    def _judge(self, verdict: Verdict) -> Failure | None:
+        """What a verdict means; the failure, if it ends the step."""
+        group, samples, rewards = verdict.group, verdict.samples, verdict.rewards
+        if group.id not in self.buffer.groups:
+            return None
+        if verdict.error is not None:
+            failure = Failure(verdict.failure, samples[0].id, group.prompt.id, verdict.error)
+            self._account.step.failures.append(failure)
+            if self.faults.on_reward_error == "raise":
+                return failure
+            if self.faults.on_reward_error == "reject":
+                self._quarantine(group, Rejection.REWARD, verdict.error)
+                return None
+            rewards = [Reward(0.0)] * len(samples)
+        self._history.happen(Rewarded(group.id, {s.index: reward for s, reward in zip(samples, rewards, strict=True)}))
+        self._decide(group)
+        return None
+
+    def _decide(self, group: Group) -> None:
+        """Ask the filter about a group as soon as it is complete and rewarded."""
+        if self.dynamic_filter is None or group.id in self.state.ready or group.id in self._quarantined:
             return
-        if self.can_reject and not group.rewarded:
-            return
-        if self.dynamic_filter is not None and not self.dynamic_filter(group):
-            self._reject(group, Rejection.FILTER)
-        else:
-            self.ready[group.id] = group
+        if group.complete and group.rewarded:
+            if self.dynamic_filter(group):
+                self._history.happen(Accepted(group.id))
+            else:
+                self._reject(group, Rejection.FILTER)
 
     def _reject(self, group: Group, reason: Rejection) -> None:
-        self.buffer.reject(group, reason)
+        self._history.happen(Rejected(group.id, reason))
         if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
             self.engine.forget(unfinished)
-        self._happened(Rejected(group.id, reason))
-        self._step.rejections.append((group.id, reason))
-        limit = self.faults.max_rejected_groups
-        if limit is not None and len(self._step.rejections) > limit:
-            counts = Counter(reason for _, reason in self._step.rejections)
-            raise RejectionError(
-                f"{len(self._step.rejections)} groups of this step were turned away ({dict(counts)}) and only "
-                f"{len(self.ready)} of {self.params.rollout_batch_size} can be trained on: make the task easier "
-                "or harder, switch the filter off, or raise max_rejected_groups"
-            )
+        limit, ready = self.faults.max_rejected_groups, len(self.state.ready)
+        self._account.reject(group, reason, limit, ready, self.params.rollout_batch_size)
 
     async def _interrupt(self) -> None:
         """Stop what is in flight and keep every token of it."""
         if not self._flight:
             return
         try:
-            interrupted = await self.engine.interrupt()
-            missed, self._missed = self._missed, []
-            self._absorb([*missed, *interrupted])
+            self._absorb(await self._flight.interrupt(self.engine))
         finally:
-            now = self._now()
-            for sample, _, span in self._flight.values():
-                span.end, span.after = now, sample.length
-            self._flight.clear()
+            self._flight.end_all(self._account.now)
             self._resume = True
 
-    def _finish(self, chosen: list[Group]) -> Step:
-        step = self._step
-        self.buffer.train(chosen)
-        for group in chosen:
-            del self.ready[group.id]
-        step.groups = chosen
-        step.seconds = self._now()
-        step.occupancy /= max(step.seconds, 1e-9)
-        step.surplus_groups = sum(group.complete for group in self.buffer)
-        step.buffered_groups = len(self.buffer)
-        step.buffered_tokens = self.buffer.tokens
-        self.buffer.check()
-        self._happened(Trained([group.id for group in chosen], step))
-        if self.journal is not None:
-            self.journal.flush()  # without a point at which a cancelled `collect` could lose the step
-        self._learn(step)
+    def _take(self, chosen: list[Group]) -> Step:
+        """Hand a step over, at the version that generates now."""
+        taken = {group.id for group in chosen}
+        rest = [group for group in self.buffer if group.id not in taken]
+        step = self._account.close(self.version, chosen, rest)
         bound = self.params.max_staleness
         assert bound is None or step.staleness.max() <= bound, "the staleness bound is broken"
+        self._history.happen(Trained([group.id for group in chosen], step))
+        if self.journal is not None:
+            self.journal.flush()  # without a point at which a cancelled `collect` could lose the step
         return step
-
-
-async def _end(tasks: Collection[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)

@@ -1,180 +1,233 @@
-"""What rollouts are between two steps, and how that survives: saved whole, and gone through again from the journal.
+"""What rollouts are at one moment, and the one way in which it changes.
 
 Invariants:
-- what was saved and loaded goes on with the same groups, the same tokens and the same prompts;
-- events of the journal behind a loaded state happen again in their order, and leave what they left the first time: the
-  steps that were handed to training come out once more, with the same groups at the same policy versions.
+- `apply` is the only thing that changes the state (`absorb` is its fast path for sampled tokens): living is apply and
+  record, and replaying the records of a run that died is apply;
+- an event that breaks a rule changes nothing;
+- what was saved and loaded goes on with the same groups and the same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.buffer import Buffer
-from april.rollout.engine import Chunk
-from april.rollout.journal import Admitted, DamageError, Event, Journal, Rejected, Rewarded, Trained, redo
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.engine import Chunk, ChunkError
+from april.rollout.events import Accepted, Admitted, Event, Observed, Rejected, Rewarded, Trained, Updated
+from april.rollout.params import RolloutParams
 from april.rollout.staleness import StalenessError, feasible
-from april.rollout.step import Span, Step
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.step import Span
+from april.rollout.trajectory import Group, Sample
+
+
+class Absorbed(NamedTuple):
+    """What came of a batch of chunks: tokens that are in their samples now, the chunks that end a request or tell of an
+    error, and those that broke a rule."""
+
+    tokens: int
+    ended: list[Chunk]
+    broken: list[ChunkError]
 
 
 class RolloutState:
-    """Everything about rollouts that a restart needs. `RolloutScheduler` says what the arguments are."""
+    """Groups under way, rewards, counts, policy version, and what was learnt of lengths and engine.
+
+    Args:
+        params: how many groups are under way, and how old they may be.
+        lengths: the length model.
+        admission: decides how many groups are under way.
+        filtered: a complete group is ready only once a filter has accepted it.
+        scored: a complete group is ready only once it is rewarded, because a missing reward may turn it away.
+    """
 
     def __init__(
-        self,
-        prompts: Iterable[Prompt],
-        lengths: LengthModel,
-        admission: Admission,
-        params: RolloutParams,
-        faults: FaultPolicy,
-        dynamic_filter: Callable[[Group], bool] | None,
-        seed: int,
-        journal: Journal | None,
+        self, params: RolloutParams, lengths: LengthModel, admission: Admission, filtered: bool, scored: bool
     ) -> None:
-        self.prompts = prompts
+        self.params = params
         self.lengths = lengths
         self.admission = admission
-        self.params = params
-        self.faults = faults
-        self.dynamic_filter = dynamic_filter
-        self.seed = seed
-        self.journal = journal
+        self.filtered = filtered
+        self.scored = scored
         self.version = 0
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
         """Complete groups that may be trained on: nothing can turn them away any more."""
-        self._prompts: Iterator[Prompt] = iter(prompts)
-        self._cut_short: list[Span] = []
-        """What a step had seen that did not come to its end; the next one has seen it too."""
+        self.samples: dict[str, tuple[Sample, Group]] = {}
+        """Those of the groups under way, by name."""
+        self._lengths: dict[str, int] = {}
+        """Lengths of samples under way when the last step was handed over; 0 for what came since."""
+        self._left: list[Span] = []
+        """Growth, since then, of samples whose groups were turned away."""
+
+    def apply(self, event: Event) -> None:
+        """Let `event` happen.
+
+        Raises:
+            ChunkError: a chunk that no engine may hand out.
+            LookupError, ValueError: the event does not follow from those before it.
+        """
+        match event:
+            case Chunk():
+                if broken := self.absorb((event,)).broken:
+                    raise broken[0]
+            case Admitted(id, prompt, n, sampling, seed):
+                self.buffer.admit(group := Group.start(id, prompt, n, sampling, seed))
+                self._index(group)
+            case Observed(sample_id, token_ids, finish):
+                sample, group = self.samples[sample_id]
+                sample.observe(token_ids, finish)
+                self.buffer.environment_tokens += len(token_ids)
+                self._consider(group)
+            case Rewarded(group_id, rewards):
+                group = self.buffer.groups[group_id]
+                for index, reward in rewards.items():
+                    group.samples[index].reward, group.samples[index].reward_info = reward.value, reward.info
+                self._consider(group)
+            case Accepted(group_id):
+                self.ready[group_id] = self.buffer.groups[group_id]
+            case Rejected(group_id, reason):
+                group = self.buffer.groups[group_id]
+                self.ready.pop(group_id, None)
+                self.buffer.reject(group, reason)
+                self._left += self._drop(group)
+            case Trained():
+                self._train(event)
+            case Updated(version):
+                if version != self.version + 1:
+                    raise ValueError(f"policy version {version} cannot follow {self.version}")
+                self.version = version
+
+    def absorb(
+        self, chunks: Sequence[Chunk], among: Mapping[str, tuple[Sample, Group, *tuple[Any, ...]]] | None = None
+    ) -> Absorbed:
+        """Append what engines sampled. A chunk that breaks a rule is left out, and the others are not.
+
+        Args:
+            among: the samples that may get something, by name; all that are under way if None.
+        """
+        samples = self.samples if among is None else among
+        tokens, current = 0, self.version
+        ended: list[Chunk] = []
+        broken: list[ChunkError] = []
+        for chunk in chunks:
+            id, token_ids, logprobs, version, finish, error, _ = chunk
+            try:
+                if token_ids and version != current:
+                    raise ValueError(f"the engine's policy version is {current}")
+                entry = samples[id]
+                entry[0].extend(token_ids, logprobs, version, finish)
+            except KeyError:
+                broken.append(ChunkError(chunk, "no such sample is in flight"))
+                continue
+            except (ValueError, TypeError) as reason:
+                broken.append(ChunkError(chunk, str(reason)))
+                continue
+            tokens += len(token_ids)
+            if finish is not None or error is not None:
+                ended.append(chunk)
+                if finish is not None:
+                    self._consider(entry[1])
+        self.buffer.sampled_tokens += tokens
+        return Absorbed(tokens, ended, broken)
+
+    def _consider(self, group: Group) -> None:
+        """Make a group ready as soon as nothing can turn it away."""
+        if not self.filtered and group.complete and (group.rewarded or not self.scored):
+            self.ready.setdefault(group.id, group)
+
+    def _train(self, event: Trained) -> None:
+        step = event.step
+        if step.version != self.version:
+            raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.version}")
+        step.groups = [self.buffer.groups[id] for id in event.group_ids]
+        self.buffer.train(step.groups)
+        for group in step.groups:
+            self.ready.pop(group.id, None)
+            self._drop(group)
+        self._lengths = {id: sample.length for id, (sample, _) in self.samples.items() if sample.length}
+        self._left = []
+        self.buffer.check()
+        self._learn(step.spans, step.groups)
+        self.admission.observe(step)
+
+    def _learn(self, spans: Sequence[Span], groups: Sequence[Group]) -> None:
+        before, after = [span.before for span in spans], [span.after for span in spans]
+        self.lengths.observe(before, after, [span.outcome == "finished" for span in spans])
+        self.lengths.observe_groups([[sample.length for sample in group.samples] for group in groups])
+
+    def _index(self, group: Group) -> None:
+        for sample in group.samples:
+            self.samples[sample.id] = sample, group
+
+    def _drop(self, group: Group) -> list[Span]:
+        """Forget the samples of a group that leaves; how they have grown since the last step."""
+        grown = self._growth(group.samples)
+        for sample in group.samples:
+            del self.samples[sample.id]
+        return grown
+
+    def _growth(self, samples: Sequence[Sample]) -> list[Span]:
+        before = self._lengths
+        return [
+            Span(
+                sample.id,
+                sample.group_id,
+                0.0,
+                before.get(sample.id, 0),
+                after=sample.length,
+                outcome="interrupted" if sample.finish is None else "finished",
+            )
+            for sample in samples
+            if sample.length > before.get(sample.id, 0)
+        ]
 
     @property
-    def can_reject(self) -> bool:
-        """Whether a reward, or the lack of one, can turn a complete group away."""
-        return self.dynamic_filter is not None or self.faults.on_reward_error == "reject"
+    def grown(self) -> list[Span]:
+        """What was sampled since the last step was handed over, sample by sample and without times: what an attempt at
+        the next step brought that was cut short."""
+        return [*self._left, *self._growth([sample for sample, _ in self.samples.values()])]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a restart needs, as JSON types. Call it between steps, never while `collect` runs."""
-        if self.journal is not None:
-            self.journal.flush()
-        return {
-            "version": self.version,
-            "seed": self.seed,
-            "buffer": self.buffer.state_dict(),
-            "prompts": self._position(),
-            "ready": list(self.ready),
-            "cut_short": [asdict(span) for span in self._cut_short],
-            "lengths": self.lengths.state_dict(),
-            "admission": self.admission.state_dict(),
-            "journal": None if self.journal is None else self.journal.mark,
-        }
+    def check_bound(self, version: int, otherwise: str) -> None:
+        """Whether all groups under way can be trained on within the bound, if the next step is `version`'s.
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: same groups, same tokens, same data position."""
-        self.version, self.seed = state["version"], state["seed"]
-        self.buffer = Buffer.from_state_dict(state["buffer"])
-        self.ready = {id: self.buffer.groups[id] for id in state.get("ready", ())}
-        self._check_bound(self.version, "the saved groups cannot all be trained on")
-        if state.get("lengths"):
-            self.lengths.load_state_dict(state["lengths"])
-            self.admission.load_state_dict(state["admission"])
-        self._cut_short = [Span(**span) for span in state.get("cut_short", ())]
-        self._go_to(state["prompts"])
-        if self.journal is not None:
-            self.journal.seek(state.get("journal"))
-
-    def _position(self) -> Any:
-        """The place in the prompts, if they know it."""
-        return self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
-
-    def _go_to(self, position: Any) -> None:
-        if position is not None:
-            self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
-            self._prompts = iter(self.prompts)
-
-    def _check_bound(self, version: int, otherwise: str) -> None:
-        begun = [first for group in self.buffer if (first := group.first_version) is not None]
+        Raises:
+            StalenessError: they cannot; the message begins with `otherwise`.
+        """
         size, bound = self.params.rollout_batch_size, self.params.max_staleness
+        begun = [first for group in self.buffer if (first := group.first_version) is not None]
         if bound is not None and not feasible(begun, version, size, bound):
             raise StalenessError(f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {size}")
 
-    def _happened(self, event: Event) -> None:
-        if self.journal is not None:
-            self.journal.record(event)
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON types."""
+        return {
+            "version": self.version,
+            "buffer": self.buffer.state_dict(),
+            "ready": list(self.ready),
+            "before": self._lengths,
+            "left": [asdict(span) for span in self._left],
+            "lengths": self.lengths.state_dict(),
+            "admission": self.admission.state_dict(),
+        }
 
-    def _learn(self, step: Step) -> None:
-        spans = step.spans
-        before, after = [span.before for span in spans], [span.after for span in spans]
-        self.lengths.observe(before, after, [span.outcome == "finished" for span in spans])
-        self.lengths.observe_groups([[sample.length for sample in group.samples] for group in step.groups])
-        self.admission.observe(step)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Become what `state_dict` was taken of.
 
-    def _replay(self) -> Step | None:
-        """What the journal holds happens again, up to the next step that was handed over; None if there is none."""
-        if self.journal is None:
-            return None
-        prompts = None
-        seen: dict[str, Span] = {}
-        for event in self.journal.replay():
-            self._redo(event, self.journal)
-            match event:
-                case Admitted():
-                    prompts = event.prompts
-                case Chunk():
-                    self._sampled_again(event, seen)
-                case Rewarded():
-                    self._ready_again(event.group_id)
-                case Rejected():
-                    self.ready.pop(event.group_id, None)
-                case Trained():
-                    self._go_to(prompts)
-                    return self._handed_over_again(event.step)
-        self._go_to(prompts)
-        self._cut_short += seen.values()
-        if self.dynamic_filter is not None:  # a verdict of the filter that was not written is found again
-            self.ready = {id: group for id, group in self.ready.items() if self.dynamic_filter(group)}
-        return None
-
-    def _redo(self, event: Event, journal: Journal) -> None:
-        try:
-            redo(event, self.buffer)
-            if isinstance(event, Trained):
-                self.buffer.check()
-        except (LookupError, ValueError, TypeError, AssertionError) as error:
-            raise DamageError(
-                f"{journal.path}: event {journal.position} does not follow from those before it: {error}"
-            ) from None
-
-    def _sampled_again(self, chunk: Chunk, seen: dict[str, Span]) -> None:
-        group_id, index = map(int, chunk.sample_id.split("."))
-        length = self.buffer.groups[group_id].samples[index].length
-        span = seen.setdefault(chunk.sample_id, Span(chunk.sample_id, group_id, 0.0, length - len(chunk.token_ids)))
-        span.after = length
-        if chunk.finish is not None:
-            span.outcome = "finished"
-            self._ready_again(group_id)
-
-    def _ready_again(self, id: int) -> None:
-        group = self.buffer.groups[id]
-        if group.complete and (group.rewarded or not self.can_reject):
-            self.ready.setdefault(id, group)
-
-    def _handed_over_again(self, step: Step) -> Step:
-        if step.version != self.version:
-            raise StalenessError(
-                f"the next step of the journal was trained on at policy version {step.version}, but this is "
-                f"{self.version}: update the weights as often as before"
-            )
-        for group in step.groups:
-            self.ready.pop(group.id, None)
-        self._cut_short = []
-        self.admission.plan(
-            self.params.rollout_batch_size
-        )  # it follows from what was observed, and is part of the state
-        self._learn(step)
-        return step
+        Raises:
+            StalenessError: with this bound, not all of its groups can be trained on.
+        """
+        self.version = state["version"]
+        self.buffer = Buffer.from_state_dict(state["buffer"])
+        self.samples = {}
+        for group in self.buffer:
+            self._index(group)
+        self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
+        self._lengths = dict(state["before"])
+        self._left = [Span(**span) for span in state["left"]]
+        self.lengths.load_state_dict(state["lengths"])
+        self.admission.load_state_dict(state["admission"])
+        self.check_bound(self.version, "the saved groups cannot all be trained on")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -125,7 +126,24 @@ class Step:
 
     @property
     def consumed_tokens(self) -> int:
+        """Tokens of the groups that policies sampled."""
         return sum(group.tokens for group in self.groups)
+
+    @property
+    def environment_tokens(self) -> int:
+        """Tokens of the groups that environments put in."""
+        return sum(group.environment_tokens for group in self.groups)
+
+    @property
+    def reward_metrics(self) -> dict[str, float]:
+        """Means of the numbers that reward functions gave beside the reward, as `reward/<name>`; over the samples that
+        have them."""
+        said: dict[str, list[float]] = {}
+        for sample in (sample for group in self.groups for sample in group.samples):
+            for name, value in sample.reward_info.items():
+                if isinstance(value, (int, float)):
+                    said.setdefault(f"reward/{name}", []).append(float(value))
+        return {name: fmean(values) for name, values in sorted(said.items())}
 
     @property
     def resumed_samples(self) -> int:
@@ -181,6 +199,7 @@ class Step:
             "generated_tokens_per_second": rate(self.sampled_tokens, self.seconds),
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
+            **self.reward_metrics,
         }
 
     def to_dict(self) -> dict[str, Any]:

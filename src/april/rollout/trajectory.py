@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,14 @@ class SamplingParams:
         require(self.top_k >= 0, "top_k", "must be 0 (keep every token) or positive")
         require(0 <= self.min_p < 1, "min_p", "must lie in [0, 1); 0 keeps every token")
 
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON types; `from_dict` restores them."""
+        return {name: getattr(self, name) for name in SamplingParams.__slots__}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> SamplingParams:
+        return cls(**{**state, "stop_token_ids": tuple(state["stop_token_ids"])})
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -95,29 +104,6 @@ class Reward:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Blank(Sequence[int]):
-    """Tokens of which only the number is known, as a simulated engine hands them out: zeros in constant memory.
-
-    A segment of them has one `Blank` for its tokens and their log-probabilities alike.
-    """
-
-    __slots__ = ("size",)
-
-    def __init__(self, size: int = 0) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: Any) -> Any:
-        chosen = range(self.size)[index]
-        return 0 if isinstance(chosen, int) else Blank(len(chosen))
-
-    def extend(self, tokens: Sequence[float]) -> None:
-        assert type(tokens) is Blank, "real tokens cannot follow tokens that nobody sampled"
-        self.size += tokens.size
-
-
 @dataclass(slots=True)
 class Segment:
     """A run of tokens from one source.
@@ -127,16 +113,30 @@ class Segment:
     """
 
     version: int
-    token_ids: list[int] | Blank = field(default_factory=list)
-    logprobs: list[float] | Blank = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append tokens of this source.
+
+        Raises:
+            ValueError: a log-probability is no finite number.
+        """
+        if not isfinite(sum(logprobs)):
+            raise ValueError(f"a log-probability is no finite number: {list(logprobs)}")
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend(logprobs)
+
 
 @dataclass(slots=True)
 class Sample:
-    """One response in the making: a prompt and the segments that follow it."""
+    """One response in the making: a prompt and the segments that follow it.
+
+    The budget counts the tokens that policies sampled; those of an environment come on top.
+    """
 
     group_id: int
     index: int
@@ -148,14 +148,24 @@ class Sample:
     reward: float | None = None
     length: int = 0
     """Response tokens so far; kept beside the segments because it is asked for at every chunk."""
-    id: str = field(init=False)
+    environment_tokens: int = 0
+    """How many of them an environment put in."""
+    reward_info: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function said beside its number."""
+    id: str = ""
 
     def __post_init__(self) -> None:
-        self.id = f"{self.group_id}.{self.index}"
+        self.id = self.id or f"{self.group_id}.{self.index}"
+
+    @property
+    def policy_tokens(self) -> int:
+        """Response tokens that policies sampled."""
+        return self.length - self.environment_tokens
 
     @property
     def budget_left(self) -> int:
-        return self.sampling.max_tokens - self.length
+        """Tokens that the policy may still sample."""
+        return self.sampling.max_tokens - self.policy_tokens
 
     @property
     def first_version(self) -> int | None:
@@ -168,29 +178,42 @@ class Sample:
     def extend(
         self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: FinishReason | None = None
     ) -> None:
-        """Append tokens that policy `version` sampled, and finish the sample if the engine says so."""
+        """Append tokens that policy `version` sampled, and finish the sample if the engine says so.
+
+        Raises:
+            ValueError: names the rule that is broken; nothing was appended.
+        """
         if self.finish is not None:
-            raise ValueError(f"sample {self.id} has finished ({self.finish}) and cannot take more tokens")
+            raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
         count = len(token_ids)
-        if token_ids is not logprobs and count != len(logprobs):
-            raise ValueError(f"sample {self.id}: {count} tokens came with {len(logprobs)} log-probabilities")
-        if count > self.sampling.max_tokens - self.length:
-            raise ValueError(
-                f"sample {self.id}: {count} tokens came where the response budget leaves {self.budget_left}"
-            )
+        if count != len(logprobs):
+            raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
+        if count > self.sampling.max_tokens - self.length + self.environment_tokens:
+            raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
             segments = self.segments
             if segments and segments[-1].version == version:
-                last = segments[-1]
+                segments[-1].extend(token_ids, logprobs)
             else:
                 if version < 0 or (segments and max(s.version for s in segments) > version):
-                    raise ValueError(f"sample {self.id}: policy versions never go back, but {version} came")
-                last = Segment(version, blank := Blank(), blank) if type(token_ids) is Blank else Segment(version)
+                    raise ValueError(f"policy versions never go back, but {version} came")
+                kind: type[Segment] = getattr(token_ids, "segment", Segment)  # a simulation's tokens have their own
+                last = kind(version)
+                last.extend(token_ids, logprobs)
                 segments.append(last)
-            last.token_ids.extend(token_ids)
-            if last.logprobs is not last.token_ids:
-                last.logprobs.extend(logprobs)
             self.length += count
+        self.finish = finish
+
+    def observe(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> None:
+        """Append tokens that an environment put in, and finish the sample if there is nothing more to say."""
+        if self.finish is not None:
+            raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
+        if token_ids:
+            if not self.segments or self.segments[-1].version != ENVIRONMENT:
+                self.segments.append(Segment(ENVIRONMENT))
+            self.segments[-1].extend(token_ids, [0.0] * len(token_ids))
+            self.length += len(token_ids)
+            self.environment_tokens += len(token_ids)
         self.finish = finish
 
     @property
@@ -220,8 +243,13 @@ class Sample:
             "seed": self.seed,
             "finish": self.finish,
             "reward": self.reward,
+            "reward_info": dict(self.reward_info),
             "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
         }
+
+
+EVALUATION_SEED = 1 << 16
+"""What sets the seeds of evaluation apart from those of training."""
 
 
 @dataclass(slots=True)
@@ -253,8 +281,13 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Response tokens over all samples."""
-        return sum([sample.length for sample in self.samples])
+        """Response tokens that policies sampled, over all samples."""
+        return sum([sample.length - sample.environment_tokens for sample in self.samples])
+
+    @property
+    def environment_tokens(self) -> int:
+        """Response tokens that environments put in, over all samples."""
+        return sum([sample.environment_tokens for sample in self.samples])
 
     def staleness(self, version: int) -> int:
         """Weight updates between the group's first token and a training step that starts from `version`."""
@@ -262,10 +295,21 @@ class Group:
         return 0 if first is None else version - first
 
     @classmethod
-    def start(cls, id: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Group:
-        """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index."""
-        seeds = np.random.SeedSequence((seed, id)).generate_state(n, np.uint64).tolist()
-        return cls(id, prompt, [Sample(id, i, prompt.token_ids, sampling, own) for i, own in enumerate(seeds)])
+    def start(
+        cls, id: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int, evaluation: bool = False
+    ) -> Group:
+        """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index.
+
+        Args:
+            evaluation: its samples have names and seeds that no training group's have.
+        """
+        source = (seed, id, EVALUATION_SEED) if evaluation else (seed, id)
+        seeds = np.random.SeedSequence(source).generate_state(n, np.uint64).tolist()
+        samples = [Sample(id, i, prompt.token_ids, sampling, own) for i, own in enumerate(seeds)]
+        if evaluation:
+            for sample in samples:
+                sample.id = f"evaluation {sample.id}"
+        return cls(id, prompt, samples)
 
     def to_dict(self) -> dict[str, Any]:
         """The group as JSON types; `from_dict` restores it exactly."""
@@ -273,15 +317,14 @@ class Group:
         return {
             "id": self.id,
             "prompt": self.prompt.to_dict(),
-            "sampling": {name: getattr(sampling, name) for name in SamplingParams.__slots__},
+            "sampling": sampling.to_dict(),
             "samples": [sample.to_dict() for sample in self.samples],
         }
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Group:
         prompt = Prompt.from_dict(state["prompt"])
-        stop = tuple(state["sampling"]["stop_token_ids"])
-        sampling = SamplingParams(**{**state["sampling"], "stop_token_ids": stop})
+        sampling = SamplingParams.from_dict(state["sampling"])
         samples = []
         for saved in state["samples"]:
             segments = [Segment(version, list(ids), list(logprobs)) for version, ids, logprobs in saved["segments"]]
@@ -297,6 +340,8 @@ class Group:
                     finish,
                     saved["reward"],
                     sum(map(len, segments)),
+                    sum(len(segment) for segment in segments if segment.version == ENVIRONMENT),
+                    saved["reward_info"],
                 )
             )
         return cls(state["id"], prompt, samples)

@@ -303,7 +303,7 @@ class Sweep:
         self._on_update = on_update
         self._rng = rng
         self._vocabulary = vocabulary
-        self._groups = itertools.count(1 << 47)
+        self._groups = itertools.count()
 
     async def all(self, slots: int, longest: int, steps: int, progress: Callable[[str], None]) -> Calibration:
         """Each measurement once."""
@@ -343,7 +343,8 @@ class Sweep:
         made = []
         for _ in range(count):
             ids = tuple(self._rng.integers(2, self._vocabulary, prompt).tolist())
-            made.append(Sample(next(self._groups), 0, ids, sampling, int(self._rng.integers(2**60))))
+            number, seed = next(self._groups), int(self._rng.integers(2**60))
+            made.append(Sample(number, 0, ids, sampling, seed, id=f"calibration {number}"))
         return made
 
     async def _receive(self, tokens: dict[str, int], enough: int) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Blank, FinishReason, Sample
+from april.rollout.trajectory import FinishReason, Sample
+from april.simulation.blank import Blank
 from april.simulation.cost_model import CostModel
 
 _CHUNK = partial(tuple.__new__, Chunk)
@@ -202,9 +203,8 @@ class SimulatedEngine:
     ) -> None:
         """Hand out so many tokens of the samples in `rows`."""
         blanks = list(map(blank, fresh.tolist()))
-        fields = zip(
-            [self._ids[row] for row in rows.tolist()], blanks, blanks, repeat(self.version), finish, repeat(None)
-        )
+        ids = [self._ids[row] for row in rows.tolist()]
+        fields = zip(ids, blanks, blanks, repeat(self.version), finish, repeat(None), repeat(False))
         self._chunks += map(_CHUNK, fields)
 
     def _park(self, rows: NDArray[np.int64], replicas: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:

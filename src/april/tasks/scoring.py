@@ -13,7 +13,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.rewards import RewardError, check_rewards
@@ -38,14 +38,9 @@ class Part(NamedTuple):
     def rewards(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> list[Reward]:
         found = self.score(problem, responses, lengths)
         try:
-            several = list(found) if isinstance(found, Iterable) else found
-            if isinstance(several, list):
-                several = [one.value if isinstance(one, Reward) else one for one in several]
-            values = check_rewards(several, len(responses))
+            return check_rewards(found, len(responses))
         except ValueError as error:
             raise RewardError(f"problem {problem.id!r}, reward {self.path!r}: {error}") from None
-        infos = [one.info if isinstance(one, Reward) else {} for one in found]
-        return list(map(Reward, values, infos))
 
 
 class SpecScorer:

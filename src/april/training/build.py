@@ -214,7 +214,7 @@ def _scheduler(
 def _shown_on(progress: Progress) -> Callable[[RolloutScheduler], None]:
     def show(scheduler: RolloutScheduler) -> None:
         wanted, engine = scheduler.params.rollout_batch_size, scheduler.engine
-        ready = min(len(scheduler.ready), wanted)
+        ready = min(len(scheduler.state.ready), wanted)
         progress.rollout(ready, wanted, engine.running, engine.capacity.slots, scheduler.step_tokens)
 
     return show

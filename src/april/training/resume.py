@@ -18,7 +18,9 @@ from pydantic import ValidationError
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.rollout.disk import free_name
-from april.rollout.journal import DamageError, Journal, salvage
+from april.rollout.journal import Journal
+from april.rollout.journal_file import DamageError
+from april.rollout.salvage import salvage
 from april.training.checkpoint import (
     STATE,
     CheckpointError,

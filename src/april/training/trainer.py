@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from april.config.settings import TrainingSettings
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
-from april.rollout.journal import JournalError
+from april.rollout.journal_file import JournalError
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
 from april.training.checkpoint import CheckpointError
@@ -87,7 +87,7 @@ class Trainer:
     async def _start(self) -> None:
         """Bring the engine to the weights that are trained, whatever it was started with."""
         version = self.scheduler.version
-        await self.scheduler.engine.update_weights(version, await self._undisturbed(self.learner.weights, version))
+        await self.scheduler.load_weights(await self._undisturbed(self.learner.weights, version))
 
     async def _collect(self) -> Step | None:
         """The next rollout step, or None if the run is to stop; what was sampled until then is kept."""
@@ -126,7 +126,7 @@ class Trainer:
         buffer = self.scheduler.buffer
         return {
             "epoch": getattr(self.scheduler.prompts, "epoch", 0),
-            "response_length_expected": self.scheduler.lengths.mean,
+            "response_length_expected": self.scheduler.state.lengths.mean,
             "generated_tokens": buffer.sampled_tokens,
             "discarded_tokens": buffer.discarded_tokens,
             "rejected_tokens": sum(tally.tokens for tally in buffer.rejected.values()),

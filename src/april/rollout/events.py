@@ -1,0 +1,73 @@
+"""What can happen to the rollouts, as values that never change.
+
+`RolloutState.apply` says what each one does; the journal keeps them in the order in which they happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from april.rollout.buffer import Rejection
+from april.rollout.engine import Chunk
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams
+
+
+class Admitted(NamedTuple):
+    """A group of `n_samples` was begun; `prompts` is the state of the prompt stream behind it, if it has one."""
+
+    group_id: int
+    prompt: Prompt
+    n_samples: int
+    sampling: SamplingParams
+    seed: int
+    prompts: Mapping[str, Any] | None = None
+
+
+Sampled: TypeAlias = Chunk
+"""A policy sampled tokens for a sample, or an engine ended it."""
+
+
+class Observed(NamedTuple):
+    """An environment put tokens into a sample, or ended it."""
+
+    sample_id: str
+    token_ids: Sequence[int]
+    finish: FinishReason | None = None
+
+
+class Rewarded(NamedTuple):
+    """Samples of a group were scored: reward by index."""
+
+    group_id: int
+    rewards: Mapping[int, Reward]
+
+
+class Accepted(NamedTuple):
+    """The filter has let a complete group pass."""
+
+    group_id: int
+
+
+class Rejected(NamedTuple):
+    """A group was turned away."""
+
+    group_id: int
+    reason: Rejection
+
+
+class Trained(NamedTuple):
+    """A step was handed to training: the ids of its groups, and its account."""
+
+    group_ids: Sequence[int]
+    step: Step
+
+
+class Updated(NamedTuple):
+    """The engine went over to the weights of policy `version`."""
+
+    version: int
+
+
+Event: TypeAlias = Admitted | Sampled | Observed | Rewarded | Accepted | Rejected | Trained | Updated

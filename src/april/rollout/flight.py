@@ -1,0 +1,93 @@
+"""The samples that an engine holds, and the wait for what comes of them.
+
+Invariant: a chunk that an engine has handed out is never lost, also if the wait for it is cancelled in that moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Literal
+
+from april.rollout.engine import Chunk, Engine
+from april.rollout.step import Span
+from april.rollout.trajectory import Group, Sample
+
+
+class Flight:
+    """The samples in flight, by name, each with its group and its stay in the engine."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, tuple[Sample, Group, Span]] = {}
+        self._silent: dict[str, Span] = {}
+        """The stays without a token so far."""
+        self._late: list[Chunk] = []
+        """Handed out in the moment in which a wait was cancelled."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __contains__(self, sample: Sample) -> bool:
+        return sample.id in self.samples
+
+    def submit(self, engine: Engine, sample: Sample, group: Group, now: float) -> Span:
+        engine.submit(sample)
+        span = self._silent[sample.id] = Span(sample.id, group.id, now, sample.length)
+        self.samples[sample.id] = sample, group, span
+        return span
+
+    def begun(self, chunks: Sequence[Chunk], now: float) -> list[Sample]:
+        """The samples whose first tokens since they were submitted are among `chunks`."""
+        silent = self._silent
+        if not silent:
+            return []
+        begun = []
+        for chunk in chunks:
+            if chunk.token_ids and (span := silent.pop(chunk.sample_id, None)):
+                span.queued, span.first_tokens = now - span.start, len(chunk.token_ids)
+                begun.append(self.samples[chunk.sample_id][0])
+        return begun
+
+    def end(self, id: str, now: float, outcome: Literal["finished", "interrupted", "failed"]) -> tuple[Sample, Group]:
+        """A sample is in flight no longer."""
+        self._silent.pop(id, None)
+        sample, group, span = self.samples.pop(id)
+        span.end, span.after, span.outcome = now, sample.length, outcome
+        return sample, group
+
+    def end_all(self, now: float) -> None:
+        for id in list(self.samples):
+            self.end(id, now, "interrupted")
+
+    async def interrupt(self, engine: Engine) -> list[Chunk]:
+        """Stop everything in flight; what was handed out and not absorbed yet."""
+        interrupted = await engine.interrupt()
+        late, self._late = self._late, []
+        return [*late, *interrupted]
+
+    async def poll(
+        self,
+        engine: Engine,
+        timeout: float | None = None,
+        or_until: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> list[Chunk]:
+        """What the engine sampled next, or nothing if `timeout` seconds or the end of `or_until` came first."""
+        if timeout is None and or_until is None:
+            return await engine.poll()
+        poll = asyncio.ensure_future(engine.poll())
+        first: set[asyncio.Future[Any]] = {poll, *([asyncio.ensure_future(or_until())] if or_until else ())}
+        try:
+            await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await _end(first)
+        except asyncio.CancelledError:
+            await _end(first)
+            if not poll.cancelled() and poll.exception() is None:  # it ended in the same moment, with tokens
+                self._late += [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
+            raise
+        return [] if poll.cancelled() else poll.result()
+
+
+async def _end(tasks: set[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

@@ -1,0 +1,38 @@
+"""Tokens of which only the number is known, as the simulated engine hands them out: zeros in constant memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from april.rollout.trajectory import Segment
+
+
+class BlankSegment(Segment):
+    """A segment of blank tokens: one `Blank` stands for its tokens and their log-probabilities alike."""
+
+    __slots__ = ()
+
+    def __init__(self, version: int) -> None:
+        super().__init__(version, cast(Any, blank := Blank()), cast(Any, blank))
+
+    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        own: Any = self.token_ids
+        own.size += len(token_ids)
+
+
+class Blank(Sequence[int]):
+    """`size` blank tokens, or their log-probabilities."""
+
+    __slots__ = ("size",)
+    segment = BlankSegment
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(self.size)[index]
+        return 0 if isinstance(chosen, int) else Blank(len(chosen))
