@@ -47,7 +47,7 @@ class Options:
     """Median prompt length."""
     hardware: Literal["h100", "h200", "mi300x"] | None = None
     """The GPU. Unset: an h100, or with a cost model none."""
-    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b"] | None = None
+    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b", "glm4-9b"] | None = None
     """Another model's shape than that of the recipe's own."""
     gpus: int | None = None
     """GPUs in all, with one engine on each that is not set aside for training. Unset: 8, or with a cost model as many

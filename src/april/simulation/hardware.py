@@ -11,7 +11,8 @@ GPUs, dense bfloat16, from the vendors' data sheets:
   GPU data sheets; both print 1,979 with sparsity, half of which is dense);
 - MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s (AMD Instinct MI300X data sheet).
 
-Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B.
+Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B,
+zai-org/GLM-4-9B-0414.
 """
 
 from __future__ import annotations
@@ -129,6 +130,17 @@ MODELS = {
             kv_heads=2,
             head_dim=128,
             vocabulary=151936,
+            tied=False,
+        ),
+        ModelShape(
+            name="glm4-9b",
+            layers=40,
+            hidden=4096,
+            intermediate=13696,
+            heads=32,
+            kv_heads=2,
+            head_dim=128,
+            vocabulary=151552,
             tied=False,
         ),
     )

@@ -153,7 +153,8 @@ def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> P
         raise ValueError(f"the answer in column {spec.answer_column!r} is empty")
     id = default_id if spec.id_column is None else str(_column(record, spec.id_column, "id_column"))
     used = (spec.prompt_column, spec.answer_column, spec.id_column)
-    metadata = {name: value for name, value in record.items() if name not in used}
+    kept = record if spec.metadata_columns is None else spec.metadata_columns
+    metadata = {name: record[name] for name in kept if name in record and name not in used}
     text = answer if answer is None or isinstance(answer, str) else json.dumps(answer)
     return Problem(id, spec.prompt(prompt), text, metadata)
 

@@ -103,6 +103,7 @@ class TaskSpec:
         unique_prompts: leave out records that repeat an earlier one's prompt.
         prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
         answer_column: the reference answer; None if the reward function needs none.
+        metadata_columns: columns that reward functions are given beside the answer; unset: all.
         id_column: a unique name per record; by default file name and record number.
         reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or the dotted path of a
             function, `package.module:function`.
@@ -133,6 +134,7 @@ class TaskSpec:
     unique_prompts: bool = False
     prompt_column: str = "prompt"
     answer_column: str | None = "answer"
+    metadata_columns: tuple[str, ...] | None = None
     id_column: str | None = None
     reward: str = "task"
     rewards: Mapping[str, float] = field(default_factory=dict)
