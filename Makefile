@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-wheel test-servers test-verl lint format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-verl lint format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
 	@echo "make test          set up .venv, lint, type-check and test"
+	@echo "make test-units    only test, against no real server"
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
@@ -28,7 +29,9 @@ setup: $(VENV)/.installed
 quickstart: setup
 	HF_HUB_OFFLINE=1 $(BIN)/april train examples/gcd/recipe.toml --output runs/quickstart --if-exists rename
 
-test: setup lint docs test-wheel
+test: lint docs test-wheel test-units
+
+test-units: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers
 
 test-wheel: setup
