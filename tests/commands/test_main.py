@@ -14,15 +14,23 @@ from tests.commands.conftest import status
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_says_what_it_does(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_says_what_it_does_in_80_columns(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert status(command, "--help") == 0
     said = capsys.readouterr().out
-    assert f"april {command}" in said
+    assert said.startswith(f"usage: april {command}")
+    assert max(map(len, said.splitlines())) <= 80
+    assert "{None" not in said
+    assert "(default: None)" not in said
+    assert {len(line) for line in said.splitlines() if line.startswith("│")} <= {80}
 
 
 def test_help_lists_the_commands_and_a_slip_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     assert status("--help") == status() == 0
     said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
     assert all(said.count(f"\n  {command}") == 2 for command in COMMANDS)
     assert status("trian") == 2
     assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err

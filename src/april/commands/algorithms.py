@@ -7,7 +7,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
-from april.commands.arguments import help_asked_for
+from april.commands.help import help_asked_for, wrapped
 from april.config.error import ConfigError
 
 USAGE = "usage: april algorithms\n\nThe algorithms and corrections a recipe can name, with settings and sources."
@@ -16,7 +16,7 @@ USAGE = "usage: april algorithms\n\nThe algorithms and corrections a recipe can 
 def run(args: list[str]) -> int:
     """`april algorithms`."""
     if help_asked_for(args):
-        print(USAGE)
+        print(wrapped(USAGE))
         return 0
     if args:
         raise ConfigError(f"april algorithms takes no arguments, and {args[0]} is one")

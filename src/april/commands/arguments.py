@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import tyro
-
+from april.commands.help import help_asked_for, parse
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.reading import load_recipe, setting_line
@@ -42,7 +41,8 @@ def read_recipe(args: Sequence[str], program: str, description: str = "") -> Rec
 
 def override(recipe: Recipe, flags: Sequence[str], program: str, description: str) -> Recipe:
     """The recipe with what the flags say instead."""
-    return tyro.cli(Recipe, prog=program, description=description, args=flags, default=recipe)
+    changed: Recipe = parse(Recipe, program, description, flags, default=recipe)
+    return changed
 
 
 def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
@@ -64,14 +64,8 @@ def read_options(kind: type[Options], program: str, args: Sequence[str]) -> tupl
         raise ConfigError(f"name the recipe first: {program} RECIPE")
     own, flags = (own[: own.index("--")], own[own.index("--") + 1 :]) if "--" in own else (own, [])
     about = f"{inspect.getdoc(kind)}\n\n{FLAGS}"
-    options, others = tyro.cli(
-        kind, prog=f"{program} {path or 'RECIPE'}", args=own, description=about, return_unknown_args=True
-    )
+    options, others = parse(kind, f"{program} {path or 'RECIPE'}", about, own, rest=True)
     return path or "", options, [*others, *flags]
-
-
-def help_asked_for(args: Sequence[str]) -> bool:
-    return any(argument in ("-h", "--help") for argument in args)
 
 
 def ready_for_output(directory: Path) -> None:

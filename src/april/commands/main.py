@@ -19,12 +19,12 @@ from april.extras import missing_package
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
     "resume": ("DIR", "go on with a run that was stopped, or died"),
-    "compare": ("RECIPE", "the same recipe synchronous and with partial rollouts, side by side"),
-    "calibrate": ("RECIPE", "measure the recipe's engine and write a cost model for simulate"),
-    "simulate": ("RECIPE", "what the recipe would do on a cluster: throughput, staleness, cost"),
+    "compare": ("RECIPE", "the same recipe synchronous and partial, side by side"),
+    "calibrate": ("RECIPE", "measure the recipe's engine, for simulate"),
+    "simulate": ("RECIPE", "what the recipe would do on a cluster, in virtual time"),
     "report": ("DIR", "write a run's HTML report anew"),
-    "push": ("DIR", "upload a run's newest checkpoint to the Hugging Face hub, with a model card"),
-    "algorithms": ("", "the algorithms and corrections a recipe can name, with sources"),
+    "push": ("DIR", "upload a run's newest checkpoint to the Hugging Face hub"),
+    "algorithms": ("", "what a recipe can name, with settings and sources"),
 }
 """What each takes first, and what it does. `april.commands.NAME.run` runs it."""
 
@@ -69,6 +69,6 @@ def usage() -> str:
             "usage: april COMMAND [OPTIONS]\n",
             "commands:",
             *lines,
-            "\napril COMMAND --help says more about each; april --version says which april this is.",
+            "\napril COMMAND --help says more about each; april --version prints the version.",
         )
     )

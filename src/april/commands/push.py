@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from april.commands.arguments import help_asked_for
+from april.commands.help import help_asked_for, wrapped
 from april.config.error import ConfigError
 
 USAGE = """usage: april push DIR OWNER/NAME [--public]
@@ -16,7 +16,7 @@ The repository is made if it is not there, private unless --public is given. Log
 def run(args: list[str]) -> int:
     """`april push DIR NAME [--public]`."""
     if help_asked_for(args):
-        print(USAGE)
+        print(wrapped(USAGE))
         return 0
     named = [argument for argument in args if argument != "--public"]
     if len(named) != 2 or any(argument.startswith("-") for argument in named):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from april.commands.arguments import help_asked_for
+from april.commands.help import help_asked_for, wrapped
 from april.config.error import ConfigError
 from april.reporting.report import follow, write_report
 
@@ -20,7 +20,7 @@ INTERVAL = 15
 def run(args: list[str]) -> int:
     """`april report DIR [--watch]`."""
     if help_asked_for(args):
-        print(USAGE)
+        print(wrapped(USAGE))
         return 0
     watch, named = "--watch" in args, [arg for arg in args if arg != "--watch"]
     if len(named) != 1:

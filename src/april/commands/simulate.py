@@ -39,10 +39,9 @@ class Options:
     cost_model: Path | None = None
     """What an engine's work costs, slots included, as april calibrate measured it."""
     lengths_from: Path | None = None
-    """The directory of a run, whose response lengths are taken, and its training time where no hardware is named."""
+    """A run whose response lengths are taken, and its training time where no hardware is named."""
     workload: str | None = None
-    """How long responses are: light, lognormal, heavy, bimodal, truncated, drifting or group-correlated. Unset:
-    lognormal."""
+    """How long responses are if no run says it: light, lognormal (unset), heavy, bimodal, truncated, drifting, …"""
     prompt_tokens: int = 200
     """Median prompt length."""
     hardware: Literal["h100", "h200", "mi300x"] | None = None
@@ -50,11 +49,9 @@ class Options:
     model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b", "glm4-9b"] | None = None
     """Another model's shape than that of the recipe's own."""
     gpus: int | None = None
-    """GPUs in all, with one engine on each that is not set aside for training. Unset: 8, or with a cost model as many
-    as the recipe has engines."""
+    """GPUs in all, an engine on each that does not only train. Unset: 8, or as many engines as the recipe has."""
     training_gpus: int = 0
-    """GPUs that only train, while the engines wait; their memory leaves the engines more room for KV caches. 0: the
-    GPUs take turns."""
+    """GPUs that only train, so that engines have more room for KV caches. 0: generation and training take turns."""
     price: float | None = None
     """Of a GPU for an hour, to see what a million tokens cost."""
     steps: int = 40
@@ -120,8 +117,8 @@ class Simulation:
     def _lengths(self) -> str:
         if self.recorded is None:
             return f"Lengths: the workload {self.workload.name}"
-        unknown = f", {self.recorded.truncated:.0%} of them cut off there" if self.recorded.truncated else ""
-        return f"Lengths: the {len(self.workload.observed):,} responses of {self.workload.name}{unknown}"
+        cut = f" ({self.recorded.truncated:.0%} of which its own budget cut off)" if self.recorded.truncated else ""
+        return f"Lengths: the {len(self.workload.observed):,} responses of {self.workload.name}{cut}"
 
 
 def run(args: list[str]) -> int:

@@ -162,6 +162,6 @@ def cut_off(workload: Workload) -> str:
         return ""
     return (
         f"{share:.0%} of the responses reach max_response_length = {workload.max_tokens:,} and are cut off there: so "
-        "nearly all are alike, and these figures say little about responses of other lengths. Give the lengths of a "
-        "run by --lengths-from RUN, another --workload, or a larger budget."
+        "most are alike, and these figures say little about responses of other lengths. Take a larger budget, or "
+        "lengths that fit it (--lengths-from RUN, --workload)."
     )
