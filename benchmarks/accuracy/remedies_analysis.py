@@ -213,7 +213,7 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
 
 def interval(x: Mapping[str, Any], digits: str = "+.3f") -> str:
     if x["mean"] is None:
-        return "not run"
+        return "–"
     ends = "" if x["low"] is None else f" [{x['low']:{digits}}, {x['high']:{digits}}]"
     return f"{x['mean']:{digits}}{ends}"
 
