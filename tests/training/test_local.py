@@ -247,7 +247,7 @@ def test_updates_take_whole_groups_once_each(groups: int, updates: list[list[int
 
 @pytest.mark.parametrize("correction", ["none", "decoupled", "tis"])
 def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction: str) -> None:
-    """Several updates in one call are single updates in a row that are told the probabilities of the start."""
+    """Several updates in one call are single updates in a row that are given the probabilities of the start."""
     settings = recipe(correction=correction)
     settings.training.updates_per_step = 3
     learner = LocalLearner(tiny.model(sharpness=1.0), settings)

@@ -289,19 +289,19 @@ def test_a_second_ctrl_c_in_a_training_step_gives_it_up(
 ) -> None:
     """The thread that trains ends at its next micro-batch, and nothing of the step counts."""
     run = copy(saved_often, tmp_path)
-    train, interrupt, told = LocalLearner.train, LocalLearner.interrupt, threading.Event()
+    train, interrupt, given_up = LocalLearner.train, LocalLearner.interrupt, threading.Event()
 
     def train_interrupted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)
         while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
             time.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        assert told.wait(60)
+        assert given_up.wait(60)
         return train(self, step, number)
 
     def interrupt_noted(self: LocalLearner) -> None:
         interrupt(self)
-        told.set()
+        given_up.set()
 
     monkeypatch.setattr(LocalLearner, "train", train_interrupted)
     monkeypatch.setattr(LocalLearner, "interrupt", interrupt_noted)

@@ -81,7 +81,7 @@ def saved_recipe(run: Path) -> Recipe:
 
 
 def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
-    """Check the state of the run in `run`, and repair it as told; yields a line for each thing that was done.
+    """Check the state of the run in `run`, and repair it as `repair` says; yields a line for each thing that was done.
 
     Raises:
         CheckpointError, DamageError: something is damaged, and `repair` is "none"; the message says what to do.

@@ -47,7 +47,7 @@ class Trainer:
         log: records it. A run that is resumed goes on from its steps.
         worker: where training and saving happen.
         signals: how a user stops the run.
-        progress: is told what the run is doing; nobody is if None.
+        progress: shows what the run is doing; nothing does if None.
         clock: seconds that only ever grow.
     """
 
