@@ -203,3 +203,13 @@ def test_a_run_is_never_overwritten(recipe: Path, tmp_path: Path) -> None:
     assert "there is a run already" in refused.stderr
     assert april("train", recipe, "--steps", 1, "--if-exists", "rename").returncode == 0
     assert (tmp_path / "run.1" / "summary.json").is_file()
+
+
+def test_a_run_that_fails_before_its_first_step_does_not_occupy_its_directory(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text("def score(response, answer):\n    raise RuntimeError('no parser')\n")
+    failed = april("train", recipe, "--task.reward", "my_reward:score", "--steps", 1, cwd=tmp_path)
+    assert failed.returncode == 1
+    done = april("train", recipe, "--steps", 1)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()
+    assert (tmp_path / "run.1" / "recipe.json").is_file(), "what was there is kept"
