@@ -257,16 +257,21 @@ async def test_keep_another_sample_of_a_forgotten_id_gets_nothing_of_it(
     assert max(error_by_version(sample, oracles) for sample in others) < EXACT
 
 
-async def test_keep_without_an_update_between(connect: Connect, oracles: list[Oracle]) -> None:
+async def test_keep_drops_no_token_at_a_resume(connect: Connect, oracles: list[Oracle], models: list[Path]) -> None:
+    """Without an update, and with the same weights once more, old keys and values are those of the new weights: every
+    token is exact, the first one after a resume too. vLLM could drop that one (its issue 42043)."""
     engine = await connect(on_update="keep")
     samples = make_samples(SLOTS + 4, SamplingParams(120))
-    for tokens in (20, 50, 90):
+    for version, tokens in enumerate((20, 50, 90)):
         submit(engine, samples)
         await reach(engine, samples, tokens)
         absorb(await engine.interrupt(), samples)
+        if version:
+            await engine.update_weights(version, models[0])
     submit(engine, samples)
     await finish(engine, samples)
-    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    assert all(sample.length == 120 for sample in samples)
+    assert max(error_by_version(sample, [oracles[0]] * 3) for sample in samples) < EXACT
 
 
 async def test_what_does_not_fit_is_refused_before_it_is_sent(engine: ServerEngine) -> None:

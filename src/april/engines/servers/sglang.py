@@ -104,6 +104,7 @@ class SGLang:
                 "top_k": top_k or -1,
                 "min_p": 0.0 if greedy else sampling.min_p,
                 "repetition_penalty": 1.0,
+                "stream_interval": stream.interval,
                 "sampling_seed": stream.seed % 2**63,
                 "stop_token_ids": list(sampling.stop_token_ids),
                 # With it, SGLang ignores our stop tokens as well; without it, the model's own end tokens stop too.

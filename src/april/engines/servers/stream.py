@@ -56,6 +56,8 @@ class Stream:
     budget: int
     version: int
     vocab_size: int
+    interval: int = 1
+    """Tokens that the server may keep until it sends them together."""
     received: int = 0
     begun: int = 0
     """Tokens received before the request that runs now."""

@@ -111,6 +111,7 @@ class VLLM:
                 # its fast samplers, and die of it on a CPU when a prompt is prefilled in parts (0.32).
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": True,
+                "stream_interval": stream.interval,
                 "logprobs": 0,
                 "detokenize": False,
             },
