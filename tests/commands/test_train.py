@@ -46,7 +46,7 @@ from tests.commands.conftest import status
         (
             (),
             ("--max-prompt-length", "105"),
-            "gcd/eval/0' has a prompt of 106 tokens, and 105 is the limit",
+            "max_prompt_length = 105: every held-out prompt of gcd is longer",
         ),
         ((), ("--urls", "http://me:secret@host:1", "--engine", "vllm"), "engine.urls holds a password"),
         ((), ("--urls", "host:1", "--engine", "vllm"), "engine.urls has 'host:1': write each as"),

@@ -41,7 +41,7 @@ def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> Ste
             finish = FinishReason.STOP if end == len(body) else None
             ids = list(body[start:end])
             sample.extend(ids, [-1.0] * len(ids), version=first + number, finish=finish)
-        sample.reward = float(sample.index)
+        sample.reward, sample.reward_info = float(sample.index), {"form": 0.5}
     return Step(version, Plan(1), groups=[group], seconds=1.0)
 
 
@@ -53,6 +53,7 @@ def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> Non
             assert [piece["version"] for piece in row["pieces"]] == [3, 4, 5]
             assert sum(piece["tokens"] for piece in row["pieces"]) == row["length"]
             assert row["staleness"] == 2
+            assert row["components"] == '{"form": 0.5}'
 
 
 def test_a_run_has_all_its_text_in_a_table_and_a_resumed_one_each_step_once(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NotRequired, Self, TypedDict
+from typing import Any, Self, TypedDict
 
 from april.rollout.trajectory import Group, Sample
 
@@ -42,7 +43,7 @@ class Completion(TypedDict):
     prompt: str
     completion: str
     reward: float | None
-    components: NotRequired[str]
+    components: str | None
     """What the reward says beside its value, as JSON."""
     length: int
     """Response tokens."""
@@ -74,6 +75,7 @@ def _row(
         "prompt": prompt,
         "completion": "".join(piece["text"] for piece in pieces),
         "reward": sample.reward,
+        "components": json.dumps(dict(sample.reward_info)) if sample.reward_info else None,
         "length": sample.length,
         "finish": str(sample.finish or ""),
         "staleness": 0 if held_out else group.staleness(version),
