@@ -40,8 +40,8 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.event_loop import EventLoop
 from april.integrations.trl import GRPOTrainer, PartialRollouts
+from april.rollout.event_loop import EventLoop
 from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
 from april.tasks.task import Problem, encode

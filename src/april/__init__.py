@@ -6,6 +6,7 @@ from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError
+from april.rollout.event_loop import EventLoop
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.rewards import RewardError
 from april.rollout.scheduler import RolloutScheduler
@@ -23,6 +24,7 @@ __all__ = [
     "ChunkError",
     "Engine",
     "EngineError",
+    "EventLoop",
     "FaultPolicy",
     "FinishReason",
     "FixedAdmission",

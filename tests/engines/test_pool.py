@@ -37,7 +37,7 @@ class Machine(StreamEngine):
     """A replica that can be killed, hung, made to fail, and restarted without its weights."""
 
     def __init__(self, name: str = "replica", slots: int = SLOTS) -> None:
-        super().__init__(self._sample, Capacity(slots, 10_000))
+        super().__init__(self.chunks, Capacity(slots, 10_000))  # type: ignore[arg-type]
         self.name = name
         self.version = 0
         self.on_update = "recompute"
@@ -58,7 +58,7 @@ class Machine(StreamEngine):
     def __repr__(self) -> str:
         return self.name
 
-    async def _sample(self, sample: Sample) -> AsyncIterator[Chunk]:
+    async def chunks(self, sample: Sample) -> AsyncIterator[Chunk]:
         self.served.add(sample.id)
         self.requests += 1
         if self.fails_each and self.requests % self.fails_each == 1:

@@ -6,16 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from april import Capacity, Chunk, FinishReason, Group, Prompt, Sample, SamplingParams, StreamEngine
+from april.engines.stream import Tokens
 
 
 def samples(n: int) -> list[Sample]:
     return Group.start(0, Prompt((1,)), n, SamplingParams(max_tokens=10), 0).samples
 
 
-async def count(sample: Sample) -> AsyncIterator[Chunk]:
+async def count(sample: Sample) -> AsyncIterator[Tokens]:
     for token in range(sample.length, 10):
         await asyncio.sleep(0)
-        yield Chunk(sample.id, [token], [-1.0], 0, FinishReason.LENGTH if token == 9 else None)
+        yield [token], [-1.0]
 
 
 async def drain(engine: StreamEngine, into: dict[str, list[int]], polls: int = 1000) -> None:
@@ -74,32 +75,46 @@ async def test_a_cancelled_poll_loses_nothing() -> None:
     assert seen == {"0.0": list(range(10))}
 
 
-async def test_a_generator_that_fails_or_stops_early_is_a_failed_request() -> None:
-    async def broken(sample: Sample) -> AsyncIterator[Chunk]:
-        yield Chunk(sample.id, [1], [-1.0], 0)
+async def test_the_engine_says_version_finish_and_what_failed() -> None:
+    """A generator that returns has stopped; the budget, the context and a stop token end a response by themselves."""
+
+    async def generate(sample: Sample) -> AsyncIterator[Tokens]:
+        yield [1], [-1.0]
         if sample.index == 0:
             raise RuntimeError("out of cheese")
+        for _ in range((0, 0, 100, 8)[sample.index]):
+            yield [2], [-1.0]
+        if sample.index == 3:
+            yield [7], [-1.0]
 
-    engine = StreamEngine(broken, Capacity(8, 100))
-    for sample in samples(2):
+    engine = StreamEngine(generate, Capacity(8, 100))
+    await engine.update_weights(3)
+    sampling = SamplingParams(max_tokens=10, stop_token_ids=(7,))
+    for sample in Group.start(0, Prompt((1,)), 4, sampling, 0).samples:
+        engine.submit(sample)
+    for sample in Group.start(1, Prompt((1,) * 95), 3, sampling, 0).samples[2:]:
         engine.submit(sample)
     chunks: list[Chunk] = []
     while new := await engine.poll():
         chunks += new
-    errors = {chunk.sample_id: chunk.error for chunk in chunks if chunk.error}
-    assert errors == {"0.0": "RuntimeError: out of cheese", "0.1": "the stream ended before the sample was finished"}
-    assert [chunk.token_ids for chunk in chunks if chunk.token_ids] == [[1], [1]]
+    assert {chunk.version for chunk in chunks} == {3}
+    assert [(c.sample_id, c.error) for c in chunks if c.error] == [("0.0", "RuntimeError: out of cheese")]
+    ends = {chunk.sample_id: chunk.finish for chunk in chunks if chunk.finish}
+    stop, length = FinishReason.STOP, FinishReason.LENGTH
+    assert ends == {"0.1": stop, "0.2": length, "0.3": stop, "1.2": length}
+    lengths = {id: sum(len(c.token_ids) for c in chunks if c.sample_id == id) for id in ("0.0", *ends)}
+    assert lengths == {"0.0": 1, "0.1": 1, "0.2": 10, "0.3": 10, "1.2": 5}
 
 
 async def test_generators_wait_for_a_slow_reader() -> None:
     yielded = 0
 
-    async def endless(sample: Sample) -> AsyncIterator[Chunk]:
+    async def endless(sample: Sample) -> AsyncIterator[Tokens]:
         nonlocal yielded
         while True:
             await asyncio.sleep(0)
             yielded += 1
-            yield Chunk(sample.id, [], [], 0)
+            yield [], []
 
     engine = StreamEngine(endless, Capacity(8, 100), backlog=16)
     for sample in samples(2):

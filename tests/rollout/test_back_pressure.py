@@ -14,7 +14,6 @@ from aiohttp import web
 from april import (
     Capacity,
     Chunk,
-    FinishReason,
     Group,
     Prompt,
     RolloutParams,
@@ -42,10 +41,10 @@ class Source:
     def __init__(self) -> None:
         self.made = 0
 
-    async def generate(self, sample: Sample) -> AsyncIterator[Chunk]:
-        for left in reversed(range(sample.budget_left)):
+    async def generate(self, sample: Sample) -> AsyncIterator[tuple[list[int], list[float]]]:
+        for _ in range(sample.budget_left):
             self.made += 1
-            yield Chunk(sample.id, [5], [-1.0], 0, None if left else FinishReason.LENGTH)
+            yield [5], [-1.0]
 
     def engine(self) -> StreamEngine:
         return StreamEngine(self.generate, Capacity(SLOTS, 10_000), backlog=BACKLOG)

@@ -2,19 +2,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import (
+    Chunk,
+    ChunkError,
     EngineError,
     Group,
     Prompt,
     RejectionError,
+    Reward,
     RewardError,
     RolloutParams,
     RolloutScheduler,
@@ -505,3 +510,67 @@ async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
 def test_settings_that_cannot_work_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scheduler(ScriptedEngine(), **settings)
+
+
+class Breaking(ScriptedEngine):
+    """Its fifth chunk is what `broken` makes of it."""
+
+    def __init__(self, broken: Callable[[Chunk], Chunk]) -> None:
+        super().__init__(slots=100)
+        self.broken_at, self.make = 5, broken
+
+    async def poll(self) -> list[Chunk]:
+        chunks = await super().poll()
+        self.broken_at -= len(chunks)
+        if -len(chunks) < self.broken_at <= 0:
+            chunks[0] = self.make(chunks[0])
+        return chunks
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"version": 7}, "that breaks a rule: the engine's policy version is 0"),
+        ({"version": -2}, "the engine's policy version is 0"),
+        ({"token_ids": [1] * 61, "logprobs": [-1.0] * 61}, "61 tokens came where the response budget leaves"),
+        ({"token_ids": [1, 2], "logprobs": [-1.0]}, "2 tokens came with 1 log-probabilities"),
+        ({"token_ids": [1], "logprobs": [float("nan")]}, "a log-probability is no finite number"),
+        ({"sample_id": "nobody"}, "sample nobody: .* no such sample is in flight"),
+    ],
+)
+async def test_a_chunk_that_breaks_a_rule_is_named_and_the_others_are_kept(change: dict[str, Any], rule: str) -> None:
+    engine = Breaking(lambda chunk: chunk._replace(**change))
+    rollouts = scheduler(engine)
+    async with rollouts:
+        with pytest.raises(ChunkError, match=rule):
+            await rollouts.collect()
+        rollouts.buffer.check()
+        assert rollouts.buffer.sampled_tokens > 0
+        assert rollouts.in_flight == 0
+
+
+async def test_what_a_reward_says_is_kept_and_becomes_metrics() -> None:
+    def reward(prompt: Prompt, sample: Sample) -> Reward:
+        return Reward(1.0, {"format": sample.index, "comment": "fine"})
+
+    rollouts = scheduler(ScriptedEngine(), reward=reward)
+    async with rollouts:
+        step = await rollouts.collect()
+        assert step.metrics()["reward/format"] == 0.5
+        assert "reward/comment" not in step.metrics()
+        again = scheduler(ScriptedEngine())
+        again.load_state_dict(json.loads(json.dumps(rollouts.state_dict())))
+    sample = step.groups[0].samples[1]
+    assert (sample.reward, sample.reward_info) == (1.0, {"format": 1, "comment": "fine"})
+    assert [g.to_dict() for g in again.buffer] == [g.to_dict() for g in rollouts.buffer]
+
+
+async def test_weights_are_loaded_without_a_new_version() -> None:
+    engine = ScriptedEngine()
+    rollouts = scheduler(engine)
+    async with rollouts:
+        await rollouts.collect()
+        await rollouts.update_weights()
+        engine.version = -1
+        await rollouts.load_weights()
+    assert engine.version == rollouts.version == 1

@@ -114,3 +114,20 @@ def test_seeds_differ_between_samples_groups_and_runs() -> None:
 def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         SamplingParams(**settings)  # type: ignore[arg-type]
+
+
+def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
+    group = start(max_tokens=3)
+    sample = group.samples[0]
+    sample.extend([1, 2], [-1.0, -1.0], 4)
+    sample.observe([8, 9, 10])
+    assert (sample.length, sample.policy_tokens, sample.budget_left) == (5, 2, 1)
+    sample.extend([3], [-2.0], 4)
+    assert sample.versions.tolist() == [4, 4, -1, -1, -1, 4]
+    assert sample.loss_mask.tolist() == [True, True, False, False, False, True]
+    assert sample.logprobs.tolist() == [-1, -1, 0, 0, 0, -2]
+    assert group.to_dict() == Group.from_dict(group.to_dict()).to_dict()
+    assert (group.tokens, group.environment_tokens) == (3, 3)
+    sample.observe([], FinishReason.STOP)
+    with pytest.raises(ValueError, match="has finished"):
+        sample.observe([1])

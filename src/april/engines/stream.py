@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk
-from april.rollout.trajectory import Sample
+from april.rollout.trajectory import FinishReason, Sample
+
+Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
+"""Token ids, and the log-probability in nats with which each was drawn."""
 
 
 class StreamEngine:
-    """An engine made of one async generator per sample: `generate(sample)` yields the chunks of its continuation.
+    """An engine made of one async generator per sample: `generate(sample)` yields `(token_ids, logprobs)`.
 
-    The shortest way to put an inference engine of your own behind the scheduler. `generate` is cancelled to interrupt
-    a sample; chunks it yielded before are never lost.
+    The shortest way to put an inference engine of your own behind the scheduler. `generate` goes on from
+    `sample.prompt_ids` and `sample.response_ids`; it is cancelled to interrupt a sample, and what it yielded before is
+    never lost. To return is to stop (`FinishReason.STOP`); a response that has used up its budget or the context ends
+    by itself (`FinishReason.LENGTH`, unless its last token is a stop token). Whatever else ends a response early must
+    raise.
 
     Args:
-        generate: yields `Chunk`s; the last one carries `finish`. An exception it raises becomes a chunk with `error`.
+        generate: an exception it raises is a failed request, which the scheduler tries again from the last token.
         capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
         update_weights: called with (version, weights) when the scheduler hands new weights over.
         backlog: chunks kept for a slow reader before generators have to wait.
@@ -26,12 +32,13 @@ class StreamEngine:
 
     def __init__(
         self,
-        generate: Callable[[Sample], AsyncIterator[Chunk]],
+        generate: Callable[[Sample], AsyncIterator[Tokens]],
         capacity: Capacity,
         update_weights: Callable[[int, Any], Awaitable[None]] | None = None,
         backlog: int = 4096,
     ) -> None:
         self.capacity = capacity
+        self.version = 0
         self._generate = generate
         self._update = update_weights
         self._slots = asyncio.Semaphore(capacity.slots)
@@ -43,23 +50,33 @@ class StreamEngine:
         task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
         self._tasks[sample.id] = task
 
+    async def chunks(self, sample: Sample) -> AsyncIterator[Chunk]:
+        """What `generate` yields, with the sample's name, the version and, on the last one, the finish reason."""
+        id, stops = sample.id, sample.sampling.stop_token_ids
+        left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
+        async for token_ids, logprobs in self._generate(sample):
+            left -= len(token_ids)
+            finish = None
+            if left <= 0 and token_ids:
+                finish = FinishReason.STOP if token_ids[-1] in stops else FinishReason.LENGTH
+            yield Chunk(id, token_ids, logprobs, self.version, finish)
+            if finish is not None:
+                return
+        yield Chunk(id, (), (), self.version, FinishReason.STOP)
+
     async def _run(self, sample: Sample) -> None:
         id = sample.id
         async with self._slots:
             self.running += 1
-            finished = False
             try:
-                async for chunk in self._generate(sample):
+                async for chunk in self.chunks(sample):
                     self._queue.put(chunk)
-                    if chunk.finish is not None or chunk.error is not None:
-                        finished = True
+                    if chunk.finish is not None:
                         break
                     if self._queue.full:
                         await self._queue.space()
-                if not finished:
-                    self._queue.put(Chunk(id, (), (), 0, error="the stream ended before the sample was finished"))
             except Exception as error:
-                self._queue.put(Chunk(id, (), (), 0, error=f"{type(error).__name__}: {error}"))
+                self._queue.put(Chunk(id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
             finally:
                 self.running -= 1
                 if self._tasks.get(id) is asyncio.current_task():
@@ -81,6 +98,7 @@ class StreamEngine:
     async def update_weights(self, version: int, weights: Any = None) -> None:
         if self._update is not None:
             await self._update(version, weights)
+        self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         """Nothing is held between requests."""

@@ -32,9 +32,9 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.rollout.disk import write_whole
+from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.training.engines import engine_of

@@ -28,7 +28,6 @@ from transformers import AutoTokenizer
 
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
-from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.trl import (
     Checkpoint,
@@ -41,6 +40,7 @@ from april.integrations.trl import (
     read_state,
     sampling_of,
 )
+from april.rollout.event_loop import EventLoop
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample
 from april.training.engines import engine_of

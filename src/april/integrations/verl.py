@@ -24,10 +24,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from april.integrations.event_loop import EventLoop
 from april.integrations.requirement import require
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.rollout.disk import as_json, write_whole
+from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams

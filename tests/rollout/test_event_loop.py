@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from april.integrations.event_loop import EventLoop
+from april.rollout.event_loop import EventLoop
 
 
 @pytest.fixture
