@@ -132,8 +132,9 @@ async def test_the_models_own_end_token_does_not_end_a_response(
 
 
 async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
-    engine: ServerEngine, oracles: list[Oracle]
+    connect: Connect, oracles: list[Oracle]
 ) -> None:
+    engine = await connect(stream_interval=8)  # what the server has not sent yet comes with the abort
     samples = make_samples(5 * SLOTS, SamplingParams(120))
     submit(engine, samples)
     assert engine.running == SLOTS

@@ -116,7 +116,8 @@ class EngineSettings:
             new weights, or kept. The recorded log-probabilities are exact in both.
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
             free.
-        stream_interval: embedded: decode steps between two looks at what was sampled; finished samples show at once.
+        stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
+            sent together (one by one with on_update = keep). Finished samples show at once.
         draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
             what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.

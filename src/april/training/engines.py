@@ -85,7 +85,9 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     engines: list[Engine] = []
     for url, process in places:
         key = os.environ.get(API_KEY)
-        engine = await connect(url, on_update=settings.on_update, api_key=key, process=process)
+        engine = await connect(
+            url, on_update=settings.on_update, stream_interval=settings.stream_interval, api_key=key, process=process
+        )
         stack.push_async_callback(engine.close)
         engines.append(engine)
     return EnginePool(engines)
