@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from analysis import final_accuracy
+from comparison import Runs, mean_accuracy, runs_of, winner
 from study import HERE, recorded, run_cells
 
 from april.config.checking import check_recipe
@@ -68,10 +69,36 @@ LOGGED = (
 )
 """Of each step, in `by_step`."""
 
-SELECT, PAIRED = range(200, 203), range(300, 308)
+SELECT, OWN_RATE, PAIRED, CONFIRMED = range(200, 203), range(203, 206), range(300, 308), range(400, 408)
 """Seeds."""
 
+BASELINES = ("synchronous", "partial")
+OF_TRAINING = ("ess", "dppo", "opsm")
+OF_THE_SCHEDULER = ("first-synchronous", "ramp", "window")
+CHEAPEST_FIRST = (*OF_TRAINING, *OF_THE_SCHEDULER)
+"""The remedies that may win: of more than six, eight pairs could not show anything after Holm's correction."""
+TASK_RATE = {"factors": 1.0, "gcd": 1.0, "primes": 0.5}
+"""A task's best rate, in those of `factors`."""
+
 Record = Mapping[str, Any]
+
+
+def settings_of(arm: str) -> dict[str, Any]:
+    """What an arm sets; `a+b` is both together."""
+    return {name: value for part in arm.split("+") for name, value in ARMS[part].items()}
+
+
+def known_arms(records: Sequence[Record]) -> list[str]:
+    """Every arm there is, those of two remedies that have been run among them."""
+    return list(dict.fromkeys([*ARMS, *(record["arm"] for record in records)]))
+
+
+class Rates(NamedTuple):
+    """The best rate of each baseline, and the high rate."""
+
+    synchronous: float
+    partial: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -99,7 +126,7 @@ class Run:
         recipe.training.seed, recipe.training.learning_rate = self.seed, self.rate
         recipe.training.eval_samples = 2
         recipe.reporting.output = str(output)
-        for name, value in ARMS[self.arm].items():
+        for name, value in settings_of(self.arm).items():
             section, setting = name.split(".")
             assert hasattr(getattr(recipe, section), setting), f"there is no {name}"
             setattr(getattr(recipe, section), setting, value)
@@ -138,22 +165,72 @@ def candidates(arm: str, records: Sequence[Record]) -> tuple[list[float], float 
     return rates, None
 
 
+def rates_of(records: Sequence[Record]) -> Rates | None:
+    """None while the best rates are not known."""
+    synchronous, partial = (candidates(arm, records)[1] for arm in BASELINES)
+    if synchronous is None or partial is None:
+        return None
+    return Rates(synchronous, partial, round(HIGH * synchronous, 7))
+
+
 def planned(records: Sequence[Record]) -> Iterator[Run]:
     """The protocol's runs in its order, as far as they follow from what has ended."""
-    tries = {arm: candidates(arm, records) for arm in ("synchronous", "partial")}
-    best = {arm: chosen for arm, (_, chosen) in tries.items()}
     for seed in SELECT:
-        yield from (factors("select", arm, rate, seed) for arm, (rates, _) in tries.items() for rate in rates)
-    synchronous, partial = best["synchronous"], best["partial"]
-    if synchronous is None or partial is None:
+        for arm in BASELINES:
+            yield from (factors("select", arm, rate, seed) for rate in candidates(arm, records)[0])
+    rates = rates_of(records)
+    if rates is None:
         return
-    high = round(HIGH * synchronous, 7)
-    remedies = [arm for arm in ARMS if arm not in best]
     for seed in PAIRED:
-        yield from (factors("pair", arm, rate, seed) for arm, rate in best.items() if rate)
-        yield from (factors("pair", arm, high, seed) for arm in best)
-    yield from (factors("high", arm, high, seed) for seed in PAIRED for arm in remedies)
-    yield from (factors("best", arm, partial, seed) for seed in PAIRED for arm in remedies)
+        yield factors("pair", "synchronous", rates.synchronous, seed)
+        yield factors("pair", "partial", rates.partial, seed)
+        yield from (factors("pair", arm, rates.high, seed) for arm in BASELINES)
+    for stage, rate in (("high", rates.high), ("best", rates.partial)):
+        yield from (factors(stage, arm, rate, seed) for seed in PAIRED for arm in ARMS if arm not in BASELINES)
+    high, best = (
+        {arm: runs_of(records, PAIRED, arm=arm, rate=rate) for arm in ARMS if arm != "synchronous"}
+        for rate in (rates.high, rates.partial)
+    )
+    if min(len(runs) for of in (high, best) for runs in of.values()) == len(PAIRED):
+        yield from _two(high, rates)
+        yield from _own_rate(rates)
+        yield from _confirm(winner(high, best, CHEAPEST_FIRST), rates)
+
+
+def _two(high: Mapping[str, Runs], rates: Rates) -> Iterator[Run]:
+    """The two best remedies together, and synchronous runs at the rate that `ess` had."""
+    chosen = [max(of, key=lambda arm: mean_accuracy(high[arm])) for of in (OF_THE_SCHEDULER, OF_TRAINING)]
+    both = "+".join(chosen)
+    if all(mean_accuracy(high[arm]) > mean_accuracy(high["partial"]) for arm in chosen):
+        yield from (factors("two", both, rate, seed) for seed in PAIRED for rate in (rates.high, rates.partial))
+    scale = float(np.mean([np.sqrt(run["by_step"]["ess"]) for run in high["ess"].values()]))
+    yield from (factors("two", "synchronous", float(f"{scale * rates.high:.2g}"), seed) for seed in PAIRED)
+
+
+def _own_rate(rates: Rates) -> Iterator[Run]:
+    tried = [float(f"{rates.partial * factor:.2g}") for factor in (1 / 3, 1, 3)]
+    yield from (factors("own-rate", arm, rate, seed) for seed in OWN_RATE for arm in OF_TRAINING for rate in tried)
+
+
+def own_rates(records: Sequence[Record]) -> dict[str, dict[str, list[float]]]:
+    """Final accuracies of each remedy of training at the rates it was tried at."""
+    own = [record for record in records if record["stage"] == "own-rate"]
+    return {
+        arm: {
+            f"{rate:g}": [round(final_accuracy(r), 4) for r in own if (r["arm"], r["rate"]) == (arm, rate)]
+            for rate in sorted({r["rate"] for r in own if r["arm"] == arm})
+        }
+        for arm in OF_TRAINING
+    }
+
+
+def _confirm(won: str | None, rates: Rates) -> Iterator[Run]:
+    for seed in CONFIRMED:
+        for task, scale in TASK_RATE.items():
+            for algorithm in ("grpo", "dapo", "gspo"):
+                for arm in (*BASELINES, *((won,) if won else ())):
+                    best = rates.synchronous if arm == "synchronous" else rates.partial
+                    yield Run("confirm", task, algorithm, arm, float(f"{scale * best:.2g}"), seed)
 
 
 def observe_moments() -> None:

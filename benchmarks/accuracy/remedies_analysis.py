@@ -10,22 +10,19 @@ Invariants: those of `analysis.py`; and
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from analysis import ACCURACY, SAMPLES, SECONDS, as_ratio, bootstrap, final_accuracy, machine, to_target
-from remedies import ARMS, HIGH, PAIRED, candidates, tried
+from comparison import Runs, differences, holm, mean_accuracy, paired, runs_of, sign_flip
+from remedies import BASELINES, CHEAPEST_FIRST, CONFIRMED, PAIRED, candidates, known_arms, own_rates, rates_of, tried
 from study import HERE, recorded
 
 Record = Mapping[str, Any]
-Runs = Mapping[int, Record]
-"""By seed."""
 
-BASELINES = ("synchronous", "partial")
 COLLAPSED = 0.1
 """A run has collapsed whose final accuracy is this far below the mean of the synchronous runs at their best rate."""
 SIGNS = {"ess": -1, "kl_behaviour": 1, "grad_norm": 1}
@@ -36,46 +33,7 @@ SHOWN = ("reward", "response_length_mean", "grad_norm", "ess", "agreement", "kl_
 
 def at(records: Sequence[Record], arm: str, rate: float | None) -> Runs:
     """An arm's paired runs at a rate."""
-    return {r["seed"]: r for r in records if (r["arm"], r["rate"]) == (arm, rate) and r["seed"] in PAIRED}
-
-
-def paired(ours: Runs, others: Runs, of: Callable[[Record], float | None]) -> list[tuple[float, float]]:
-    """(other, ours) of each seed that both have, and that has a value in both."""
-    both = [(of(others[seed]), of(ours[seed])) for seed in sorted(ours.keys() & others.keys())]
-    return [(a, b) for a, b in both if a is not None and b is not None]
-
-
-def differences(ours: Runs, others: Runs) -> list[float]:
-    """In final accuracy, ours minus the others'."""
-    return [b - a for a, b in paired(ours, others, final_accuracy)]
-
-
-def sign_flip(values: Sequence[float]) -> float | None:
-    """Two-sided p of a mean this far from 0, if each difference could as well have had the other sign; exact.
-
-    >>> sign_flip([1.0, 1.0, 1.0])
-    0.25
-    """
-    if not values:
-        return None
-    flips = np.array(list(itertools.product((-1, 1), repeat=len(values))))
-    means = np.abs(flips @ np.asarray(values))
-    return float((means >= abs(sum(values)) - 1e-12).mean())
-
-
-def holm(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Corrected for as many comparisons as there are, by Holm.
-
-    >>> holm({"a": 0.01, "b": 0.04, "c": None})
-    {'a': 0.02, 'b': 0.04, 'c': None}
-    """
-    known = sorted((p, name) for name, p in values.items() if p is not None)
-    corrected: dict[str, float | None] = dict.fromkeys(values)
-    largest = 0.0
-    for place, (p, name) in enumerate(known):
-        largest = max(largest, min(p * (len(known) - place), 1.0))
-        corrected[name] = round(largest, 4)
-    return corrected
+    return runs_of(records, PAIRED, arm=arm, rate=rate, task="factors", algorithm="grpo")
 
 
 def rates_tried(records: Sequence[Record]) -> dict[str, Any]:
@@ -123,7 +81,8 @@ def at_rate(records: Sequence[Record], rates: Mapping[str, float], target: float
     Args:
         rates: of each baseline; remedies have that of `partial`.
     """
-    runs = {arm: at(records, arm, rates.get(arm, rates["partial"])) for arm in ARMS}
+    arms = known_arms(records)
+    runs = {arm: at(records, arm, rates.get(arm, rates["partial"])) for arm in arms}
     rows = {}
     for arm, own in runs.items():
         ends = [round(final_accuracy(own[seed]), 4) for seed in sorted(own)]
@@ -136,7 +95,7 @@ def at_rate(records: Sequence[Record], rates: Mapping[str, float], target: float
             "minus_synchronous": against(own, runs["synchronous"], target),
             "minus_partial": against(own, runs["partial"], target),
         }
-    corrected = holm({arm: rows[arm]["minus_partial"]["p"] for arm in ARMS if arm not in BASELINES})
+    corrected = holm({arm: rows[arm]["minus_partial"]["p"] for arm in CHEAPEST_FIRST})
     for arm, p in corrected.items():
         rows[arm]["corrected_p"] = p
     return rows
@@ -186,16 +145,17 @@ def order(larger: Any, smaller: Any) -> float | None:
 
 def analyse(records: Sequence[Record]) -> dict[str, Any]:
     tries = rates_tried(records)
-    best = {arm: tries[arm]["best"] for arm in BASELINES}
+    rates = rates_of(records)
     found: dict[str, Any] = {
         "machine": machine(),
         "runs": len(records),
         "cpu_seconds": round(sum(r["cpu_seconds"] for r in records)),
         "rates": tries,
     }
-    if None in best.values():
+    if rates is None:
         return found
-    high = round(HIGH * best["synchronous"], 7)
+    best = {"synchronous": rates.synchronous, "partial": rates.partial}
+    high = rates.high
     target = target_of(at(records, "synchronous", best["synchronous"]))
     found |= {
         "target": target,
@@ -203,12 +163,38 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         "high": at_rate(records, dict.fromkeys(BASELINES, high), target),
         "by_step": {
             f"{arm}, {name}": by_step(at(records, arm, rate))
-            for arm in ARMS
+            for arm in known_arms(records)
             for name, rate in (("best", best.get(arm, best["partial"])), ("high", high))
         },
     }
+    found |= {"slower": slower(records, high), "own_rate": own_rates(records), "confirm": confirmed(records)}
     level = found["best"]["synchronous"]["final_accuracy"]
     return found | {"warnings": warnings(records, level)} if level else found
+
+
+def slower(records: Sequence[Record], high: float) -> list[dict[str, Any]]:
+    """Synchronous runs at the rate that `ess` had on average, against `ess`: does a lower rate alone do it?"""
+    rates = sorted({r["rate"] for r in records if r["stage"] == "two" and r["arm"] == "synchronous"})
+    ess = at(records, "ess", high)
+    found = [(rate, at(records, "synchronous", rate)) for rate in rates]
+    return [
+        {"rate": rate, "final_accuracy": round(mean_accuracy(own), 4), **against(ess, own, None)} for rate, own in found
+    ]
+
+
+def confirmed(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Each arm of the confirmation against synchronous runs, by task and algorithm and over all."""
+    own = [r for r in records if r["stage"] == "confirm"]
+    rows = []
+    for arm in dict.fromkeys(r["arm"] for r in own if r["arm"] != "synchronous"):
+        everything: list[float] = []
+        for task, algorithm in dict.fromkeys((r["task"], r["algorithm"]) for r in own):
+            where = {"task": task, "algorithm": algorithm}
+            ours, others = (runs_of(own, CONFIRMED, arm=a, **where) for a in (arm, "synchronous"))
+            everything += differences(ours, others)
+            rows.append({"arm": arm, **where, "difference": bootstrap(differences(ours, others))})
+        rows.append({"arm": arm, "task": "all", "algorithm": "all", "difference": bootstrap(everything)})
+    return rows
 
 
 def interval(x: Mapping[str, Any], digits: str = "+.3f") -> str:
@@ -251,6 +237,23 @@ def arm_table(rows: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def own_rate_table(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
+    lines = ["| remedy | rate | final accuracy | runs |", "|---|---|---|---|"]
+    return lines + [
+        f"| {arm} | {rate} | {np.mean(values):.3f} | {len(values)} |"
+        for arm, of in rows.items()
+        for rate, values in of.items()
+    ]
+
+
+def confirm_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = ["| arm | task | algorithm | pairs | minus synchronous |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {r['arm']} | {r['task']} | {r['algorithm']} | {r['difference']['pairs']} | {interval(r['difference'])} |"
+        for r in rows
+    ]
+
+
 def step_table(found: Mapping[str, Any]) -> list[str]:
     lines = ["| runs | " + " | ".join(f"{name}, steps 1 2 3 … 12" for name in SHOWN) + " |"]
     lines.append("|---" * (len(SHOWN) + 1) + "|")
@@ -291,6 +294,16 @@ def page(found: Mapping[str, Any]) -> str:
         lines += ["", f"## At the best rates (target {found['target']})", "", *arm_table(found["best"])]
         lines += ["", "## At the high rate", "", *arm_table(found["high"])]
         lines += ["", "## Step by step", "", "![what the steps log](remedies.svg)", "", *step_table(found)]
+    for row in found.get("slower", ()):
+        lines += [
+            "",
+            f"`synchronous` at {row['rate']:g}, the mean rate of `ess`: {row['final_accuracy']:.3f}; `ess` minus it:",
+        ]
+        lines += [f"{interval(row['difference'])}."]
+    if any(found.get("own_rate", {}).values()):
+        lines += ["", "## The rate of each remedy of training", "", *own_rate_table(found["own_rate"])]
+    if found.get("confirm"):
+        lines += ["", "## Confirmation, at fresh seeds", "", *confirm_table(found["confirm"])]
     if "warnings" in found:
         told = found["warnings"]
         lines += ["", "## What tells a rate that is too high", ""]
