@@ -65,3 +65,12 @@ async def test_a_failure_in_evaluation_that_is_to_stop_the_run_names_the_prompt(
     async with rewards(reward_workers=0) as subject:
         with pytest.raises(RewardError, match="held-out prompt 'p1': ZeroDivisionError"):
             await subject.score_groups(groups(2))
+
+
+async def test_every_part_of_a_reward_is_kept_with_the_sample():
+    weights = {"my_hanging_rewards:score": 1.0, "april.tasks.length:per_thousand": 100.0}
+    scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", rewards=weights))
+    (group,) = groups(0)
+    async with Rewards(scorer, Words(), RolloutSettings(reward_workers=0)) as subject:
+        reward = await subject(group.prompt, group.samples[0])
+    assert (reward.value, reward.info) == (pytest.approx(0.9), {"score": 1.0, "per_thousand": -0.001})

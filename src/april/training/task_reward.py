@@ -42,8 +42,7 @@ class Rewards:
         """The reward of a sample, or of each sample of a group."""
         several = not isinstance(samples, Sample)
         rewards = await self.score(prompt, samples if several else [samples])  # type: ignore[arg-type, list-item]
-        values = [reward.value for reward in rewards]
-        return values if several else values[0]
+        return rewards if several else rewards[0]
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         problem = Problem.of(prompt)
