@@ -4,8 +4,8 @@ More groups under way keep the engine fuller and make what is trained on staler,
 for more. What lengths and engine would make of each N' is forecast (`forecast.py`) from the lengths learned so far
 (`lengths.py`) and the engine's costs (`rates.py`), both followed as they drift. Nothing needs to be set.
 
-It plans in a thread of its own as soon as a step was observed, beside training, and spends no more than a hundredth of
-the time that steps take.
+It plans in a thread of its own, beside training and the next step, and the step after that follows the plan: nothing
+ever waits for it. It spends no more than a hundredth of the time that steps take.
 
 Invariants:
 - N <= N' <= N * (max_staleness + 1), whatever was observed;
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import asdict
 from typing import Any
 
@@ -37,7 +38,7 @@ SAMPLES = 512
 CANDIDATES = 10
 EFFORT = 0.01
 """Part of the steps' time that planning may take."""
-SECONDS_PER_STEP = 1e-4
+SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1e-4, 8e-7
 """What a step of a forecast takes to play, roughly. Not measured: a plan must not depend on how busy the driver is."""
 FAR_OFF = 1.6
 """How many times more or less than forecast a few steps bring before the forecast is not believed."""
@@ -65,7 +66,7 @@ class AutoAdmission:
         lengths: LengthModel,
         group_size: int,
         max_staleness: int | None,
-        share: float = 0.99,
+        share: float = 0.98,
         training_seconds: float = 0.0,
     ) -> None:
         self.engine = engine
@@ -81,14 +82,13 @@ class AutoAdmission:
         self._planned: Future[Plan] | None = None
 
     def plan(self, batch_size: int) -> Plan:
-        if self._planned is not None:
-            self.current, self._planned = self._planned.result(), None
         twice = min(2 * batch_size, self._largest(batch_size))
         return self.current or Plan(twice, "twice the batch, until a step was seen")
 
     def observe(self, step: Step) -> None:
         batch_size = len(step.groups)
-        self.plan(batch_size)
+        if self._planned is not None:  # a whole step ago: by now it is there
+            self.current, self._planned = self._planned.result(), None
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.current)
         self.rates.observe(step.spans, self.observed.prompt_tokens, self.engine.capacity.slots)
@@ -98,7 +98,7 @@ class AutoAdmission:
             self.current = self._probe(batch_size)
         elif self._due(batch_size):
             self.observed.seconds_since_plan = 0.0
-            self._planned = self._planner.submit(self._choose, batch_size)
+            self._planned = self._planner.submit(self._choose, batch_size, deepcopy(self.lengths))
 
     def _largest(self, batch_size: int) -> int:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
@@ -110,15 +110,19 @@ class AutoAdmission:
             return True
         if steps > 4 and steps % 4 and self.current.reason != PROBE:
             return False
-        cost = SECONDS_PER_STEP * (CANDIDATES + 3) * self._steps(batch_size)
-        return self.observed.seconds_since_plan * EFFORT >= cost
+        return self.observed.seconds_since_plan * EFFORT >= self._cost(batch_size) * self._steps(batch_size)
+
+    def _cost(self, batch_size: int) -> float:
+        """Seconds that planning takes for each step that forecasts play."""
+        samples = min(batch_size * self.group_size, SAMPLES)
+        return (CANDIDATES + 2) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
 
     def _probe(self, batch_size: int) -> Plan:
         self.observed.synchronous = 0
         return Plan(min(batch_size + max(batch_size // 4, 1), self._largest(batch_size)), PROBE)
 
-    def _choose(self, batch_size: int) -> Plan:
-        workload, scale, steps = self._workload(batch_size)
+    def _choose(self, batch_size: int, lengths: LengthModel) -> Plan:
+        workload, scale, steps = self._workload(batch_size, lengths)
 
         def forecast(target: int) -> Forecast:
             # A group that is turned away is replaced: the step has to complete more, with as many more under way.
@@ -134,9 +138,9 @@ class AutoAdmission:
         chosen = choice.play(target)
         expected, best = chosen.consumed_tokens_per_second * per_second, choice.best * per_second
         reason += (
-            f"the freshest data expected at {self.share:.0%} or more of the best that the bound allows: "
-            f"{expected:,.0f} of {best:,.0f} consumed tokens/s at staleness {chosen.staleness:.2f}; "
-            f"engine {chosen.occupancy:.0%} full, mean response {self.lengths.mean:,.0f} tokens"
+            f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {best:,.0f} "
+            f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
+            f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens"
         )
         played = sorted(choice.played.items())
         table = tuple(
@@ -149,10 +153,10 @@ class AutoAdmission:
         """How many steps a forecast plays: as many as a hundredth of four steps' time allows, within reason."""
         groups = max(round(min(batch_size, SAMPLES / self.group_size)), 1)
         most = min(max(768 // groups, 36), 96)
-        budget = 4 * self.observed.step_seconds * EFFORT / SECONDS_PER_STEP / (CANDIDATES + 3)
+        budget = 4 * self.observed.step_seconds * EFFORT / self._cost(batch_size)
         return int(min(max(budget, 18), most))
 
-    def _workload(self, batch_size: int) -> tuple[Workload, float, int]:
+    def _workload(self, batch_size: int, lengths: LengthModel) -> tuple[Workload, float, int]:
         """What a forecast plays with, by how much it is scaled, and for how many steps."""
         needed = batch_size / max(self.observed.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
@@ -163,7 +167,7 @@ class AutoAdmission:
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         workload = Workload(
-            self.lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups),
+            lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups),
             groups,
             max(round(capacity.slots * scale), 1),
             None if capacity.kv_tokens is None else capacity.kv_tokens * scale,
@@ -177,11 +181,12 @@ class AutoAdmission:
         return workload, scale, steps
 
     def state_dict(self) -> dict[str, Any]:
-        plan = self.current if self._planned is None else self._planned.result()
+        planned = None if self._planned is None else self._planned.result()
         return {
             "rates": self.rates.state_dict(),
             "observed": asdict(self.observed),
-            "plan": plan and asdict(plan),
+            "plan": self.current and asdict(self.current),
+            "planned": planned and asdict(planned),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,3 +196,6 @@ class AutoAdmission:
         self.rates.load_state_dict(state["rates"])
         self.observed = Observed(**state["observed"])
         self.current = Plan(**state["plan"]) if state["plan"] else None
+        if state["planned"]:
+            self._planned = Future()
+            self._planned.set_result(Plan(**state["planned"]))

@@ -15,6 +15,9 @@ from april.rollout.admission.forecast import Forecast
 STALER = 0.15
 """Mean staleness, in versions, by which the N' in force may be worse than the best: estimates come and go by as much,
 and each change costs a few steps until as many groups are under way."""
+PRICE = 0.005
+"""Part of the throughput that each version of mean staleness has to bring: forecasts of many groups under way are a
+little too hopeful, and fresher data is worth something."""
 NEAR = 1.25
 """How many times more or less than the best it may be."""
 
@@ -24,7 +27,7 @@ class Choice:
 
     Args:
         forecast: what an N' would bring.
-        share: the part of the best forecast throughput that is enough.
+        share: the part of the best that is enough.
         candidates: N' that are tried, evenly spaced in their logarithm; a few more are, beside the best of them.
     """
 
@@ -48,8 +51,13 @@ class Choice:
             self.played[target] = self._forecast(target)
         return self.played[target]
 
-    def enough(self, target: int, share: float | None = None) -> bool:
-        return self.play(target).consumed_tokens_per_second >= (share or self.share) * self.best
+    def worth(self, target: int) -> float:
+        """Forecast tokens/s, less what their staleness has to earn."""
+        forecast = self.play(target)
+        return forecast.consumed_tokens_per_second * (1 - PRICE * forecast.staleness)
+
+    def enough(self, target: int) -> bool:
+        return self.worth(target) >= self.share * max(map(self.worth, self.played))
 
     def choose(self, now: int | None) -> int:
         """The N' of least staleness, of those that are fast enough; the one in force if it is about as good."""
