@@ -48,3 +48,9 @@ def test_the_first_step_of_a_ramp_trains_on_every_group_that_was_begun() -> None
 
     assert sorted(asyncio.run(steps(1))[0]) == [0, 1, 2, 3]
     assert sorted(asyncio.run(steps(0))[0]) != [0, 1, 2, 3], "without a ramp the quick ones of eight come first"
+
+
+def test_a_run_that_was_begun_without_a_ramp_goes_on_at_its_goal() -> None:
+    admission = RampedAdmission(FixedAdmission(9), 4)
+    admission.load_state_dict(FixedAdmission(9).state_dict())
+    assert admission.plan(3).target == 9

@@ -41,10 +41,10 @@ class RampedAdmission:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "goal": self.goal.state_dict()}
+        """The goal's own once the ramp is over, so that a run may go on without one, or with one that it never had."""
+        climbed = {"ramp": self.steps} if self.steps < self.ramp_steps else {}
+        return {**self.goal.state_dict(), **climbed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if "goal" not in state:
-            return  # a run that goes on with a ramp, and was begun without one
-        self.steps = state["steps"]
-        self.goal.load_state_dict(state["goal"])
+        self.steps = state.get("ramp", self.ramp_steps)
+        self.goal.load_state_dict({name: value for name, value in state.items() if name != "ramp"})
