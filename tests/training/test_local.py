@@ -11,6 +11,7 @@ import torch
 from april import FinishReason, Group, Prompt, SamplingParams, Step
 from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
+from april.algorithms.truncation import Truncation
 from april.rollout.step import Plan
 from april.training.local import LocalLearner
 from april.training.micro_batches import plan
@@ -105,6 +106,17 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     young = met(correction="behaviour", correction_max_age=0)
     assert young["by_age/age_0/masked"] == 0
     assert young["by_age/age_1/masked"] == young["by_age/age_2/masked"] == 1
+
+
+def test_tokens_are_scored_under_what_they_were_drawn_from() -> None:
+    settings = recipe(kl_coef=0.1)
+    settings.rollout.temperature, settings.rollout.top_p = 0.7, 0.8
+    learner = LocalLearner(tiny.model(), settings)
+    for policy in (learner.policy, learner.reference):
+        assert (policy.temperature, policy.truncation) == (0.7, Truncation(top_p=0.8))
+    settings.rollout.temperature = 0.0
+    greedy = LocalLearner(tiny.model(), settings).policy
+    assert (greedy.temperature, greedy.truncation) == (1.0, Truncation()), "recorded as those of the whole distribution"
 
 
 def test_the_learning_rate_can_follow_the_effective_sample_size() -> None:

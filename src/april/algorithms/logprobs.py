@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens, and the entropy of the distributions they were drawn from.
 
 Invariants:
-- the distribution is softmax(logits / temperature), the one the recorded behaviour log-probabilities are of unless
-  sampling was truncated (`top_p`, `top_k`, `min_p`), computed in float32 from logits of any precision;
+- the distribution is softmax(logits / temperature), of `token_logprobs` renormalised over what a truncation leaves: the
+  one that the recorded behaviour log-probabilities are of. It is computed in float32 from logits of any precision;
 - `token_logprobs` never holds more than one chunk of logits, forward or backward; its values and gradients are those
   of `logprobs_from_logits` on the whole.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from april.algorithms.truncation import WHOLE, Truncation
 
 CHUNK_ELEMENTS = 1 << 26
 """Logits of one chunk where no chunk size is given: 256 MiB in float32."""
@@ -39,6 +41,7 @@ def token_logprobs(
     chunk_size: int | None = None,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    truncation: Truncation = WHOLE,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy (nats) under softmax(logits / temperature), without ever holding all logits.
 
@@ -54,6 +57,7 @@ def token_logprobs(
         chunk_size: positions whose logits are held at a time; None keeps them under `CHUNK_ELEMENTS`.
         bias: of the head, [V].
         softcap: logits become softcap · tanh(logits / softcap) first (`final_logit_softcapping` of Gemma 2).
+        truncation: what tokens are drawn from; sorts the vocabulary at each position. Targets are always left.
 
     Returns:
         log-probabilities [N] and entropies [N], float32.
@@ -72,7 +76,7 @@ def token_logprobs(
     # Under autocast the backward pass would otherwise see other logits than the forward pass.
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropy = _ChunkedLogprobs.apply(
-            hidden.to(weight.dtype), weight, bias, targets, temperatures, rows, softcap
+            hidden.to(weight.dtype), weight, bias, targets, temperatures, rows, softcap, truncation
         )
     return logp, entropy
 
@@ -88,18 +92,21 @@ class _ChunkedLogprobs(torch.autograd.Function):
         temperatures: Tensor,
         rows: int,
         softcap: float | None,
+        truncation: Truncation,
     ) -> tuple[Tensor, Tensor]:
         logp = hidden.new_empty(len(hidden), dtype=torch.float32)
         entropy = torch.empty_like(logp)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits, _ = _scaled_logits(hidden[part], weight, bias, temperatures[part], softcap)
+            if truncation:
+                logits = truncation.apply(logits, targets[part])
             # Overwritten in place with log-probabilities: a chunk is held once, and once more for its exponential.
             log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
             logp[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
-        ctx.rows, ctx.softcap = rows, softcap
+        ctx.rows, ctx.softcap, ctx.truncation = rows, softcap, truncation
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -117,6 +124,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.rows)
             scale = temperatures[part, None]
             logits, slope = _scaled_logits(hidden[part], weight, bias, temperatures[part], ctx.softcap)
+            if ctx.truncation:
+                logits = ctx.truncation.apply(logits, targets[part])
             log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
             p = log_p.exp()
             # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
@@ -146,6 +155,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,

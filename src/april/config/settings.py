@@ -58,8 +58,8 @@ class RolloutSettings:
             beside a full response.
         max_response_length: Response budget of a sample, in tokens.
         temperature: Sampling temperature.
-        top_p: Nucleus sampling; 1 is off. Truncated sampling makes corrections take fresh tokens for stale ones
-            (docs/algorithms.md).
+        top_p: Nucleus sampling; 1 is off. Under truncated sampling the trainer scores tokens under what the same rule
+            leaves of its own distribution (docs/algorithms.md).
         top_k: Sample among the k most probable tokens; 0 is off.
         min_p: Sample among tokens at least this times as probable as the best one; 0 is off.
         stop_token_ids: Tokens that end a response, beside the model's end-of-sequence tokens.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
+from april.algorithms.truncation import WHOLE, Truncation
 from april.training.packing import Packing, attends_packed
 
 
@@ -25,12 +26,14 @@ class PolicyModel(nn.Module):
     Args:
         model: a Hugging Face causal LM.
         temperature: what logits are divided by; positive.
+        truncation: what tokens are drawn from.
     """
 
-    def __init__(self, model: Any, temperature: float = 1.0) -> None:
+    def __init__(self, model: Any, temperature: float = 1.0, truncation: Truncation = WHOLE) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.truncation = truncation
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.
@@ -42,7 +45,8 @@ class PolicyModel(nn.Module):
         softcap = getattr(config, "final_logit_softcapping", None)
         scaled = self.temperature / _logit_scale(config)
         targets = batch.input_ids[:, 1:][mask]
-        scores = token_logprobs(hidden, head.weight, targets, scaled, bias=head.bias, softcap=softcap)
+        own = {"bias": head.bias, "softcap": softcap, "truncation": self.truncation}
+        scores = token_logprobs(hidden, head.weight, targets, scaled, **own)
         logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
         return logp, entropy
 

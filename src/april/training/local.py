@@ -32,8 +32,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
+from april.algorithms.truncation import WHOLE, Truncation
 from april.config.recipe import Recipe
-from april.config.settings import AlgorithmSettings
+from april.config.settings import AlgorithmSettings, RolloutSettings
 from april.rollout.step import Step
 from april.rollout.trajectory import FinishReason, Group, Sample
 from april.training.checkpoint import ADAPTER, load_tensors, save_tensors
@@ -68,8 +69,7 @@ class LocalLearner:
         self.tokenizer = tokenizer
         self.settings = recipe.training
         self.objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
-        # Greedy samples were recorded with the log-probabilities of temperature 1.
-        self.policy = PolicyModel(model, recipe.rollout.temperature or 1.0)
+        self.policy = PolicyModel(model, *_drawn_from(recipe.rollout))
         self.memory = Memory(recipe.training.max_tokens_per_micro_batch)
         self.skipped = SkippedUpdates(directory and directory / "skipped", recipe.training.max_skipped_updates)
         self.device = next(model.parameters()).device
@@ -87,7 +87,8 @@ class LocalLearner:
                 _checkpoint_layers(trunk)
 
     def _frozen_copy(self) -> PolicyModel:
-        return PolicyModel(copy.deepcopy(self.model).requires_grad_(False), self.policy.temperature)
+        frozen = copy.deepcopy(self.model).requires_grad_(False)
+        return PolicyModel(frozen, self.policy.temperature, self.policy.truncation)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -335,6 +336,13 @@ def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:
     chosen = resolve(settings.algorithm, correction, own)
     bounds = settings.correction_bounds
     return Objective(chosen, budget, correction, bounds, settings.entropy_coef, settings.value_clip)
+
+
+def _drawn_from(rollout: RolloutSettings) -> tuple[float, Truncation]:
+    """The temperature and the truncation that recorded log-probabilities are of: of greedy samples, 1 and none."""
+    if rollout.temperature == 0:
+        return 1.0, WHOLE
+    return rollout.temperature, Truncation(rollout.top_k, rollout.top_p, rollout.min_p)
 
 
 def _off_policy(met: Diagnostics) -> dict[str, float]:
