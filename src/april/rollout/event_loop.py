@@ -34,17 +34,23 @@ class EventLoop:
         """What `coroutine` returns or raises."""
         assert threading.current_thread() is not self._thread, "run would wait for itself: await the coroutine instead"
         outcome: Future[T] = Future()
-        self._loop.call_soon_threadsafe(self._start, coroutine, outcome)
         try:
+            self._loop.call_soon_threadsafe(self._start, coroutine, outcome)
             return outcome.result()
         finally:
-            if not outcome.done():
-                self._loop.call_soon_threadsafe(lambda: self._tasks[outcome].cancel())
+            if not outcome.done():  # also if Ctrl-C came before it began
+                self._loop.call_soon_threadsafe(self._cancel, outcome)
                 wait([outcome])
 
     def _start(self, coroutine: Coroutine[Any, Any, T], outcome: Future[T]) -> None:
         task = self._tasks[outcome] = self._loop.create_task(coroutine)
         task.add_done_callback(lambda task: self._settle(task, outcome))
+
+    def _cancel(self, outcome: Future[Any]) -> None:
+        if outcome in self._tasks:
+            self._tasks[outcome].cancel()
+        elif not outcome.done():
+            outcome.set_exception(asyncio.CancelledError())
 
     def _settle(self, task: asyncio.Task[T], outcome: Future[T]) -> None:
         del self._tasks[outcome]
