@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from april.engines.member import State
 from april.engines.pool import EnginePool
-from april.engines.stream import StreamEngine
+from april.engines.stream import StreamEngine, Tokens
 from april.engines.weights import WithdrawnError
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 from tests.scheduling import scheduler_of
 
 SLOTS = 4
@@ -37,7 +37,7 @@ class Machine(StreamEngine):
     """A replica that can be killed, hung, made to fail, and restarted without its weights."""
 
     def __init__(self, name: str = "replica", slots: int = SLOTS) -> None:
-        super().__init__(self.chunks, Capacity(slots, 10_000))  # type: ignore[arg-type]
+        super().__init__(self._sample, Capacity(slots, 10_000))
         self.name = name
         self.version = 0
         self.on_update = "recompute"
@@ -58,13 +58,13 @@ class Machine(StreamEngine):
     def __repr__(self) -> str:
         return self.name
 
-    async def chunks(self, sample: Sample) -> AsyncIterator[Chunk]:
+    async def _sample(self, sample: Sample) -> AsyncIterator[Tokens]:
         self.served.add(sample.id)
         self.requests += 1
         if self.fails_each and self.requests % self.fails_each == 1:
             raise RuntimeError("HTTP 500")
         index, length = sample.length, length_of(sample.seed, sample.sampling.max_tokens)
-        id, seed, budget = sample.id, sample.seed, sample.sampling.max_tokens
+        seed, budget = sample.seed, sample.sampling.max_tokens
         while True:
             await asyncio.sleep(0)
             await self._resumed.wait()
@@ -72,18 +72,17 @@ class Machine(StreamEngine):
                 raise ConnectionError("nobody answers")
             if self.fault and self._rng.random() < self.chance:
                 if self.fault == "nonsense":
-                    yield Chunk(id, [0] * (budget + 1), [0.0] * (budget + 1), self.version)
+                    yield [0] * (budget + 1), [0.0] * (budget + 1)
                 elif self.fault == "back in time":
-                    yield Chunk(id, [1], [0.0], -5)
+                    own, self.version = self.version, -5
+                    yield [1], [0.0]
+                    self.version = own
                 else:
                     raise RuntimeError(self.fault)
             tokens = [token_at(seed, i) for i in range(index, min(index + 2, length))]
             index += len(tokens)
-            finish = None
+            yield tokens, [-0.5] * len(tokens)
             if index == length:
-                finish = FinishReason.LENGTH if length == budget else FinishReason.STOP
-            yield Chunk(id, tokens, [-0.5] * len(tokens), self.version, finish)
-            if finish:
                 return
 
     async def abandon(self) -> list[Chunk]:

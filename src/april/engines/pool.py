@@ -222,6 +222,10 @@ class EnginePool:
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
         except ValueError as nonsense:
             self._lose(member, f"it answered nonsense: {nonsense}")
+            del member.samples[sample.id]  # what follows in the same batch would leave a gap
+            self._router.forget([sample.id])
+            if not self._queue.draining:
+                self._place_or_fail(sample)
             return
         if chunk.token_ids or chunk.finish is not None:
             self._router.went_on(sample.id)

@@ -50,37 +50,33 @@ class StreamEngine:
         task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
         self._tasks[sample.id] = task
 
-    async def chunks(self, sample: Sample) -> AsyncIterator[Chunk]:
-        """What `generate` yields, with the sample's name, the version and, on the last one, the finish reason."""
-        id, stops = sample.id, sample.sampling.stop_token_ids
-        left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
-        async for token_ids, logprobs in self._generate(sample):
-            left -= len(token_ids)
-            finish = None
-            if left <= 0 and token_ids:
-                finish = FinishReason.STOP if token_ids[-1] in stops else FinishReason.LENGTH
-            yield Chunk(id, token_ids, logprobs, self.version, finish)
-            if finish is not None:
-                return
-        yield Chunk(id, (), (), self.version, FinishReason.STOP)
-
     async def _run(self, sample: Sample) -> None:
         id = sample.id
         async with self._slots:
             self.running += 1
             try:
-                async for chunk in self.chunks(sample):
-                    self._queue.put(chunk)
-                    if chunk.finish is not None:
-                        break
-                    if self._queue.full:
-                        await self._queue.space()
+                await self._read(sample)
             except Exception as error:
                 self._queue.put(Chunk(id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
             finally:
                 self.running -= 1
                 if self._tasks.get(id) is asyncio.current_task():
                     del self._tasks[id]
+
+    async def _read(self, sample: Sample) -> None:
+        """Queue what `generate` yields, with the sample's name, the version and, at the end, the finish reason."""
+        id, stops, queue = sample.id, sample.sampling.stop_token_ids, self._queue
+        left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
+        async for token_ids, logprobs in self._generate(sample):
+            left -= len(token_ids)
+            if left <= 0 and token_ids:
+                finish = FinishReason.STOP if token_ids[-1] in stops else FinishReason.LENGTH
+                queue.put(Chunk(id, token_ids, logprobs, self.version, finish))
+                return
+            queue.put(Chunk(id, token_ids, logprobs, self.version))
+            if queue.full:
+                await queue.space()
+        queue.put(Chunk(id, (), (), self.version, FinishReason.STOP))
 
     async def poll(self) -> list[Chunk]:
         if self._tasks:

@@ -343,6 +343,9 @@ class RolloutScheduler:
                 hopeless = self._failed(chunk, now) or hopeless
             else:
                 finished.append(self._flight.end(chunk.sample_id, now, "finished"))
+        for error in broken:
+            if error.chunk.sample_id in self._flight.samples:
+                self._flight.end(error.chunk.sample_id, now, "failed")  # what comes after it would leave a gap
         self._score(finished)
         if hopeless is not None:  # only now that every token of these chunks is in its sample
             raise hopeless

@@ -104,7 +104,8 @@ class RolloutState:
     def absorb(
         self, chunks: Sequence[Chunk], among: Mapping[str, tuple[Sample, Group, *tuple[Any, ...]]] | None = None
     ) -> Absorbed:
-        """Append what engines sampled. A chunk that breaks a rule is left out, and the others are not.
+        """Append what engines sampled. A chunk that breaks a rule is left out, with what follows it for the same
+        sample; the others are not.
 
         Args:
             among: the samples that may get something, by name; all that are under way if None.
@@ -116,17 +117,15 @@ class RolloutState:
         for chunk in chunks:
             id, token_ids, logprobs, version, finish, error, _ = chunk
             try:
-                if token_ids and version != current:
+                if version != current and token_ids:
                     raise ValueError(f"the engine's policy version is {current}")
                 entry = samples[id]
-                entry[0].extend(token_ids, logprobs, version, finish)
-            except KeyError:
-                broken.append(ChunkError(chunk, "no such sample is in flight"))
+                tokens += entry[0].extend(token_ids, logprobs, version, finish)
+            except (KeyError, ValueError, TypeError) as reason:
+                rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
+                broken.append(ChunkError(chunk, rule))
+                samples = {name: entry for name, entry in samples.items() if name != id}
                 continue
-            except (ValueError, TypeError) as reason:
-                broken.append(ChunkError(chunk, str(reason)))
-                continue
-            tokens += len(token_ids)
             if finish is not None or error is not None:
                 ended.append(chunk)
                 if finish is not None:

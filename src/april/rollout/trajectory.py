@@ -177,8 +177,8 @@ class Sample:
 
     def extend(
         self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: FinishReason | None = None
-    ) -> None:
-        """Append tokens that policy `version` sampled, and finish the sample if the engine says so.
+    ) -> int:
+        """Append tokens that policy `version` sampled, and finish the sample if the engine says so; how many they are.
 
         Raises:
             ValueError: names the rule that is broken; nothing was appended.
@@ -192,8 +192,12 @@ class Sample:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
             segments = self.segments
-            if segments and segments[-1].version == version:
-                segments[-1].extend(token_ids, logprobs)
+            if segments and (last := segments[-1]).version == version:
+                if type(last) is Segment and not (total := sum(logprobs)) - total:  # `Segment.extend`, without a call
+                    last.token_ids.extend(token_ids)
+                    last.logprobs.extend(logprobs)
+                else:
+                    last.extend(token_ids, logprobs)
             else:
                 if version < 0 or (segments and max(s.version for s in segments) > version):
                     raise ValueError(f"policy versions never go back, but {version} came")
@@ -203,6 +207,7 @@ class Sample:
                 segments.append(last)
             self.length += count
         self.finish = finish
+        return count
 
     def observe(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> None:
         """Append tokens that an environment put in, and finish the sample if there is nothing more to say."""
