@@ -7,7 +7,8 @@ the bound, and with N' chosen automatically, over the same prompts and lengths. 
 counted.
 
 The aim: at least 95 % of the best fixed N' in 95 % of the workloads, never below 85 %, at no more than the best one's
-mean staleness plus 0.25. Settings of april were chosen on other seeds than those of the JSON file.
+mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/scheduling.md says which others had been looked at
+before the settings were final.
 
 Results are kept after every workload, and what is there is not measured again, but for the automatic choice with
 --auto.
