@@ -51,32 +51,29 @@ class StreamEngine:
         self._tasks[sample.id] = task
 
     async def _run(self, sample: Sample) -> None:
-        id = sample.id
+        """Queue what `generate` yields, with the sample's name, the version and, at the end, the finish reason."""
+        id, put, queue = sample.id, self._queue.put, self._queue
         async with self._slots:
             self.running += 1
+            left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
             try:
-                await self._read(sample)
+                async for token_ids, logprobs in self._generate(sample):
+                    left -= len(token_ids)
+                    if left <= 0 and token_ids:
+                        stopped = token_ids[-1] in sample.sampling.stop_token_ids
+                        finish = FinishReason.STOP if stopped else FinishReason.LENGTH
+                        put(Chunk(id, token_ids, logprobs, self.version, finish))
+                        return
+                    put(Chunk(id, token_ids, logprobs, self.version))
+                    if queue.full:
+                        await queue.space()
+                put(Chunk(id, (), (), self.version, FinishReason.STOP))
             except Exception as error:
-                self._queue.put(Chunk(id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
+                put(Chunk(id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
             finally:
                 self.running -= 1
                 if self._tasks.get(id) is asyncio.current_task():
                     del self._tasks[id]
-
-    async def _read(self, sample: Sample) -> None:
-        """Queue what `generate` yields, with the sample's name, the version and, at the end, the finish reason."""
-        id, stops, queue = sample.id, sample.sampling.stop_token_ids, self._queue
-        left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
-        async for token_ids, logprobs in self._generate(sample):
-            left -= len(token_ids)
-            if left <= 0 and token_ids:
-                finish = FinishReason.STOP if token_ids[-1] in stops else FinishReason.LENGTH
-                queue.put(Chunk(id, token_ids, logprobs, self.version, finish))
-                return
-            queue.put(Chunk(id, token_ids, logprobs, self.version))
-            if queue.full:
-                await queue.space()
-        queue.put(Chunk(id, (), (), self.version, FinishReason.STOP))
 
     async def poll(self) -> list[Chunk]:
         if self._tasks:

@@ -188,12 +188,12 @@ class Sample:
         count = len(token_ids)
         if count != len(logprobs):
             raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
-        if count > self.sampling.max_tokens - self.length + self.environment_tokens:
+        if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
             segments = self.segments
             if segments and (last := segments[-1]).version == version:
-                if type(last) is Segment and not (total := sum(logprobs)) - total:  # `Segment.extend`, without a call
+                if last.__class__ is Segment and not (total := sum(logprobs)) - total:  # without a call
                     last.token_ids.extend(token_ids)
                     last.logprobs.extend(logprobs)
                 else:
