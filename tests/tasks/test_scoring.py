@@ -10,7 +10,7 @@ from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Reward
 from april.tasks import length
 from april.tasks.math import math_verify
-from april.tasks.scoring import RewardFunction, SpecScorer, load_function
+from april.tasks.scoring import NamedFunction, SpecScorer, load_function
 from april.tasks.task import Problem, TaskSpec
 
 PROBLEM = Problem("p1", "2 + 2?", "4", {"level": 3, "source": "book"})
@@ -104,7 +104,7 @@ def test_module_dot_function_works_too():
 
 
 def test_functions_without_a_signature_get_response_and_answer():
-    function = RewardFunction("builtins:max")
+    function = NamedFunction("builtins:max")
     assert function.signature is None
     assert function(PROBLEM, "3") == "4"
 

@@ -32,7 +32,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Run:
+class ArmRun:
     """One run of the comparison.
 
     Args:
@@ -81,13 +81,13 @@ def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     }
 
 
-def _runs(arms: dict[str, list[str]], options: Options, flags: Sequence[str]) -> Iterator[Run]:
+def _runs(arms: dict[str, list[str]], options: Options, flags: Sequence[str]) -> Iterator[ArmRun]:
     """Every arm with every seed, the arms of one seed one after the other."""
     for seed in options.seeds:
         for arm, own in arms.items():
             directory = options.output / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
             place = ["--seed", str(seed), "--output", str(directory), "--if-exists", "rename"]
-            yield Run(arm, seed, directory, (*flags, *own, *place))
+            yield ArmRun(arm, seed, directory, (*flags, *own, *place))
 
 
 def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(slots=True)
-class Request:
+class InProcessRequest:
     sample_id: str
     received: int = 0
 
@@ -54,7 +54,7 @@ class VLLMInProcess:
         self.version = 0
         self._salt = 0
         self._numbers = itertools.count()
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, InProcessRequest] = {}
         self._new: list[tuple[str, Any, Any]] = []
         self._chunks: list[Chunk] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
@@ -98,7 +98,7 @@ class VLLMInProcess:
         )
         request_id = f"{sample.id}-{next(self._numbers)}"
         prompt = {"prompt_token_ids": ids, "cache_salt": str(self._salt)}
-        self._requests[request_id] = Request(sample.id)
+        self._requests[request_id] = InProcessRequest(sample.id)
         self._new.append((request_id, prompt, params))
 
     async def poll(self) -> list[Chunk]:

@@ -42,7 +42,7 @@ def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int]:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class ReplicaRequest:
     """What a replica was asked for one sample.
 
     Args:
@@ -91,8 +91,8 @@ class ReplicaEngine:
         self._patience = patience
         self._waiting: deque[tuple[str, list[int], int]] = deque()
         """What is still to be asked: a sample's id, its tokens so far and its budget."""
-        self._requests: dict[str, Request] = {}
-        self._parked: dict[str, Request] = {}
+        self._requests: dict[str, ReplicaRequest] = {}
+        self._parked: dict[str, ReplicaRequest] = {}
         self._interrupting = False
         self._queue = ChunkQueue()
 
@@ -127,13 +127,13 @@ class ReplicaEngine:
                 ),
                 name=f"generate {id}",
             )
-            self._expect(Request(id, token_ids, budget, answer))
+            self._expect(ReplicaRequest(id, token_ids, budget, answer))
 
-    def _expect(self, request: Request) -> None:
+    def _expect(self, request: ReplicaRequest) -> None:
         self._requests[request.sample_id] = request
         request.answer.add_done_callback(functools.partial(self._over, request))
 
-    def _over(self, request: Request, answer: asyncio.Task[Any]) -> None:
+    def _over(self, request: ReplicaRequest, answer: asyncio.Task[Any]) -> None:
         if self._requests.get(request.sample_id) is not request:
             return
         del self._requests[request.sample_id]
@@ -147,7 +147,7 @@ class ReplicaEngine:
         if not self._interrupting:
             self._send()
 
-    def _read(self, request: Request, output: Any) -> None:
+    def _read(self, request: ReplicaRequest, output: Any) -> None:
         ids, logprobs = list(output.token_ids), list(output.log_probs or ())
         version = output.extra_fields.get("global_steps")
         chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)

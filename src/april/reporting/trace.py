@@ -17,7 +17,7 @@ from april.rollout.trajectory import FinishReason
 
 FILE_NAME = "trace.jsonl"
 
-Outcome = Literal["finished", "interrupted", "waiting", "failed"]
+StayOutcome = Literal["finished", "interrupted", "waiting", "failed"]
 """How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed."""
 
 
@@ -35,7 +35,7 @@ class SpanRecord(TypedDict):
     """Response tokens it had at the end."""
     queued: float | None
     """Seconds in the engine's queue before it decoded; None if it never did."""
-    outcome: Outcome
+    outcome: StayOutcome
     resumed: bool
     """The sample came from the buffer rather than from a new prompt."""
 

@@ -27,7 +27,7 @@ class ScoreFunction(Protocol):
     def __call__(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> Any: ...
 
 
-class Part(NamedTuple):
+class WeightedReward(NamedTuple):
     """One of the rewards that are added up."""
 
     path: str
@@ -76,13 +76,15 @@ class SpecScorer:
         if len(set(names)) < len(names):
             self._parts = [part._replace(name=part.path) for part in self._parts]
 
-    def _part(self, path: str, weight: float) -> Part:
+    def _part(self, path: str, weight: float) -> WeightedReward:
         if path in OWN:
-            return Part(path, path, weight, _single(_own_scorer(self.spec, path)))
-        function = RewardFunction(path, self.spec.reward_scope)
+            return WeightedReward(path, path, weight, _single(_own_scorer(self.spec, path)))
+        function = NamedFunction(path, self.spec.reward_scope)
         if function.scope == "group":
             self.scope = "group"
-        return Part(path, function.name, weight, function.of_group if function.scope == "group" else _single(function))
+        return WeightedReward(
+            path, function.name, weight, function.of_group if function.scope == "group" else _single(function)
+        )
 
     def __reduce__(self) -> tuple[type[SpecScorer], tuple[TaskSpec]]:
         return SpecScorer, (self.spec,)
@@ -139,7 +141,7 @@ def _own_scorer(spec: TaskSpec, reward: str) -> Callable[[Problem, str, Any], fl
     return score_tagged
 
 
-class RewardFunction:
+class NamedFunction:
     """The user's own function, called `fn(response, answer, **metadata)`, or with group scope
     `fn(responses, answer, **metadata)`; it may be async.
 

@@ -104,7 +104,7 @@ def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: t
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of one sequence that a step computes together, the first of them at position `start`."""
 
     sequence: Sequence
@@ -194,7 +194,7 @@ class _Prefill:
         return self.masks[window]
 
 
-class Step:
+class ForwardPass:
     """One forward pass: every decoding sequence's last token and draft, and `chunks` of sequences that prefill.
 
     Attributes:
@@ -264,30 +264,30 @@ def _aligned(keys: int, tier: Tier[Sequence]) -> int:
     return min(-(-keys // 8) * 8, tier.length)
 
 
-def _drafts(sequences: Iterable[Sequence]) -> Iterator[Run]:
-    return (Run(each, each.kv_length + 1, each.draft) for each in sequences if each.draft)
+def _drafts(sequences: Iterable[Sequence]) -> Iterator[TokenRun]:
+    return (TokenRun(each, each.kv_length + 1, each.draft) for each in sequences if each.draft)
 
 
-def _prefills(chunks: Iterable[tuple[Sequence, int]]) -> Iterator[Run]:
+def _prefills(chunks: Iterable[tuple[Sequence, int]]) -> Iterator[TokenRun]:
     for sequence, size in chunks:
         start = sequence.kv_length
-        yield Run(sequence, start, sequence.tokens[start : start + size])
+        yield TokenRun(sequence, start, sequence.tokens[start : start + size])
 
 
-def _batches(runs: Iterable[Run]) -> list[list[Run]]:
+def _batches(runs: Iterable[TokenRun]) -> list[list[TokenRun]]:
     """Runs that share an attention call: of one tier, all fresh or none, padded to one another at little cost."""
 
-    def kind(run: Run) -> tuple[int, bool]:
+    def kind(run: TokenRun) -> tuple[int, bool]:
         assert run.sequence.tier is not None
         return run.sequence.tier.length, run.start > 0
 
-    def span(run: Run) -> tuple[int, int]:
+    def span(run: TokenRun) -> tuple[int, int]:
         return len(run.tokens), run.start
 
-    batches: list[list[Run]] = []
+    batches: list[list[TokenRun]] = []
     ordered = sorted(runs, key=lambda run: (*kind(run), *span(run)))
     for _, similar in groupby(ordered, key=kind):
-        batch: list[Run] = []
+        batch: list[TokenRun] = []
         total = 0
         for run in similar:
             size = len(run.tokens)
@@ -301,7 +301,7 @@ def _batches(runs: Iterable[Run]) -> list[list[Run]]:
     return [sorted(batch, key=lambda run: run.sequence.row) for batch in batches]
 
 
-def _prefill(group: list[Run], start: int, stop: int, device: torch.device) -> _Prefill:
+def _prefill(group: list[TokenRun], start: int, stop: int, device: torch.device) -> _Prefill:
     tier = group[0].sequence.tier
     assert tier is not None
     sizes = torch.tensor([len(run.tokens) for run in group])

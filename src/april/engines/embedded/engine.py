@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from april.engines.embedded.attention import Step
+from april.engines.embedded.attention import ForwardPass
 from april.engines.embedded.drafts import Drafter
 from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
@@ -242,7 +242,7 @@ class EmbeddedEngine:
         began = time.perf_counter()
         decoding = [sequence for tier in self._cache.tiers for sequence in tier.decoding]
         self._drafter.draft(decoding, sum(size for _, size in chunks))
-        step = Step(self._cache, chunks, self._model.device)
+        step = ForwardPass(self._cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         for sequence, size in chunks:
             sequence.kv_length += size

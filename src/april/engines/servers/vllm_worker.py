@@ -37,7 +37,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
-class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
@@ -86,7 +86,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 if "april" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("april", Receiver)
+    WeightTransferEngineFactory.register_engine("april", WeightReceiver)
 
 
 def refresh_output_layer(model: Any) -> None:

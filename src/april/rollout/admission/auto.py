@@ -24,10 +24,10 @@ import numpy as np
 
 from april.rollout.admission.admission import largest_target
 from april.rollout.admission.choice import Choice
-from april.rollout.admission.forecast import Forecast, Workload
+from april.rollout.admission.forecast import Conditions, Forecast
 from april.rollout.admission.lengths import LengthModel
-from april.rollout.admission.observed import Observed
 from april.rollout.admission.rates import EngineRates
+from april.rollout.admission.recent_steps import RecentSteps
 from april.rollout.engine import Engine
 from april.rollout.step import Alternative, Plan, Step
 
@@ -77,7 +77,7 @@ class AutoAdmission:
         self.training_seconds = training_seconds
         self.rates = EngineRates()
         self.current: Plan | None = None
-        self.observed = Observed()
+        self.observed = RecentSteps()
         self._planner = ThreadPoolExecutor(1, "april-admission")
         self._planned: Future[Plan] | None = None
 
@@ -122,7 +122,7 @@ class AutoAdmission:
         return Plan(min(batch_size + max(batch_size // 4, 1), self._largest(batch_size)), PROBE)
 
     def _choose(self, batch_size: int, lengths: LengthModel) -> Plan:
-        workload, scale, steps = self._workload(batch_size, lengths)
+        workload, scale, steps = self._conditions(batch_size, lengths)
 
         def forecast(target: int) -> Forecast:
             # A group that is turned away is replaced: the step has to complete more, with as many more under way.
@@ -156,7 +156,7 @@ class AutoAdmission:
         budget = 4 * self.observed.step_seconds * EFFORT / self._cost(batch_size)
         return int(min(max(budget, 18), most))
 
-    def _workload(self, batch_size: int, lengths: LengthModel) -> tuple[Workload, float, int]:
+    def _conditions(self, batch_size: int, lengths: LengthModel) -> tuple[Conditions, float, int]:
         """What a forecast plays with, by how much it is scaled, and for how many steps."""
         needed = batch_size / max(self.observed.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
@@ -166,7 +166,7 @@ class AutoAdmission:
         rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
-        workload = Workload(
+        conditions = Conditions(
             lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups),
             groups,
             max(round(capacity.slots * scale), 1),
@@ -194,7 +194,7 @@ class AutoAdmission:
         if not state:
             return  # a run that goes on with N' chosen for it, and had it set before
         self.rates.load_state_dict(state["rates"])
-        self.observed = Observed(**state["observed"])
+        self.observed = RecentSteps(**state["observed"])
         self.current = Plan(**state["plan"]) if state["plan"] else None
         if state["planned"]:
             self._planned = Future()

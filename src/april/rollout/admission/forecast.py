@@ -33,7 +33,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class Conditions:
     """What every forecast of one decision shares.
 
     Args:

@@ -14,7 +14,7 @@ RECENT = 0.8
 
 
 @dataclass(slots=True)
-class Observed:
+class RecentSteps:
     """Means over the last few steps; JSON types, so that `asdict` saves them."""
 
     steps: int = 0
