@@ -345,6 +345,14 @@ async def test_failures_are_in_the_steps_account_and_a_few_of_them_lose_no_repli
         assert all(member.ready for member in pool.members)
 
 
+async def test_samples_of_an_evaluation_keep_their_names() -> None:
+    async with pool_of(Machine("one"), Machine("other")) as pool:
+        rollouts = scheduler_of(pool, iter(()), lambda prompt, sample: 1.0, rollout_batch_size=1)
+        async with rollouts:
+            groups = await rollouts.evaluate([Prompt((1, 2)), Prompt((3,))], 3, SamplingParams(40))
+        assert all(group.complete for group in groups)
+
+
 async def test_a_replica_that_fails_most_of_its_requests_is_lost() -> None:
     bad, good = Machine("bad"), Machine("good")
     bad.fault = "HTTP 500"

@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
@@ -100,16 +101,7 @@ class EnginePool:
 
     def submit(self, sample: Sample) -> None:
         segments = [Segment(s.version, list(s.token_ids), list(s.logprobs)) for s in sample.segments]
-        copy = Sample(
-            sample.group_id,
-            sample.index,
-            sample.prompt_ids,
-            sample.sampling,
-            sample.seed,
-            segments,
-            length=sample.length,
-        )
-        self._place(copy)
+        self._place(replace(sample, segments=segments))
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health(), name="pool health")
 

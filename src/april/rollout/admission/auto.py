@@ -178,7 +178,7 @@ class AutoAdmission:
             self.observed.update_seconds,
             self.training_seconds,
         )
-        return workload, scale, steps
+        return conditions, scale, steps
 
     def state_dict(self) -> dict[str, Any]:
         planned = None if self._planned is None else self._planned.result()
