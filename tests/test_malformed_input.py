@@ -107,7 +107,7 @@ def read(content: bytes, spec: TaskSpec, suffix: str = ".jsonl") -> list[Problem
         path = Path(directory) / f"data{suffix}"
         path.write_bytes(content)
         try:
-            return read_problems(path, spec)
+            return read_problems(str(path), spec)
         except ValueError as error:
             wrong = str(error)
         assert str(path) in wrong, "the file is named"

@@ -128,7 +128,7 @@ def test_a_resumed_run_trains_on_what_the_saved_one_would_have(tmp_path: Path, o
     straight.train()
     straight.close()
     saved = json.loads((tmp_path / "checkpoint-2" / STATE).read_text())["rollout"]
-    assert sum(map(len, (s["segments"] for g in saved["buffer"]["groups"] for s in g["samples"]))) > 0
+    assert sum(map(len, (s["segments"] for g in saved["state"]["buffer"]["groups"] for s in g["samples"]))) > 0
 
     resumed = trainer(tmp_path, rollouts={"on_update": on_update}, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -167,7 +167,7 @@ def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> 
     )
     evaluated.train()
     waiting = evaluated._rollouts.adapter.state_dict()
-    assert waiting["buffer"]["groups"]
+    assert waiting["state"]["buffer"]["groups"]
     reward.seen.clear()
     evaluated.evaluate()
     asked = [(row["prompt"], row["answer"]) for row in held_out for _ in range(2)]

@@ -190,7 +190,7 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
     state = json.loads((saved / plugin.STATE).read_text())
     waiting = {
         (group["prompt"]["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
-        for group in state["scheduler"]["buffer"]["groups"]
+        for group in state["scheduler"]["state"]["buffer"]["groups"]
         for sample in group["samples"]
     }
     assert len(waiting) == N * G

@@ -169,7 +169,7 @@ def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Serv
         check(plugin.rollout(routed, saved, source).samples, seen)
         source.save(saved)
         state = json.loads(plugin.state_path(routed.save, saved).read_text())
-        buffered = state["scheduler"]["buffer"]["groups"]
+        buffered = state["scheduler"]["state"]["buffer"]["groups"]
         waiting = {group["prompt"]["id"]: [response_ids(sample) for sample in group["samples"]] for group in buffered}
         begun = [s for group in buffered for s in group["samples"] if s["finish"] is None and s["segments"]]
         if begun:

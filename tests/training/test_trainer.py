@@ -134,7 +134,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
     state = json.loads(next((run / "checkpoints").glob("*/april.json")).read_text())
     steps = state["log"]["steps"]
     assert steps >= 2
-    assert state["rollout"]["buffer"]["groups"], "what was unfinished is in the checkpoint"
+    assert state["rollout"]["state"]["buffer"]["groups"], "what was unfinished is in the checkpoint"
 
     resumed = april("train", "--resume", run, "--steps", steps + 2)
     assert resumed.returncode == 0, resumed.stderr

@@ -10,13 +10,13 @@ Invariants:
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
+from april.rollout.disk import sync_directory, sync_file
 from april.rollout.trajectory import Group, Sample
 
 DIRECTORY = "completions"
@@ -169,7 +169,9 @@ def write_rows(path: Path, rows: Sequence[Completion]) -> None:
     path.parent.mkdir(exist_ok=True)
     fresh = path.with_suffix(".new")
     pq.write_table(pa.Table.from_pylist([dict(row) for row in rows], schema=_schema()), fresh, compression="zstd")
-    os.replace(fresh, path)
+    sync_file(fresh)
+    fresh.replace(path)
+    sync_directory(path.parent)
 
 
 def _schema() -> Any:

@@ -250,7 +250,7 @@ def test_the_forecast_agrees_with_the_simulated_engine(ratio: float) -> None:
             self.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
 
     simulate(WORKLOAD, COST, steps=25, over_sampling_batch_size=Watching())
-    workload, _, steps = learned[0]._workload(8, learned[0].lengths)
+    workload, _, steps = learned[0]._conditions(8, learned[0].lengths)
     truth = {n: simulate(WORKLOAD, COST, steps=40, over_sampling_batch_size=n) for n in (12, 16, 24)}
     forecast = {n: workload.forecast(n, steps, steps // 3) for n in truth}
     for n, expected in forecast.items():
