@@ -81,11 +81,13 @@ def mismatches(monkeypatch: pytest.MonkeyPatch) -> Mismatches:
     seen = Mismatches()
     correct = objective.correct
 
-    def watched(kind: Any, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, **rest: Any):  # type: ignore[no-untyped-def]
+    def watched(
+        kind: Any, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Tensor, ages: Tensor, *rest: Any, **bounds: Any
+    ) -> Any:
         for found, chosen in ((seen.on_policy, ages == 0), (seen.off_policy, ages > 0)):
             if (mask & chosen).any():
                 found.append(float((prox - behaviour)[mask & chosen].abs().max()))
-        return correct(kind, logp, prox, behaviour, mask, ages, **rest)
+        return correct(kind, logp, prox, behaviour, mask, ages, *rest, **bounds)
 
     monkeypatch.setattr(objective, "correct", watched)
     return seen
