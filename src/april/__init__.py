@@ -6,6 +6,7 @@ from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError
+from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.rewards import RewardError
@@ -24,6 +25,8 @@ __all__ = [
     "ChunkError",
     "Engine",
     "EngineError",
+    "EnvStep",
+    "EnvironmentLost",
     "EventLoop",
     "FaultPolicy",
     "FinishReason",
@@ -42,4 +45,6 @@ __all__ = [
     "StalenessError",
     "Step",
     "StreamEngine",
+    "TokenIds",
+    "Turn",
 ]

@@ -35,7 +35,7 @@ from april.reporting.trace import TraceWriter, trace_of
 from april.reporting.trackers import TrackedRun, start_trackers
 from april.rollout.disk import write_whole
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Group
+from april.rollout.trajectory import Group
 
 SUMMARY = "summary.json"
 MOST_TRACKED = 16
@@ -212,7 +212,7 @@ def metrics_of(step: Step) -> dict[str, Any]:
         "response_length_p50": np.percentile(lengths, 50),
         "response_length_p99": np.percentile(lengths, 99),
         "response_length_max": lengths.max(),
-        "truncated_share": np.mean([sample.finish is FinishReason.LENGTH for sample in samples]),
+        "truncated_share": np.mean([sample.truncated for sample in samples]),
         "admission_reason": step.plan.reason,
         "expected_consumed_tokens_per_second": step.plan.consumed_tokens_per_second,
         "expected_staleness": step.plan.staleness,

@@ -13,7 +13,6 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from april.reporting.step_log import StepLog, scan
 from april.rollout.step import Span, Step
-from april.rollout.trajectory import FinishReason
 
 FILE_NAME = "trace.jsonl"
 
@@ -68,7 +67,7 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
     return {
         "step": number,
         "lengths": [sample.length for sample in samples],
-        "truncated": [sample.finish is FinishReason.LENGTH for sample in samples],
+        "truncated": [sample.truncated for sample in samples],
         "tokens_by_age": step.tokens_by_age.tolist(),
         "slots": slots,
         "spans": [_record(span) for span in step.spans],

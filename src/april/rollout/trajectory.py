@@ -28,7 +28,27 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The policy ended the response itself, with a stop token; the stop token is the last of the response."""
     LENGTH = "length"
-    """The response budget or the engine's context length ran out: the response is truncated."""
+    """The response budget ran out, or, of a sample without environment, the engine's context: it is truncated."""
+    CONTEXT = "context"
+    """An episode has no room left in the engine's context: it is truncated."""
+    TURNS = "turns"
+    """An episode had all its turns: it is truncated."""
+    DEADLINE = "deadline"
+    """An episode's environment took all the seconds it may: it is truncated."""
+    DONE = "done"
+    """The environment ended the episode."""
+    BRIDGE = "bridge"
+    """What the environment said cannot be put behind the turn token by token."""
+    FAILED = "failed"
+    """The environment failed, and the run is set to end episodes there."""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a budget ended the sample, not the policy nor the environment."""
+        return self in _TRUNCATED
+
+
+_TRUNCATED = frozenset({FinishReason.LENGTH, FinishReason.CONTEXT, FinishReason.TURNS, FinishReason.DEADLINE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +64,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
         top_k: keep the `top_k` most probable tokens; 0 keeps all.
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
-        stop_token_ids: a sample ends with the first of these that it draws.
+        stop_token_ids: a sample ends with the first of these that it draws; of an episode, the turn.
+        max_turns: turns of an episode with an environment; 0: no environment, the sample ends with its turn.
     """
 
     max_tokens: int = 1024
@@ -53,6 +74,7 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
+    max_turns: int = 0
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, rule: str) -> None:
@@ -64,6 +86,7 @@ class SamplingParams:
         require(0 < self.top_p <= 1, "top_p", "must lie in (0, 1]; 1 keeps every token")
         require(self.top_k >= 0, "top_k", "must be 0 (keep every token) or positive")
         require(0 <= self.min_p < 1, "min_p", "must lie in [0, 1); 0 keeps every token")
+        require(self.max_turns >= 0, "max_turns", "must be 0 (no environment) or positive")
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON types; `from_dict` restores them."""
@@ -131,6 +154,28 @@ class Segment:
         self.logprobs.extend(logprobs)
 
 
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What an environment answered to one turn, or to the reset that begins an episode.
+
+    `start` and `tokens` say where its tokens lie in the response; the turn that it answers ends before them.
+    """
+
+    start: int
+    """Response tokens before the observation's."""
+    tokens: int
+    """Of the observation, with what the chat template puts around it."""
+    reward: float = 0.0
+    done: bool = False
+    observation: str = ""
+    """Fingerprint of what the environment said."""
+    seconds: float = 0.0
+    """That the environment took."""
+    failed: bool = False
+    """The environment failed, and the observation says so: the turn has not reached it."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class Sample:
     """One response in the making: a prompt and the segments that follow it.
@@ -153,6 +198,8 @@ class Sample:
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     """What the reward function said beside its number."""
     id: str = ""
+    transitions: list[Transition] = field(default_factory=list)
+    """Of an episode: the reset's, and one for each turn that was answered."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -220,6 +267,22 @@ class Sample:
             self.length += len(token_ids)
             self.environment_tokens += len(token_ids)
         self.finish = finish
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a budget ended the sample."""
+        return self.finish is not None and self.finish.truncated
+
+    @property
+    def turns(self) -> int:
+        """Turns that an environment has answered."""
+        return max(len(self.transitions) - 1, 0)
+
+    def turn_ids(self, index: int) -> tuple[int, ...]:
+        """The tokens of the policy's turn `index`, the last one's as far as they came."""
+        before = self.transitions[index]
+        end = self.transitions[index + 1].start if index + 1 < len(self.transitions) else self.length
+        return tuple(self.response_ids[before.start + before.tokens : end])
 
     @property
     def response_ids(self) -> list[int]:

@@ -19,7 +19,7 @@ from april.rollout.engine import Engine, KVPolicy
 from april.rollout.params import RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step, rate
-from april.rollout.trajectory import FinishReason, Group, Prompt, SamplingParams
+from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
@@ -65,7 +65,7 @@ class StepRecord:
             staleness=step.staleness,
             tokens_by_age=step.tokens_by_age,
             lengths=np.array([sample.length for sample in samples]),
-            truncated=sum(sample.finish is FinishReason.LENGTH for sample in samples),
+            truncated=sum(sample.truncated for sample in samples),
         )
 
 

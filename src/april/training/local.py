@@ -36,7 +36,7 @@ from april.algorithms.truncation import WHOLE, Truncation
 from april.config.recipe import Recipe
 from april.config.settings import AlgorithmSettings, RolloutSettings
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Group, Sample
+from april.rollout.trajectory import Group, Sample
 from april.training.checkpoint import ADAPTER, load_tensors, save_tensors
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
@@ -148,7 +148,7 @@ class LocalLearner:
         """The step's samples with their advantages, and with whatever else is of the moment before any update."""
         samples = [sample for group in step.groups for sample in group.samples]
         batch = Batch.of(samples, step.version)
-        truncated = torch.tensor([sample.finish is FinishReason.LENGTH for sample in samples])
+        truncated = torch.tensor([sample.truncated for sample in samples])
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
         if self.objective.regularised:
             batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
