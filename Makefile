@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-verl lint format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-verl gpu lint format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
+	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make docs          build the documentation's site, into build/site"
 	@echo "make lint          ruff, mypy and the import contract only"
 
@@ -45,6 +46,10 @@ test-servers: setup
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
 	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_replicas.py
+
+# Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.
+gpu:
+	$(PYTHON) benchmarks/gpu.py
 
 lint: setup
 	$(BIN)/ruff check .

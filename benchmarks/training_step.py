@@ -102,7 +102,7 @@ class TRL:
             loss_type="dapo",
             beta=0.0,
             gradient_checkpointing=False,
-            use_cpu=True,
+            use_cpu=model.device.type == "cpu",
             bf16=False,
             report_to=[],
         )
@@ -121,7 +121,8 @@ class TRL:
             model.parameters(), lr=self.training.learning_rate, betas=self.training.betas, weight_decay=0.0
         )
         torch.manual_seed(0)
-        batch = tensors(samples, LocalLearner(copy.deepcopy(model), recipe).prepare(step).advantages)
+        batch = tensors(samples, LocalLearner(copy.deepcopy(model), recipe).prepare(step).advantages.cpu())
+        batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
         self.parts = split_tensor_dict(shuffle_sequence_dict(batch), parts)
 
     def run(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 VOCABULARY = 61
+DEVICE = os.environ.get("APRIL_TEST_DEVICE", "cpu")
+"""Where the models of these tests are; `benchmarks/gpu.py` runs them on a GPU."""
 
 
 def model(architecture: str = "qwen3", seed: int = 0, **settings: Any) -> PreTrainedModel:
@@ -58,7 +61,7 @@ def model(architecture: str = "qwen3", seed: int = 0, **settings: Any) -> PreTra
     torch.manual_seed(seed)
     policy = getattr(transformers, model_class)(getattr(transformers, config_class)(**shape | own | settings))
     sharpen(policy, 10)
-    return policy.eval()
+    return policy.eval().to(DEVICE)
 
 
 def sharpen(policy: PreTrainedModel, factor: float) -> None:
@@ -73,27 +76,28 @@ def perturb(policy: PreTrainedModel, seed: int) -> None:
     """Change the weights in place, as an optimiser does."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.parameters():
-        parameter += 0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator)
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        parameter += 0.1 * parameter.std() * noise
 
 
 @torch.no_grad()
 def reference(policy: PreTrainedModel, sample: Sample) -> torch.Tensor:
     """Log-probabilities [length] of the response under a plain forward pass; no top-k, top-p or min-p."""
-    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]])
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids]], device=DEVICE)
     logits = policy(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_ids) - 1 : -1]
     return pick(logits, sample.response_ids, sample.sampling.temperature)
 
 
 def pick(logits: torch.Tensor, tokens: list[int], temperature: float) -> torch.Tensor:
     scaled = logits / temperature if temperature else logits
-    return scaled.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return scaled.cpu().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @torch.no_grad()
 def cached(policy: PreTrainedModel, sample: Sample, tokens: int) -> DynamicCache:
     """Keys and values of the first `tokens` tokens of the sample under the policy's present weights."""
     cache = DynamicCache(config=policy.config)
-    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids][:tokens]])
+    ids = torch.tensor([[*sample.prompt_ids, *sample.response_ids][:tokens]], device=DEVICE)
     policy(input_ids=ids, past_key_values=cache, use_cache=True)
     return cache
 
@@ -103,7 +107,8 @@ def continuation(policy: PreTrainedModel, sample: Sample, cache: DynamicCache) -
     """Log-probabilities of the response tokens whose distributions `policy` computes after what `cache` holds."""
     held = cache.get_seq_length()
     ids = [*sample.prompt_ids, *sample.response_ids]
-    logits = policy(input_ids=torch.tensor([ids[held:-1]]), past_key_values=cache, use_cache=True).logits[0]
+    given = torch.tensor([ids[held:-1]], device=DEVICE)
+    logits = policy(input_ids=given, past_key_values=cache, use_cache=True).logits[0]
     return pick(logits, ids[held + 1 :], sample.sampling.temperature)
 
 

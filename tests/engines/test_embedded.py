@@ -16,6 +16,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import EngineError
 from april.rollout.trajectory import FinishReason, Sample, SamplingParams, Segment
 from tests.engines.architectures import (
+    DEVICE,
     SUPPORTED,
     VOCABULARY,
     append,
@@ -151,7 +152,8 @@ async def test_mixed_sampling_settings_in_a_batch() -> None:
     assert responses(together) == responses(alone)
     assert_behaviour(POLICY, together[:2])
     greedy = together[1]
-    logits = POLICY(input_ids=torch.tensor([[*greedy.prompt_ids, *greedy.response_ids]])).logits[0]
+    ids = torch.tensor([[*greedy.prompt_ids, *greedy.response_ids]], device=DEVICE)
+    logits = POLICY(input_ids=ids).logits[0]
     assert logits[2:-1].argmax(-1).tolist() == greedy.response_ids
 
 
@@ -385,7 +387,8 @@ async def test_the_model_is_left_as_it_is() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
     own = {parameter.data_ptr() for parameter in policy.parameters()}
     assert {parameter.data_ptr() for parameter in subject._model.module.parameters()} == own
-    policy(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    ids = torch.tensor([[1, 2, 3]], device=DEVICE)
+    policy(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())
     policy.eval()
     assert_behaviour(policy, done)
