@@ -430,9 +430,7 @@ def main() -> None:
         options.out.write_text(json.dumps(PARTS[options.part][0](bench)))
         return
     if bench.device != "cpu" and not torch.cuda.is_available():
-        sys.exit(
-            "torch sees no GPU here: install its CUDA or ROCm build, or pass --device cpu --tiny to try the script"
-        )
+        sys.exit("torch sees no GPU: install its CUDA or ROCm build, or try the script by --device cpu --tiny")
     results: dict[str, Any] = {"device": device_facts(bench.device)}
     for name in options.parts:
         results[name] = run_apart(name, bench)

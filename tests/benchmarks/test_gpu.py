@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
 
@@ -37,7 +36,7 @@ def test_a_part_that_is_not_done_in_time_costs_its_own_figures(monkeypatch: pyte
 def test_without_a_gpu_it_says_so() -> None:
     if gpu.torch.cuda.is_available():
         pytest.skip("there is one")
-    done = subprocess.run([sys.executable, BENCHMARKS / "gpu.py"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, gpu.__file__], capture_output=True, text=True)
     assert done.returncode == 1
     assert (
         done.stderr.strip()
