@@ -31,6 +31,7 @@ class PromptStream(Iterator[Prompt]):
         max_prompt_length: tokens a prompt may have; None for no limit.
         overlong_prompts: what a longer one means. "filter": it is passed over, counted in `filtered`, and the first is
             named in a warning. "error": ValueError.
+        template_arguments: see `encode`.
 
     Attributes:
         epoch: how often every problem was given.
@@ -50,6 +51,7 @@ class PromptStream(Iterator[Prompt]):
         chat_template: ChatTemplate = "auto",
         max_prompt_length: int | None = None,
         overlong_prompts: Literal["filter", "error"] = "filter",
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         if max_prompt_length is not None and max_prompt_length < 1:
             raise ValueError(f"max_prompt_length = {max_prompt_length}: must be at least 1, or None for no limit")
@@ -61,6 +63,7 @@ class PromptStream(Iterator[Prompt]):
         self.chat_template = chat_template
         self.max_prompt_length = max_prompt_length
         self.overlong_prompts = overlong_prompts
+        self.template_arguments = template_arguments
         self.epoch = 0
         self.position = 0
         self.filtered = 0
@@ -76,7 +79,7 @@ class PromptStream(Iterator[Prompt]):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._permutation()
             problem = self.task.problem(int(self._order[self.position]))
-            prompt = encode(problem, self.tokenizer, self.chat_template)
+            prompt = encode(problem, self.tokenizer, self.chat_template, self.template_arguments)
             if self._fits(prompt):
                 self.position += 1
                 return prompt

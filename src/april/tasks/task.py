@@ -191,11 +191,17 @@ class TaskSpec:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def encode(problem: Problem, tokenizer: Any, chat_template: ChatTemplate = "auto") -> Prompt:
+def encode(
+    problem: Problem,
+    tokenizer: Any,
+    chat_template: ChatTemplate = "auto",
+    template_arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
     """The problem as the token ids a policy continues, with the problem itself in the metadata.
 
     Args:
         tokenizer: a Hugging Face tokenizer. Plain text gets the special tokens that the tokenizer puts before text.
+        template_arguments: what the chat template is given beside the messages, such as tools.
 
     Raises:
         ValueError: the prompt is empty, or it needs a chat template that is not there.
@@ -208,7 +214,7 @@ def encode(problem: Problem, tokenizer: Any, chat_template: ChatTemplate = "auto
     if isinstance(prompt, str):
         token_ids = _without_eos(tokenizer(prompt).input_ids, tokenizer, prompt)
     else:
-        token_ids = _apply_chat_template(problem.id, prompt, tokenizer, chat_template)
+        token_ids = _apply_chat_template(problem.id, prompt, tokenizer, chat_template, template_arguments or {})
     if not token_ids:
         raise ValueError(f"problem {problem.id!r}: the tokenizer makes no token of its prompt {prompt!r}")
     metadata = {"prompt": problem.prompt, "answer": problem.answer, "metadata": dict(problem.metadata)}
@@ -221,7 +227,9 @@ def _without_eos(token_ids: Sequence[int], tokenizer: Any, text: str) -> Sequenc
     return token_ids[:-1] if added else token_ids
 
 
-def _apply_chat_template(id: str, messages: Messages, tokenizer: Any, chat_template: ChatTemplate) -> Sequence[int]:
+def _apply_chat_template(
+    id: str, messages: Messages, tokenizer: Any, chat_template: ChatTemplate, arguments: Mapping[str, Any]
+) -> Sequence[int]:
     if chat_template == "never":
         raise ValueError(f'problem {id!r} is a conversation, but chat_template = "never"; set it to "auto"')
     if not getattr(tokenizer, "chat_template", None):
@@ -229,7 +237,7 @@ def _apply_chat_template(id: str, messages: Messages, tokenizer: Any, chat_templ
             f"problem {id!r} is a conversation, but the tokenizer has no chat template: use a chat model's tokenizer, "
             "or plain-text prompts without a system prompt"
         )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **arguments})
     # The template writes every special token itself.
     token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False).input_ids
     return token_ids

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,20 @@ class Evaluation:
         return found, groups
 
 
-def held_out(task: Task, tokenizer: Any, chat_template: ChatTemplate, limit: int | None) -> list[Prompt]:
+def held_out(
+    task: Task,
+    tokenizer: Any,
+    chat_template: ChatTemplate,
+    limit: int | None,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
     """The task's held-out prompts; those of more than `limit` tokens are passed over, and counted in a warning.
 
     Raises:
         ValueError: none of them is short enough.
     """
-    prompts = [encode(task.problem(i, "eval"), tokenizer, chat_template) for i in range(task.eval_size)]
+    problems = (task.problem(i, "eval") for i in range(task.eval_size))
+    prompts = [encode(problem, tokenizer, chat_template, template_arguments) for problem in problems]
     fitting = [prompt for prompt in prompts if limit is None or len(prompt.token_ids) <= limit]
     if prompts and not fitting:
         raise ValueError(f"max_prompt_length = {limit}: every held-out prompt of {task.name} is longer")

@@ -1,0 +1,106 @@
+"""How a policy calls tools: the formats of chat templates, read.
+
+Invariants:
+- the format of a template is the one that reads back what the template writes;
+- a call that cannot be read is an error with its reason, for the policy to learn from; it is never passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+from april.rollout.environment import Message
+
+Call: TypeAlias = Mapping[str, Any]
+"""`{"name": ..., "arguments": {...}}`."""
+ToolFormat: TypeAlias = Callable[[str], Iterator["Call | BadCall"]]
+"""Reads the calls of a turn's text, in their order."""
+
+ERRORS = "tool_call_errors"
+"""The key of a message under which the calls are that could not be read: what was wrong with each."""
+
+
+class BadCall(str):
+    """What is wrong with a call, in a sentence for the policy."""
+
+    __slots__ = ()
+
+
+def hermes(text: str) -> Iterator[Call | BadCall]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3."""
+    for body, end in re.findall(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
+        yield _json_call(body, "arguments") if end else BadCall("a tool call does not end with </tool_call>")
+
+
+def llama(text: str) -> Iterator[Call | BadCall]:
+    """A turn that is nothing but `{"name": ..., "parameters": {...}}`: Llama 3. Several stand behind semicolons."""
+    body = text.strip().removeprefix("<|python_tag|>").strip()
+    if not body.startswith("{") or not re.search(r'"name"\s*:', body):
+        return
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(body):
+        try:
+            _, end = decoder.raw_decode(body, at)
+        except ValueError:
+            end = len(body)
+        yield _json_call(body[at:end], "parameters")
+        at = end + len(re.match(r"[\s;]*", body[end:]).group())  # type: ignore[union-attr]
+
+
+def qwen_xml(text: str) -> Iterator[Call | BadCall]:
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5."""
+    for body, end in re.findall(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL):
+        named = re.fullmatch(r"\s*<function=([^>\s]+)>(.*)</function>\s*", body, re.DOTALL)
+        if not end:
+            yield BadCall("a tool call does not end with </tool_call>")
+        elif not named:
+            yield BadCall("a tool call must hold <function=NAME>…</function>")
+        else:
+            values = re.findall(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", named[2], re.DOTALL)
+            yield {"name": named[1], "arguments": dict(values)}
+
+
+FORMATS: Mapping[str, ToolFormat] = {"hermes": hermes, "llama": llama, "qwen-xml": qwen_xml}
+
+
+def format_of(written: str, call: Call) -> ToolFormat | None:
+    """The format in which a template wrote `call`; None if it is none of `FORMATS`."""
+    body = re.sub(r"(<\|[^|>]*\|>|</s>)\s*\Z", "", written.strip())  # the token that ends the turn
+    for read in FORMATS.values():
+        if list(read(body)) == [call]:
+            return read
+    return None
+
+
+def message_of(text: str, read: ToolFormat) -> Message:
+    """A turn's text as the assistant's message. Calls are read behind the policy's thinking, not in it."""
+    thought, closed, said = text.rpartition("</think>")
+    found = list(read(said))
+    message: dict[str, Any] = {"role": "assistant", "content": said}
+    if closed:
+        message["reasoning_content"] = thought.removeprefix("<think>").strip("\n")
+    if calls := [{"type": "function", "function": call} for call in found if not isinstance(call, BadCall)]:
+        message["tool_calls"] = calls
+    if errors := [str(call) for call in found if isinstance(call, BadCall)]:
+        message[ERRORS] = errors
+    return message
+
+
+def _json_call(body: str, arguments_key: str) -> Call | BadCall:
+    try:
+        call = json.loads(body)
+    except ValueError as error:
+        return BadCall(f"a tool call is no valid JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return BadCall(f'a tool call must be a JSON object with "name" and "{arguments_key}"')
+    arguments = call.get(arguments_key, call.get("arguments", call.get("parameters", {})))
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    if not isinstance(arguments, dict):
+        return BadCall(f'"{arguments_key}" of the call of {call["name"]} must be a JSON object')
+    return {"name": call["name"], "arguments": arguments}
