@@ -1,0 +1,200 @@
+"""What it costs to take in the tokens of GPU servers: processor time a token, in the driver and in its clients.
+
+Servers that only play back (`playback.py`, processes of their own) send 256 streams a replica at 60 tokens/s each over
+real HTTP, in vLLM's or SGLang's format. The driver is what a run's is: the scheduler with its journal, over a pool of
+replicas. Two cores cannot play a million tokens/s back and read them as well: the servers then play as much as the
+machine gives, which is reported, and processor time a token does not depend on it. It is process time, so other load
+does not count.
+
+Every token and log-probability is checked against what was played, before and after an interrupt of all streams, and
+the count against what the servers say they have sampled.
+
+    python benchmarks/intake.py [--replicas 1 64] [--kind vllm sglang]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from playback import PERIOD, SLOTS, VOCABULARY, logprob_at, token_at
+from record import save, spread
+
+from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
+from april.engines.pool import EnginePool
+from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.vllm import connect_vllm
+from april.rollout.journal import Journal
+
+CONNECT: dict[str, Any] = {"vllm": connect_vllm, "sglang": connect_sglang}
+TICKS = os.sysconf("SC_CLK_TCK")
+TOKENS = np.array([token_at(0, i) for i in range(PERIOD)])
+LOGPROBS = np.array([logprob_at(0, i) for i in range(PERIOD)], dtype=np.float32)
+PROMPT = 64
+
+
+def processor_seconds(pid: int) -> float:
+    """What a process has used so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+def children() -> list[int]:
+    """This process's own children."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+@asynccontextmanager
+async def playing(kind: str, replicas: int, rate: float, processes: int) -> AsyncIterator[tuple[list[str], set[int]]]:
+    """URLs of `replicas` servers in processes of their own, and the processes."""
+    script = Path(__file__).with_name("playback.py")
+    started = []
+    urls = []
+    try:
+        for index in range(processes):
+            share = len(range(index, replicas, processes))
+            arguments = ["--kind", kind, "--replicas", str(share), "--rate", str(rate)]
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, script, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            )
+            started.append(process)
+        for process in started:
+            assert process.stdout is not None
+            urls += [f"http://127.0.0.1:{port}" for port in json.loads(await process.stdout.readline())]
+        yield urls, {process.pid for process in started}
+    finally:
+        for process in started:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def played(urls: list[str]) -> tuple[int, int]:
+    """Tokens sampled by all servers, and how many of them were sent."""
+    async with aiohttp.ClientSession() as session:
+        answers = []
+        for url in urls:
+            async with session.get(url + "/played") as response:
+                answers.append(await response.json())
+    return sum(answer["sampled"] for answer in answers), sum(answer["sent"] for answer in answers)
+
+
+def check(scheduler: RolloutScheduler) -> int:
+    """See that every sample holds exactly what was played for it; tokens in all."""
+    tokens = 0
+    for group in scheduler.buffer:
+        for sample in group.samples:
+            ids, first = sample.response_ids, sample.prompt_ids[0]
+            where = (first * 7919 + np.arange(len(ids))) % PERIOD
+            assert np.array_equal(TOKENS[where], ids), f"sample {sample.id}: other tokens came than were played"
+            assert np.array_equal(LOGPROBS[where], sample.logprobs), f"sample {sample.id}: other log-probabilities"
+            tokens += len(ids)
+    return tokens
+
+
+async def score(prompt: Prompt, sample: Any) -> float:
+    return 0.0
+
+
+async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> dict[str, float]:
+    """Generate for a while after warming up, then interrupt everything."""
+    collecting = asyncio.create_task(scheduler.collect())
+    began = time.perf_counter()
+    # Every stream is up and fast, and the first events, of a token each, are over.
+    while time.perf_counter() < began + seconds / 2 or scheduler.step_tokens < 8 * scheduler.in_flight:
+        await asyncio.sleep(0.2)
+        assert not collecting.done(), collecting.exception()
+    clients = [pid for pid in children() if pid not in others]
+    before = scheduler.step_tokens
+    wall, driver, client = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
+    await asyncio.sleep(seconds)
+    wall, driver = time.perf_counter() - wall, time.process_time() - driver
+    client = sum(map(processor_seconds, clients)) - client
+    tokens = scheduler.step_tokens - before
+    streams = scheduler.in_flight
+    began, used = time.perf_counter(), time.process_time()
+    collecting.cancel()
+    with suppress(asyncio.CancelledError):
+        await collecting
+    assert not collecting.cancelled() or scheduler.in_flight == 0
+    return {
+        "tokens_per_second": tokens / wall,
+        "driver_us_per_token": 1e6 * driver / tokens,
+        "clients_us_per_token": 1e6 * client / tokens,
+        "streams": streams,
+        "interrupt_seconds": time.perf_counter() - began,
+        "interrupt_driver_cpu_seconds": time.process_time() - used,
+    }
+
+
+async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Some runs on the same servers, each with an interrupt, every token checked."""
+    processes = min(replicas, args.processes)
+    async with playing(kind, replicas, args.rate, processes) as (urls, servers):
+        settings = {"vocab_size": VOCABULARY, **json.loads(args.settings)}
+        engines = [await CONNECT[kind](url, **settings) for url in urls]
+        engine = EnginePool(engines)
+        groups, size = replicas * SLOTS // 8, 8
+        prompts = (Prompt((i, PROMPT, *range(2, PROMPT)), str(i)) for i in itertools.count())
+        params = RolloutParams(
+            rollout_batch_size=groups, over_sampling_batch_size=groups, n_samples_per_prompt=size, max_staleness=None
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            journal = Journal(Path(folder) / "journal")
+            scheduler = RolloutScheduler(
+                engine, prompts, score, params, sampling=SamplingParams(args.tokens), journal=journal
+            )
+            runs = []
+            async with scheduler:
+                for _ in range(args.runs + 1):
+                    runs.append(await run(scheduler, args.seconds, servers))
+                    print(f"{kind} x {replicas}:", {name: round(value, 3) for name, value in runs[-1].items()})
+                    held = check(scheduler)
+                    sampled, sent = await played(urls)
+                    assert held == sampled == sent, f"{held} tokens arrived of {sampled} sampled, {sent} sent"
+            journal.close()
+        await engine.close()
+    # The first run begins all requests; the later ones resume them, as steps of a run do.
+    results = {name: spread([one[name] for one in runs[1:]]) for name in runs[0]}
+    return {**results, "tokens_checked": held, "tokens_lost": sampled - held, "server_processes": processes}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", nargs="+", choices=CONNECT, default=list(CONNECT))
+    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--rate", type=float, default=60.0, help="tokens/s of each stream")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
+    parser.add_argument("--runs", type=int, default=3, help="measurements after the first, which is left out")
+    parser.add_argument("--processes", type=int, default=2, help="processes that play back, at most")
+    parser.add_argument("--tokens", type=int, default=1 << 16, help="response budget")
+    parser.add_argument("--settings", default="{}", help="of the clients, as JSON")
+    parser.add_argument("--dry", action="store_true", help="save nothing")
+    args = parser.parse_args()
+    results: dict[str, Any] = {}
+    for kind in args.kind:
+        for replicas in args.replicas:
+            results[f"{kind}, {replicas} replicas"] = await measure(kind, replicas, args)
+    if not args.dry:
+        print(
+            save(
+                __file__,
+                {"streams_per_replica": SLOTS, "rate": args.rate, "settings": args.settings, "results": results},
+            )
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
