@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import orjson
+import msgspec
 
 PERIOD = 1 << 15
 """Places after which tokens repeat."""
@@ -168,14 +168,14 @@ class VLLM(Replica):
         spans = b"null"
         if reason is not None:
             total = stream.sent + count
-            spans = orjson.dumps([{"version": self.version, "start": 0, "end": total}] if total else [])
+            spans = msgspec.json.encode([{"version": self.version, "start": 0, "end": total}] if total else [])
         return (
             b'data: {"request_id":"%b","usage":null,"output_mode":"tokens","choices":[{"index":0,"finish_reason":%b,'
             b'"stop_reason":null,"token_ids":[%b],"routed_experts":null,"sampling_mask":null,"weight_versions":%b,'
             b'"logprobs":{"content":[%b]}}]}\n\n'
             % (
                 stream.id.encode(),
-                orjson.dumps(reason),
+                msgspec.json.encode(reason),
                 self.ids(start, count),
                 spans,
                 self.scored(start, count),
@@ -221,7 +221,7 @@ class SGLang(Replica):
         spans = b""
         if reason is not None:
             account = [{"version": self.version, "start": 0, "end": total}] if total else []
-            spans = b',"weight_versions":%b,"e2e_latency":1.25' % orjson.dumps(account)
+            spans = b',"weight_versions":%b,"e2e_latency":1.25' % msgspec.json.encode(account)
         return (
             b'data: {"output_ids":[%b],"meta_info":{"id":"%b","finish_reason":%b,"prompt_tokens":%d,'
             b'"weight_version":"%b","num_retractions":0,"output_token_logprobs":[%b],"output_token_logprobs_length":%d,'
@@ -292,7 +292,7 @@ class Connection(asyncio.Protocol):
             body = self.buffer[end + 4 : end + 4 + size]
             self.buffer = self.buffer[end + 4 + size :]
             method, path, _ = request.decode().split(" ")
-            self.request(method, path, orjson.loads(body) if body else None)
+            self.request(method, path, msgspec.json.decode(body) if body else None)
 
     def request(self, method: str, path: str, body: Any) -> None:
         if path == self.replica.generate_path:
@@ -301,7 +301,7 @@ class Connection(asyncio.Protocol):
             else:
                 self.transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
             return
-        answer = orjson.dumps(self.replica.call(method, path, body, self))
+        answer = msgspec.json.encode(self.replica.call(method, path, body, self))
         head = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
         self.transport.write(OK + head + answer)
 

@@ -84,8 +84,8 @@ class Dialect(Protocol):
         """The generate request; `salt` names the weights for prefix caches."""
         ...
 
-    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        """What an event adds to a stream. Raises RequestError if it says that the request failed."""
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
+        """What an event (JSON) adds to a stream. Raises RequestError if it says that the request failed."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> bool:

@@ -21,6 +21,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import Pausing, ServerInfo, local_vocab_size
 from april.engines.servers.server import ServerEngine
@@ -30,6 +32,33 @@ from april.rollout.engine import Capacity
 from april.rollout.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
+
+
+class Finished(msgspec.Struct, gc=False):
+    type: str
+    matched: Any = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Meta(msgspec.Struct, gc=False):
+    completion_tokens: int
+    weight_version: str
+    finish_reason: Finished | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_sampling_logprobs: list[float] | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """What april reads of an event; an error has no `meta_info`."""
+
+    output_ids: list[int] = []
+    meta_info: Meta | None = None
+    error: Any = None
+
+
+decode = msgspec.json.Decoder(Event).decode
 
 
 async def connect_sglang(url: str, **settings: Any) -> ServerEngine:
@@ -116,34 +145,35 @@ class SGLang:
             body["return_sampling_mask"] = True
         return body
 
-    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        if "error" in event:
-            raise RequestError(str(event["error"]))
-        meta = event["meta_info"]
-        ended = meta["finish_reason"]
-        reason = ended["type"] if ended else None
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
+        decoded = decode(event)
+        meta, output_ids = decoded.meta_info, decoded.output_ids
+        if decoded.error is not None or meta is None:
+            raise RequestError(str(decoded.error or "an event without meta_info came"))
+        ended = meta.finish_reason
+        reason = ended.type if ended else None
         if reason is not None and reason not in FINISH:
             raise RequestError(f"the request ended with {reason!r}")
-        if reason == "abort" and ended.get("status_code"):
-            raise RequestError(f"HTTP {ended['status_code']}: {ended.get('message')}")
-        new = meta["completion_tokens"] - (stream.received - stream.begun)
+        if ended is not None and reason == "abort" and ended.status_code:
+            raise RequestError(f"HTTP {ended.status_code}: {ended.message}")
+        new = meta.completion_tokens - (stream.received - stream.begun)
         # An event may repeat what came before: all of it without --incremental-streaming-output, and the last token in
         # the farewell of a request that was aborted while it waited. The count tells what is new.
-        if new < 0 or new > len(event["output_ids"]):
-            raise RequestError(f"{new} tokens are new in an event that holds {len(event['output_ids'])}")
-        spans = [(span["version"], span["start"], span["end"]) for span in meta.get("weight_versions") or ()]
+        if new < 0 or new > len(output_ids):
+            raise RequestError(f"{new} tokens are new in an event that holds {len(output_ids)}")
+        spans = [(span["version"], span["start"], span["end"]) for span in meta.weight_versions or ()]
         finish = FINISH[reason] if reason else None
-        if finish is FinishReason.STOP and ended["matched"] not in stream.sampling.stop_token_ids:
+        if finish is FinishReason.STOP and ended is not None and ended.matched not in stream.sampling.stop_token_ids:
             finish = "again"
         if not new:
             return Delta((), (), finish, spans=spans)
-        ids = event["output_ids"][-new:]
-        scored = meta["output_token_logprobs"][-new:]
+        ids = output_ids[-new:]
+        scored = meta.output_token_logprobs[-new:]
         if [entry[1] for entry in scored] != ids:
             raise RequestError("the log-probabilities are of other tokens than those sampled")
-        drawn = meta.get("output_token_sampling_logprobs")
+        drawn = meta.output_token_sampling_logprobs
         logprobs = drawn[-new:] if drawn is not None else [entry[0] for entry in scored]
-        return Delta(ids, logprobs, finish, meta["weight_version"], spans)
+        return Delta(ids, logprobs, finish, meta.weight_version, spans)
 
     async def abort(self, request_ids: Sequence[str]) -> bool:
         await asyncio.gather(*(self._http.post("/abort_request", {"rid": id}) for id in request_ids))

@@ -15,7 +15,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from april.engines.servers.client import RequestError
 from april.rollout.engine import Chunk
@@ -88,8 +90,8 @@ class Stream:
 
     def take_in(
         self,
-        events: Iterable[dict[str, Any]],
-        read: Callable[[dict[str, Any], Stream], Delta | None],
+        events: Iterable[bytes],
+        read: Callable[[bytes, Stream], Delta | None],
         deliver: Callable[[Stream, Chunk], None],
     ) -> Finish | None:
         """Deliver what events that arrived together add, as one chunk for each version; says how the stream ended.
@@ -103,7 +105,10 @@ class Stream:
         version = self.version
         try:
             for event in events:
-                delta = read(event, self)
+                try:
+                    delta = read(event, self)
+                except msgspec.DecodeError as error:
+                    raise RequestError(f"an event came that makes no sense ({error}): {event[:100]!r}") from None
                 if delta is None:
                     continue
                 self._check(delta)
@@ -133,13 +138,13 @@ class Stream:
         ids, logprobs = delta.token_ids, delta.logprobs
         if len(ids) != len(logprobs):
             raise RequestError(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        vocab_size = self.vocab_size
-        for token in ids:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise RequestError(f"token {token!r} came, which is outside the vocabulary")
-        for logprob in logprobs:
-            if not -math.inf < logprob <= LOGPROB_SLACK:
-                raise RequestError(f"log-probability {logprob!r} came")
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            token = next(token for token in ids if not 0 <= token < self.vocab_size)
+            raise RequestError(f"token {token!r} came, which is outside the vocabulary")
+        # The sum is finite only if all are.
+        if logprobs and not (math.isfinite(sum(logprobs)) and max(logprobs) <= LOGPROB_SLACK):
+            logprob = next(p for p in logprobs if not -math.inf < p <= LOGPROB_SLACK)
+            raise RequestError(f"log-probability {logprob!r} came")
         total = self.received + len(ids)
         if total > self.budget:
             raise RequestError(f"{total} tokens came where {self.budget} were asked for")

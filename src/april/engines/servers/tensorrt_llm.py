@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import ServerInfo
 from april.engines.servers.server import ServerEngine
@@ -27,6 +29,27 @@ from april.rollout.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "cancelled": "abort"}
 
+
+class Scores(msgspec.Struct, gc=False):
+    token_logprobs: list[float]
+
+
+class Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    logprobs: Scores | None = None
+    finish_reason: str | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """What april reads of an event."""
+
+    choices: list[Choice] = []
+    object: str | None = None
+    error: Any = None
+    message: str | None = None
+
+
+decode = msgspec.json.Decoder(Event).decode
 
 LoadWeights = Callable[[int, Any], Awaitable[None]]
 
@@ -90,20 +113,20 @@ class TensorRTLLM:
             "logprobs": 1,
         }
 
-    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        if "error" in event or event.get("object") == "error":
-            raise RequestError(str(event.get("error") or event.get("message")))
-        if not event["choices"]:
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
+        decoded = decode(event)
+        if decoded.error is not None or decoded.object == "error":
+            raise RequestError(str(decoded.error or decoded.message))
+        if not decoded.choices:
             return None
-        choice = event["choices"][0]
-        reason = choice.get("finish_reason")
+        choice = decoded.choices[0]
+        reason = choice.finish_reason
         if reason is not None and reason not in FINISH:
             raise RequestError(f"the request ended with {reason!r}")
-        ids = choice.get("token_ids") or []
-        scored = choice.get("logprobs")
-        if ids and not scored:
+        ids, scores = choice.token_ids or [], choice.logprobs
+        if ids and scores is None:
             raise RequestError("no log-probabilities came: this version of trtllm-serve does not stream them")
-        return Delta(ids, scored["token_logprobs"] if ids else (), FINISH[reason] if reason else None)
+        return Delta(ids, scores.token_logprobs if scores and ids else (), FINISH[reason] if reason else None)
 
     async def abort(self, request_ids: Sequence[str]) -> bool:
         return False

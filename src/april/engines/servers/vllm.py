@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import Pausing, ServerInfo, has_tied_head, local_vocab_size
 from april.engines.servers.server import ServerEngine
@@ -23,6 +25,32 @@ from april.rollout.engine import Capacity, EngineError
 from april.rollout.trajectory import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
+
+
+class Score(msgspec.Struct, gc=False):
+    token_id: int
+    logprob: float
+
+
+class Scores(msgspec.Struct, gc=False):
+    content: list[Score] | None = None
+
+
+class Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    logprobs: Scores | None = None
+    finish_reason: str | None = None
+    weight_versions: list[dict[str, Any]] | None = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """What april reads of an event. The server sends each log-probability twice, with its rank; that is skipped."""
+
+    choices: list[Choice] = []
+    error: Any = None
+
+
+decode = msgspec.json.Decoder(Event).decode
 
 
 async def connect_vllm(url: str, **settings: Any) -> ServerEngine:
@@ -117,21 +145,22 @@ class VLLM:
             },
         }
 
-    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
-        if "error" in event:
-            raise RequestError(str(event["error"]))
-        if not event["choices"]:
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
+        decoded = decode(event)
+        if decoded.error is not None:
+            raise RequestError(str(decoded.error))
+        if not decoded.choices:
             return None
-        choice = event["choices"][0]
-        ids = choice["token_ids"]
-        content = choice["logprobs"]["content"] if choice["logprobs"] else []
-        if [entry["token_id"] for entry in content] != ids:
+        choice = decoded.choices[0]
+        ids = choice.token_ids or []
+        content = (choice.logprobs and choice.logprobs.content) or []
+        if [score.token_id for score in content] != ids:
             raise RequestError("the log-probabilities are of other tokens than those sampled")
-        reason = choice["finish_reason"]
+        reason = choice.finish_reason
         if reason is not None and reason not in FINISH:
             raise RequestError(f"the request ended with {reason!r}")
-        spans = [(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or ()]
-        logprobs = [entry["logprob"] for entry in content]
+        spans = [(span["version"], span["start"], span["end"]) for span in choice.weight_versions or ()]
+        logprobs = [score.logprob for score in content]
         return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
 
     async def abort(self, request_ids: Sequence[str]) -> bool:
