@@ -186,7 +186,7 @@ class OneVersion(SGLang):
     expected: str | None = None
     """slime's name for the weights."""
 
-    def read(self, event: dict[str, Any], stream: Stream) -> Delta | None:
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
         delta = super().read(event, stream)
         if delta is None:
             return None
