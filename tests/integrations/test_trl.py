@@ -18,7 +18,8 @@ from peft import LoraConfig, get_peft_model
 
 from april.extras import install_command
 from april.integrations.requirement import require
-from april.integrations.trl import STATE, GRPOTrainer, PartialRollouts, ShuffledRows
+from april.integrations.trl import GRPOTrainer, PartialRollouts
+from april.integrations.trl_rollouts import STATE, ShuffledRows
 from april.rollout.trajectory import Prompt
 from tests import tiny
 from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
@@ -277,12 +278,6 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: 
     with pytest.raises(ValueError, match=message) as caught:
         trainer(tmp_path, **settings)
     assert "\n" not in str(caught.value)
-
-
-def test_several_processes_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trl.GRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match="2 processes: april's trainers for TRL run in one process so far"):
-        trainer(tmp_path)
 
 
 def test_several_gpus_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from datasets import Dataset
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
 
-from april.integrations.trl import STATE, PartialRollouts
 from april.integrations.trl_async import AsyncGRPOTrainer
+from april.integrations.trl_rollouts import STATE, PartialRollouts
 from tests import tiny
 from tests.integrations.trl_trainer import TEMPLATE, Reward
 

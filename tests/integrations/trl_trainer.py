@@ -34,15 +34,17 @@ class Reward:
 
 
 class Watched(GRPOTrainer):
-    """Keeps the groups of every training batch and what the loss is given for them."""
+    """Keeps the groups of every training batch, this process's rows of it, and what the loss is given for them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.batches: list[tuple[list[Any], dict[str, Any]]] = []
+        self.rows: list[tuple[list[Any], dict[str, Any]]] = []
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         training = self.model.training
         output = super()._generate_and_score_completions(inputs)
         if training:
             self.batches.append((list(self._rollouts.groups), dict(output)))
+            self.rows.append((list(self._rollouts.rows), dict(output)))
         return output

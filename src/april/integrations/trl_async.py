@@ -29,12 +29,11 @@ from transformers import AutoTokenizer
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
 from april.integrations.requirement import require
-from april.integrations.trl import (
+from april.integrations.trl import check_arguments, check_rows
+from april.integrations.trl_rollouts import (
     Checkpoint,
     PartialRollouts,
     ShuffledRows,
-    check_arguments,
-    check_rows,
     encoder,
     partial_rollouts_of,
     read_state,
@@ -82,6 +81,8 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         settings = partial_rollouts_of(partial_rollouts)
         args = args or AsyncGRPOConfig(f"{Path(model).name}-AsyncGRPO")
         check_arguments(args)
+        if args.world_size != 1:
+            raise ValueError(f"{args.world_size} processes: april's AsyncGRPOTrainer runs in one process so far")
         for name in ("peft_config", "tools", "environment_factory"):
             if more.get(name) is not None:
                 raise ValueError(f"{name}: not supported with april yet; leave it out, or use TRL's AsyncGRPOTrainer")

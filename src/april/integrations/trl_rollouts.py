@@ -1,0 +1,335 @@
+"""What TRL's trainers share with april: how rollouts are generated for either, and what of them is in a checkpoint.
+
+Invariants:
+- the scheduler is in process 0, and has all groups of the job (`ranks.py`); every process gets as many rows as it
+  asked for, and TRL finds the rows of a group next to each other once it has gathered them;
+- the engine has the weights of the optimizer step that asks; a generation batch after an update is a new version.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from april.config.checking import check_engine
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.config.settings import EngineSettings, ModelSettings
+from april.integrations.adapter import RolloutAdapter
+from april.integrations.ranks import Hands, Job, JobEngine, Order, Reply
+from april.rollout.disk import write_whole
+from april.rollout.engine import Engine
+from april.rollout.event_loop import EventLoop
+from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.training.engines import engine_of
+from april.training.weights import transfer_of
+
+logger = logging.getLogger(__name__)
+
+STATE = "april.json"
+"""The file of a TRL checkpoint that holds what waits."""
+FORMAT = 1
+
+Row = tuple[Mapping[str, Any], Sample]
+"""A row of TRL's dataset, and a completion of its prompt."""
+
+
+@dataclass(kw_only=True)
+class PartialRollouts(EngineSettings):
+    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_running`,
+    `on_update`, `urls`, …).
+
+    Args:
+        over_sampling_batch_size: Prompts under way (N'); auto: chosen every generation batch from what was observed.
+        max_staleness: The most generation batches between a group's first token and the update that trains on it.
+    """
+
+    over_sampling_batch_size: int | Literal["auto"] = "auto"
+    max_staleness: int = MAX_STALENESS
+
+    def __post_init__(self) -> None:
+        try:
+            check_engine(self)
+        except ConfigError as error:
+            raise ValueError(f"PartialRollouts: {error}") from None
+
+    def params(self, batch_size: int, group_size: int, bound: int, bound_name: str = "max_staleness") -> RolloutParams:
+        """How many groups of TRL's batches are under way, and how old they may be.
+
+        Raises:
+            ValueError: fewer than a batch, or more than the bound allows.
+        """
+        return RolloutParams(
+            rollout_batch_size=batch_size,
+            n_samples_per_prompt=group_size,
+            over_sampling_batch_size=self.over_sampling_batch_size,
+            max_staleness=bound,
+            names={"rollout_batch_size": "N (prompts a batch)", "max_staleness": bound_name},
+        )
+
+
+class Rollouts:
+    """The engine, what waits, and the weights between them. It knows TRL's model and rows, not its trainer.
+
+    Every method but `close` is called by all processes of the job at the same time.
+    """
+
+    def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
+        args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
+        dtype: Any = str(model.dtype).removeprefix("torch.")
+        recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
+        directory = Path(args.output_dir)
+        self.job = Job()
+        self.encode = encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
+        self.group_size: int = trainer.num_generations
+        self.transfer = transfer_of(recipe, model, tokenizer, directory)
+        self.rows: Sequence[Row] = ()
+        """What the last call brought, in the order of the rows that TRL gets in this process."""
+        self.groups: Sequence[Group] = ()
+        """In process 0, the groups of the last call."""
+        self.metrics: list[dict[str, float]] = []
+        self.loaded: int | None = None
+        """The optimizer step whose weights the engine has; None if it has others, or nobody knows."""
+        self.trained: int | None = None
+        """The optimizer step at which groups were last collected for training."""
+        self._loop = EventLoop("april rollouts")
+        self._stack = AsyncExitStack()
+        self._hands: Hands | None = None
+        try:
+            self.engine = self._engine(recipe, model, directory)
+            if self.job.leads:
+                assert self.engine is not None
+                batch_size = args.generation_batch_size // trainer.num_generations
+                self.adapter = RolloutAdapter(
+                    self.engine,
+                    settings.params(batch_size, trainer.num_generations, settings.max_staleness),
+                    extra=ShuffledRows(trainer.train_dataset, self.encode, args.seed),
+                    sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
+                    seed=args.seed,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _engine(self, recipe: Recipe, model: Any, directory: Path) -> Engine | None:
+        """What generates: servers, which process 0 alone drives, or the engines of all processes."""
+
+        def enter() -> Engine:
+            return self._loop.run(self._stack.enter_async_context(engine_of(recipe, model, directory)))
+
+        if self.job.size == 1:
+            return enter()
+        if recipe.engine.engine == "vllm-inproc":
+            raise ValueError(
+                f'engine = "vllm-inproc" in {self.job.size} processes: not run yet; use "embedded" or "vllm"'
+            )
+        if recipe.engine.engine != "embedded":
+            made: list[Engine] = []
+
+            def start() -> Sequence[None]:
+                made.append(enter())
+                return [None] * self.job.size
+
+            self.job.together(start, self._follow)
+            return made[0] if made else None
+        own = enter()
+        self._hands = Hands(own, self.transfer, self._loop)
+        capacities = self.job.gather(own.capacity)
+        keeps = recipe.engine.on_update == "keep"
+        return JobEngine(self.job, self._hands, capacities, keeps) if self.job.leads else None
+
+    def _follow(self, order: Order) -> Reply:
+        assert self._hands is not None, "there are no engines but the leader's"
+        return self._hands(order)
+
+    def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Collect a generation batch under the weights of optimizer step `step`, asking for this process's `rows`.
+
+        Args:
+            rows: each as often as its prompt has completions, as TRL gives them.
+        """
+        newer = self.trained is not None and not step == self.trained == self.loaded
+        asked = [row for mine in self.job.gather(list(rows)) for row in mine]
+
+        def collect() -> list[list[Row]]:
+            if newer:
+                self._loop.run(self.adapter.update_weights(self.transfer.offer(self.adapter.version + 1)))
+                self.loaded = step
+            self._load(step)
+            collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in asked[:: self.group_size]]))
+            self.metrics.append(collected.metrics())
+            return self._dealt(collected.groups, [len(asked) // self.job.size] * self.job.size)
+
+        self.rows = self.job.together(collect, self._follow)
+        self.transfer.withdraw()  # from here on TRL trains
+        self.trained = self.loaded = step
+
+    def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Generate one completion for each of `rows`, which TRL repeats itself."""
+        asked = self.job.gather(list(rows))
+
+        def generate() -> list[list[Row]]:
+            self._load(step)
+            prompts = [self.encode(row) for mine in asked for row in mine]
+            return self._dealt(self._loop.run(self.adapter.evaluate(prompts)), [len(mine) for mine in asked])
+
+        self.rows = self.job.together(generate, self._follow)
+        self.loaded = step
+
+    def _dealt(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
+        """The samples of `groups` as rows, so many for each process."""
+        self.groups = groups
+        rows = [(group.prompt.metadata, sample) for group in groups for sample in group.samples]
+        assert len(rows) == sum(counts)
+        stops = np.cumsum(counts).tolist()
+        return [rows[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+    def _load(self, step: int) -> None:
+        """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
+        if step != self.loaded:
+            self._loop.run(self.adapter.load_weights(self.transfer.offer(self.adapter.version)))
+            self.loaded = step
+
+    def take_metrics(self) -> dict[str, float]:
+        """In process 0, means over the generation batches since the last call; of maxima, the maximum."""
+        taken, self.metrics = self.metrics, []
+        if not taken:
+            return {}
+        means = {f"april/{name}": fmean(metrics[name] for metrics in taken) for name in taken[0]}
+        return means | {"april/staleness_max": max(metrics["staleness_max"] for metrics in taken)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """In process 0: all there is, of the whole job. Nothing in it depends on the number of processes."""
+        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        assert self.engine is not None
+        self.engine.forget()
+        return {"trained": self.trained, "rollout": self.adapter.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state_dict` gave process 0; None: with no rollouts under way."""
+        found = self.job.scatter([state is not None and (state["trained"],)] * self.job.size)
+        if found:
+            (self.trained,), self.loaded = found, None
+        if state is not None and self.job.leads:
+            self.adapter.load_state_dict(state["rollout"])
+
+    def close(self) -> None:
+        if self._stack is not None:
+            stack, self._stack = self._stack, None  # type: ignore[assignment]
+            self._loop.run(stack.aclose())
+            self._loop.close()
+
+
+class ShuffledRows(Iterator[Prompt]):
+    """A dataset's rows as prompts, epoch after epoch, in an order that follows from (seed, epoch).
+
+    These are the prompts that bring what is under way from N to N'; the dataloader asks for its own.
+    """
+
+    def __init__(self, dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed: int) -> None:
+        self.dataset = dataset
+        self.encode = encode
+        self.seed = seed
+        self.drawn = 0
+        self._epoch = 0
+        self._order = self._permutation()
+
+    def _permutation(self) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, self._epoch)).permutation(len(self.dataset))
+
+    def __next__(self) -> Prompt:
+        epoch, position = divmod(self.drawn, len(self.dataset))
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._permutation()
+        self.drawn += 1
+        return self.encode(self.dataset[int(self._order[position])])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+class Checkpoint(TrainerCallback):
+    """Puts what waits into each checkpoint that TRL writes.
+
+    Args:
+        rollouts: has `state_dict`.
+    """
+
+    def __init__(self, rollouts: Any) -> None:
+        self.rollouts = rollouts
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        write_whole(checkpoint / STATE, json.dumps({"format": FORMAT, **self.rollouts.state_dict()}))
+
+
+def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> dict[str, Any] | None:
+    """What `Checkpoint` wrote into the checkpoint that TRL is to resume from; None if there is none."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        return None
+    path = Path(checkpoint) / STATE
+    if not path.exists():
+        logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
+        return None
+    state: dict[str, Any] = json.loads(path.read_text())
+    if state["format"] != FORMAT:
+        raise ValueError(f"{path}: format {state['format']}, but this version of april reads {FORMAT}")
+    return state
+
+
+def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Prompt]:
+    """How TRL tokenizes the prompt of a row, with the whole row as the prompt's metadata."""
+
+    def encode(row: Mapping[str, Any]) -> Prompt:
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            token_ids = tokenizer(text=prompt)["input_ids"]
+        else:
+            token_ids = tokenizer.apply_chat_template(
+                conversation=prompt,
+                chat_template=template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **options,
+            )["input_ids"]
+        return Prompt(tuple(token_ids), metadata=dict(row))
+
+    return encode
+
+
+def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How TRL's arguments say that tokens are drawn; either of its trainers'."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def partial_rollouts_of(given: Any) -> PartialRollouts:
+    if given is not None and not isinstance(given, PartialRollouts):
+        raise ValueError(f"partial_rollouts is a {type(given).__name__}: pass PartialRollouts(...)")
+    return given or PartialRollouts()
