@@ -383,7 +383,7 @@ async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_bein
     )
     with pytest.raises(RejectionError):
         await run(stuck, 1)
-    assert 8 <= stuck._rewards._hanging < 16, "those that were running already, and no more"
+    assert 8 <= stuck._rewards._threads.hanging < 16, "those that were running already, and no more"
     never.set()
 
 

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, SamplingParams, Segment
+from april.rollout.trajectory import Transition
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
 """Tokens of a chunk, and by how much the version grew before it."""
 
 
-def start(max_tokens: int = 100, n: int = 2) -> Group:
-    return Group.start(7, Prompt((1, 2), "p", {"answer": "x"}), n, SamplingParams(max_tokens, stop_token_ids=(1,)), 3)
+def start(max_tokens: int = 100, n: int = 2, max_turns: int = 0) -> Group:
+    sampling = SamplingParams(max_tokens, stop_token_ids=(1,), max_turns=max_turns)
+    return Group.start(7, Prompt((1, 2), "p", {"answer": "x"}), n, sampling, 3)
 
 
 @given(CHUNKS)
@@ -117,10 +119,15 @@ def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, fl
 
 
 def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
-    group = start(max_tokens=3)
+    group = start(max_tokens=3, max_turns=2)
     sample = group.samples[0]
-    sample.extend([1, 2], [-1.0, -1.0], 4)
-    sample.observe([8, 9, 10])
+    sample.observe([], Transition(0, 0))
+    sample.extend([1, 2], [-1.0, -1.0], 4, FinishReason.STOP)
+    assert sample.awaits_environment
+    assert sample.finish is None
+    with pytest.raises(ValueError, match="turn has ended"):
+        sample.extend([3], [-1.0], 4)
+    sample.observe([8, 9, 10], Transition(2, 3, 0.5))
     assert (sample.length, sample.policy_tokens, sample.budget_left) == (5, 2, 1)
     sample.extend([3], [-2.0], 4)
     assert sample.versions.tolist() == [4, 4, -1, -1, -1, 4]
@@ -128,6 +135,8 @@ def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
     assert sample.logprobs.tolist() == [-1, -1, 0, 0, 0, -2]
     assert group.to_dict() == Group.from_dict(group.to_dict()).to_dict()
     assert (group.tokens, group.environment_tokens) == (3, 3)
-    sample.observe([], FinishReason.STOP)
+    assert (sample.turn_ids(0), sample.turn_ids(1)) == ((1, 2), (3,))
+    sample.extend([], [], 4, FinishReason.STOP)
+    sample.observe([], Transition(6, 0), FinishReason.DONE)
     with pytest.raises(ValueError, match="has finished"):
-        sample.observe([1])
+        sample.observe([1], Transition(6, 1))

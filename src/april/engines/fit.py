@@ -14,7 +14,7 @@ def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: st
         ValueError: names the sample, the limit and the remedy.
     """
     total = len(sample.prompt_ids) + sample.sampling.max_tokens
-    if total > context_length:
+    if total > context_length and not sample.sampling.max_turns:  # an episode ends where the context does
         raise ValueError(
             f"sample {sample.id}: a prompt of {len(sample.prompt_ids)} tokens and a response budget of "
             f"{sample.sampling.max_tokens} do not fit {engine}, whose context length is {context_length}: shorten the "
@@ -22,6 +22,11 @@ def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: st
         )
     if not sample.prompt_ids:
         raise ValueError(f"sample {sample.id}: the prompt is empty")
+    if len(sample.prompt_ids) + sample.length >= context_length:
+        raise ValueError(
+            f"sample {sample.id}: {len(sample.prompt_ids) + sample.length} tokens fill the context of {engine}, "
+            f"{context_length} tokens"
+        )
     if sample.budget_left < 1:
         raise ValueError(f"sample {sample.id}: nothing is left of its response budget")
     segments = (segment.token_ids for segment in sample.segments)

@@ -222,9 +222,10 @@ class EnginePool:
         if chunk.token_ids or chunk.finish is not None:
             self._router.went_on(sample.id)
             self._queue.put(chunk._replace(error=None))
-        if sample.finish is not None:
+        if chunk.finish is not None:
             del member.samples[sample.id]
-            self._router.forget([sample.id])
+            if sample.finish is not None:  # else its turn has, and its prefix stays where it is
+                self._router.forget([sample.id])
         elif chunk.error is not None:
             del member.samples[sample.id]
             self._failed(member, sample, chunk.error)

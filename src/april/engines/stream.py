@@ -55,7 +55,7 @@ class StreamEngine:
         id, put, queue = sample.id, self._queue.put, self._queue
         async with self._slots:
             self.running += 1
-            left = min(sample.budget_left, self.capacity.context_length - len(sample.prompt_ids) - sample.length)
+            left = sample.room(self.capacity.context_length)
             try:
                 async for token_ids, logprobs in self._generate(sample):
                     left -= len(token_ids)

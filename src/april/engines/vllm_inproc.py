@@ -85,7 +85,7 @@ class VLLMInProcess:
         require_fit(sample, self.capacity.context_length, self._vocab_size, "vLLM in this process")
         ids = [*sample.prompt_ids, *sample.response_ids]
         params = SamplingParams(
-            max_tokens=sample.budget_left,
+            max_tokens=sample.room(self.capacity.context_length),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

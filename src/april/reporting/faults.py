@@ -18,7 +18,15 @@ MOST = 20
 """Different failures, and quarantined groups, that a line names."""
 LONGEST = 500
 """Characters of an error."""
-KINDS = {"reward": "reward error", "reward timeout": "reward timeout", "engine": "engine request failed"}
+KINDS = {
+    "reward": "reward error",
+    "reward timeout": "reward timeout",
+    "engine": "engine request failed",
+    "environment": "environment failed",
+    "environment timeout": "environment took too long",
+    "environment lost": "environment lost, and made anew",
+    "environment restart": "episode begun again",
+}
 
 
 class FaultLog(StepLog):

@@ -203,7 +203,7 @@ def metrics_of(step: Step) -> dict[str, Any]:
     """The metrics that a rollout step has by itself."""
     samples = [sample for group in step.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
-    lengths = np.array([sample.length for sample in samples])
+    lengths = np.array([sample.policy_tokens for sample in samples])
     return {
         **step.metrics(),
         "reward": rewards.mean(),

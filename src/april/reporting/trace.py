@@ -16,8 +16,9 @@ from april.rollout.step import Span, Step
 
 FILE_NAME = "trace.jsonl"
 
-StayOutcome = Literal["finished", "interrupted", "waiting", "failed"]
-"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed."""
+StayOutcome = Literal["finished", "interrupted", "waiting", "failed", "turn"]
+"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed;
+its turn ended, and its environment answers."""
 
 
 class SpanRecord(TypedDict):
@@ -66,7 +67,7 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
     samples = [sample for group in step.groups for sample in group.samples]
     return {
         "step": number,
-        "lengths": [sample.length for sample in samples],
+        "lengths": [sample.policy_tokens for sample in samples],
         "truncated": [sample.truncated for sample in samples],
         "tokens_by_age": step.tokens_by_age.tolist(),
         "slots": slots,

@@ -2,8 +2,8 @@
 
 Invariants, checked by `Buffer.check` at the end of every step:
 - admitted = under way + trained + rejected, and no group is counted twice;
-- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected; and so is
-  every token that an environment put in.
+- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected, and those of
+  episodes that had to begin again; and so is every token that an environment put in.
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ class Rejection(StrEnum):
     """Its reward function failed, and the run is set to leave such groups out."""
     ENGINE = "engine"
     """A request of it kept failing."""
+    ENVIRONMENT = "environment"
+    """An environment of it kept failing."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Groups and tokens that met one fate."""
+    """Groups, or episodes that began again, and tokens that met one fate."""
 
     groups: int = 0
     tokens: int = 0
     environment_tokens: int = 0
 
     def count(self, group: Group) -> None:
-        self.groups += 1
-        self.tokens += group.tokens
-        self.environment_tokens += group.environment_tokens
+        self.add(1, group.tokens, group.environment_tokens)
+
+    def add(self, groups: int, tokens: int, environment_tokens: int) -> None:
+        self.groups += groups
+        self.tokens += tokens
+        self.environment_tokens += environment_tokens
 
 
 @dataclass(slots=True)
@@ -51,6 +56,8 @@ class Buffer:
     environment_tokens: int = 0
     trained: Tally = field(default_factory=Tally)
     rejected: dict[Rejection, Tally] = field(default_factory=lambda: {reason: Tally() for reason in Rejection})
+    restarted: Tally = field(default_factory=Tally)
+    """Episodes that had to begin again, and what they had said by then."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -78,16 +85,21 @@ class Buffer:
 
     @property
     def discarded_tokens(self) -> int:
-        """Sampled tokens that are in no group under way, trained or rejected. Always zero."""
-        rejected = sum(tally.tokens for tally in self.rejected.values())
-        return self.sampled_tokens - self.tokens - self.trained.tokens - rejected
+        """Sampled tokens that are in no group under way, trained or rejected, nor of an episode that began again.
+        Always zero."""
+        left = sum(tally.tokens for tally in self._left)
+        return self.sampled_tokens - self.tokens - left
+
+    @property
+    def _left(self) -> tuple[Tally, ...]:
+        return (self.trained, *self.rejected.values(), self.restarted)
 
     def check(self) -> None:
         rejected = sum(tally.groups for tally in self.rejected.values())
         assert self.admitted == len(self) + self.trained.groups + rejected, "a group was lost or counted twice"
         assert self.discarded_tokens == 0, f"{self.discarded_tokens} sampled tokens are in no sample"
-        tallies = (self.trained, *self.rejected.values())
-        observed = sum(tally.environment_tokens for tally in tallies) + sum(group.environment_tokens for group in self)
+        left = sum(tally.environment_tokens for tally in self._left)
+        observed = left + sum(group.environment_tokens for group in self)
         assert self.environment_tokens == observed, "tokens of an environment are in no sample"
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,6 +110,7 @@ class Buffer:
             "environment_tokens": self.environment_tokens,
             "trained": astuple(self.trained),
             "rejected": {reason: astuple(tally) for reason, tally in self.rejected.items()},
+            "restarted": astuple(self.restarted),
         }
 
     @classmethod
@@ -110,6 +123,7 @@ class Buffer:
             state["environment_tokens"],
             Tally(*state["trained"]),
             {reason: Tally(*state["rejected"].get(reason, ())) for reason in Rejection},
+            Tally(*state.get("restarted", ())),
         )
         buffer.check()
         return buffer

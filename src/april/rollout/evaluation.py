@@ -5,41 +5,95 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from april.rollout.engine import ChunkError, Engine, EngineError
-from april.rollout.flight import Flight
+from april.rollout.engine import Chunk, ChunkError, Engine, EngineError
+from april.rollout.episodes import EpisodeError, Episodes
+from april.rollout.events import Stepped
+from april.rollout.flight import Flight, first_of
 from april.rollout.retries import Retries
-from april.rollout.trajectory import Group
+from april.rollout.trajectory import Group, Sample
 
 
-async def complete(engine: Engine, groups: Sequence[Group], retries: Retries) -> None:
+async def complete(engine: Engine, groups: Sequence[Group], retries: Retries, episodes: Episodes | None = None) -> None:
     """Generate until every sample of `groups` has finished; if that fails, nothing of them is left in the engine.
+
+    Args:
+        episodes: what answers their turns, for these samples alone; closed in the end.
 
     Raises:
         EngineError: the engine failed, or a request of it did, more often than `retries` allows.
+        EpisodeError: an environment did, more often than its policy allows.
     """
-    unfinished = {sample.id: sample for group in groups for sample in group.samples}
+    run = _Run(engine, groups, retries, episodes)
     try:
-        for sample in unfinished.values():
-            engine.submit(sample)
-        while unfinished:
-            if len(retries) == len(unfinished):
-                await asyncio.sleep(retries.next or 0)
-            for chunk in await Flight().poll(engine, retries.next):
-                if chunk.sample_id not in unfinished:
-                    raise ChunkError(chunk, "no such sample is in flight")
-                sample = unfinished[chunk.sample_id]
-                try:
-                    sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-                except (ValueError, TypeError) as error:
-                    raise ChunkError(chunk, str(error)) from None
-                if chunk.token_ids:
-                    retries.went_on(sample)
-                if chunk.finish is not None:
-                    del unfinished[sample.id]
-                elif chunk.error is not None and not chunk.recovered and not retries.failed(sample):
-                    raise EngineError(f"sample {sample.id} kept failing: {chunk.error}")
-            for sample in retries.due():
-                engine.submit(sample)
+        await run.complete()
     finally:
+        if episodes is not None:
+            await episodes.close()
         await engine.interrupt()
         engine.forget(sample.id for group in groups for sample in group.samples)
+
+
+class _Run:
+    def __init__(self, engine: Engine, groups: Sequence[Group], retries: Retries, episodes: Episodes | None) -> None:
+        self.engine = engine
+        self.retries = retries
+        self.episodes = episodes
+        self.unfinished = {sample.id: (sample, group) for group in groups for sample in group.samples}
+        self.in_flight: set[str] = set()
+
+    async def complete(self) -> None:
+        for sample, group in self.unfinished.values():
+            self._go_on(sample, group)
+        while self.unfinished:
+            waits = [self.episodes.wait] if self.episodes else []
+            if self.in_flight:
+                for chunk in await Flight().poll(self.engine, self.retries.next, waits):
+                    self._absorb(chunk)
+            elif waits:
+                await first_of(waits, self.retries.next)
+            else:
+                await asyncio.sleep(self.retries.next or 0)
+            self._hear()
+            for sample in self.retries.due():
+                self._go_on(*self.unfinished[sample.id])
+
+    def _go_on(self, sample: Sample, group: Group) -> None:
+        if self.episodes is not None and sample.awaits_environment:
+            self.episodes.begin(sample, group)
+        else:
+            self.engine.submit(sample)
+            self.in_flight.add(sample.id)
+
+    def _absorb(self, chunk: Chunk) -> None:
+        if chunk.sample_id not in self.in_flight:
+            raise ChunkError(chunk, "no such sample is in flight")
+        sample, group = self.unfinished[chunk.sample_id]
+        try:
+            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+        except (ValueError, TypeError) as error:
+            raise ChunkError(chunk, str(error)) from None
+        if chunk.token_ids:
+            self.retries.went_on(sample)
+        if sample.finish is not None:
+            del self.unfinished[sample.id]
+        if chunk.finish is not None:
+            self.in_flight.discard(sample.id)
+            if sample.finish is None:
+                self._go_on(sample, group)
+        elif chunk.error is not None and not chunk.recovered:
+            self.in_flight.discard(sample.id)
+            if not self.retries.failed(sample):
+                raise EngineError(f"sample {sample.id} kept failing: {chunk.error}")
+
+    def _hear(self) -> None:
+        for sample, group, event, failures in self.episodes.take() if self.episodes is not None else ():
+            if event is None:
+                raise EpisodeError(f"environments keep failing; the last one, sample {sample.id}: {failures[-1].error}")
+            if isinstance(event, Stepped):
+                sample.observe(event.token_ids, event.transition, event.finish, event.state)
+            else:
+                group.begin_again(sample.index)
+            if sample.finish is None:
+                self._go_on(sample, group)
+            else:
+                del self.unfinished[sample.id]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams
+from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams, Transition
 
 
 class Admitted(NamedTuple):
@@ -29,12 +29,28 @@ Sampled: TypeAlias = Chunk
 """A policy sampled tokens for a sample, or an engine ended it."""
 
 
-class Observed(NamedTuple):
-    """An environment put tokens into a sample, or ended it."""
+class Stepped(NamedTuple):
+    """An environment answered a turn of a sample, or began its episode (turn -1): it put tokens into it, or ended it.
+
+    There is exactly one for each turn of an attempt, in their order.
+    """
 
     sample_id: str
+    turn: int
+    action: str
+    """Fingerprint of the turn's tokens."""
     token_ids: Sequence[int]
+    transition: Transition
     finish: FinishReason | None = None
+    state: Any = None
+    """What the environment saved, if it saves itself: JSON types."""
+
+
+class Restarted(NamedTuple):
+    """An episode begins again: its environment cannot be brought to where it was. Its tokens are counted and gone."""
+
+    sample_id: str
+    reason: str
 
 
 class Rewarded(NamedTuple):
@@ -70,4 +86,4 @@ class Updated(NamedTuple):
     version: int
 
 
-Event: TypeAlias = Admitted | Sampled | Observed | Rewarded | Accepted | Rejected | Trained | Updated
+Event: TypeAlias = Admitted | Sampled | Stepped | Restarted | Rewarded | Accepted | Rejected | Trained | Updated

@@ -32,7 +32,7 @@ class Flight:
 
     def submit(self, engine: Engine, sample: Sample, group: Group, now: float) -> Span:
         engine.submit(sample)
-        span = self._silent[sample.id] = Span(sample.id, group.id, now, sample.length)
+        span = self._silent[sample.id] = Span(sample.id, group.id, now, sample.policy_tokens)
         self.samples[sample.id] = sample, group, span
         return span
 
@@ -48,11 +48,13 @@ class Flight:
                 begun.append(self.samples[chunk.sample_id][0])
         return begun
 
-    def end(self, id: str, now: float, outcome: Literal["finished", "interrupted", "failed"]) -> tuple[Sample, Group]:
+    def end(
+        self, id: str, now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
+    ) -> tuple[Sample, Group]:
         """A sample is in flight no longer."""
         self._silent.pop(id, None)
         sample, group, span = self.samples.pop(id)
-        span.end, span.after, span.outcome = now, sample.length, outcome
+        span.end, span.after, span.outcome = now, sample.policy_tokens, outcome
         return sample, group
 
     def end_all(self, now: float) -> None:
@@ -69,13 +71,14 @@ class Flight:
         self,
         engine: Engine,
         timeout: float | None = None,
-        or_until: Callable[[], Coroutine[Any, Any, None]] | None = None,
+        or_until: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> list[Chunk]:
-        """What the engine sampled next, or nothing if `timeout` seconds or the end of `or_until` came first."""
-        if timeout is None and or_until is None:
+        """What the engine sampled next, or nothing if `timeout` seconds or the end of one of `or_until` came
+        first."""
+        if timeout is None and not or_until:
             return await engine.poll()
         poll = asyncio.ensure_future(engine.poll())
-        first: set[asyncio.Future[Any]] = {poll, *([asyncio.ensure_future(or_until())] if or_until else ())}
+        first: set[asyncio.Future[Any]] = {poll, *(asyncio.ensure_future(wait()) for wait in or_until)}
         try:
             await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             await _end(first)
@@ -85,6 +88,15 @@ class Flight:
                 self._late += [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
             raise
         return [] if poll.cancelled() else poll.result()
+
+
+async def first_of(waits: Sequence[Callable[[], Coroutine[Any, Any, None]]], timeout: float | None = None) -> None:
+    """Until one of `waits` is over, or `timeout` seconds are."""
+    tasks: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait()) for wait in waits}
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _end(tasks)
 
 
 async def _end(tasks: set[asyncio.Future[Any]]) -> None:

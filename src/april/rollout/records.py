@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -15,9 +16,9 @@ import numpy as np
 
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
-from april.rollout.events import Accepted, Admitted, Event, Observed, Rejected, Rewarded, Trained, Updated
+from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams
+from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams, Transition
 
 Record: TypeAlias = tuple[int, int, str, str, bytes, bytes, int]
 """A record holds the events `first` to `number`: several for chunks, one for everything else. Its fields are number,
@@ -50,11 +51,11 @@ def _body(event: Event) -> Any:
     match event:
         case Admitted(group_id, prompt, n, sampling, seed, prompts):
             return [group_id, prompt.to_dict(), n, sampling.to_dict(), seed, prompts]
-        case Observed(sample_id, token_ids, finish):
-            return [sample_id, list(token_ids), finish]
+        case Stepped(sample_id, turn, action, token_ids, transition, finish, state):
+            return [sample_id, turn, action, list(token_ids), asdict(transition), finish, state]
         case Rewarded(group_id, rewards):
             return [group_id, [[index, reward.value, dict(reward.info)] for index, reward in rewards.items()]]
-        case Accepted() | Rejected() | Updated():
+        case Restarted() | Accepted() | Rejected() | Updated():
             return list(event)
         case Trained(group_ids, step):
             return [list(group_ids), step.to_dict()]
@@ -93,8 +94,11 @@ def _event(kind: str, body: Any) -> Event:
             if not isinstance(n, int) or not isinstance(seed, int) or not isinstance(group_id, int):
                 raise ValueError("a group, its size or its seed is no number")
             return Admitted(group_id, Prompt.from_dict(prompt), n, SamplingParams.from_dict(sampling), seed, prompts)
-        case "observed":
-            return Observed(body[0], body[1], _finish(body[2]))
+        case "stepped":
+            sample_id, turn, action, ids, transition, finish, state = body
+            return Stepped(sample_id, turn, action, ids, Transition(**transition), _finish(finish), state)
+        case "restarted":
+            return Restarted(*body)
         case "rewarded":
             return Rewarded(body[0], {index: _reward(value, info) for index, value, info in body[1]})
         case "accepted":

@@ -2,7 +2,7 @@
 
 Invariants:
 - a reward function never blocks generation or an interrupt: it runs in a task, plain functions in a thread;
-- a plain function that never returns costs its own time limit, not that of other calls, nor the process its end;
+- a plain function that never returns costs its own time limit, not that of other calls (`threads`);
 - a finished sample is scored exactly once as long as its function answers; a failure never costs the sample itself.
 
 For functions that can hang or take the process down, `april.tasks.isolation` runs them in worker processes.
@@ -14,13 +14,12 @@ import asyncio
 import inspect
 import json
 import math
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.disk import as_json
+from april.rollout.threads import Threads
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
@@ -66,8 +65,11 @@ class RewardTasks:
         self.timeout = timeout
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._verdicts: deque[Verdict] = deque()
-        self._free = asyncio.Semaphore(THREADS)
-        self._hanging = 0
+        self._threads = Threads(
+            THREADS,
+            "run the reward function in processes, which can be stopped (reward_workers in a recipe, "
+            "april.tasks.isolation.RewardWorkers in a program)",
+        )
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -117,50 +119,8 @@ class RewardTasks:
             async with asyncio.timeout(self.timeout):
                 value = await self.function(prompt, argument)
         else:
-            async with self._free:
-                value = await self._in_a_thread(prompt, argument)
-            if inspect.isawaitable(value):
-                async with asyncio.timeout(self.timeout):
-                    value = await value
+            value = await self._threads.call(self.function, (prompt, argument), self.timeout)
         return value if self.scope == "group" else [value]
-
-    async def _in_a_thread(self, prompt: Prompt, argument: Any) -> Any:
-        """The function in a thread of its own, which is left behind if it takes too long: no thread can be stopped."""
-        if self._hanging >= THREADS:
-            raise RewardError(
-                f"{THREADS} calls of the reward function hang already: run it in processes, which can be stopped "
-                "(reward_workers in a recipe, april.tasks.isolation.RewardWorkers in a program)"
-            )
-        loop = asyncio.get_running_loop()
-        outcome: asyncio.Future[Any] = loop.create_future()
-
-        def settle(value: Any, error: BaseException | None) -> None:
-            if outcome.cancelled():
-                self._hanging -= 1
-            elif error is not None:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(value)
-
-        def work() -> None:
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = self.function(prompt, argument)
-            except StopIteration as stop:  # no future takes it
-                error = RuntimeError(f"the reward function raised {stop!r}")
-            except BaseException as raised:
-                error = raised
-            with suppress(RuntimeError):  # the loop may be closed by now
-                loop.call_soon_threadsafe(settle, value, error)
-
-        threading.Thread(target=work, name=f"reward {prompt.id}", daemon=True).start()
-        try:
-            async with asyncio.timeout(self.timeout):
-                return await outcome
-        except (asyncio.CancelledError, TimeoutError):
-            self._hanging += outcome.cancelled()
-            raise
 
     def take(self) -> list[Verdict]:
         verdicts = list(self._verdicts)

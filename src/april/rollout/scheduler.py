@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -27,9 +27,10 @@ from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
 from april.rollout.buffer import Buffer, Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
+from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.evaluation import complete
 from april.rollout.events import Accepted, Admitted, Rejected, Rewarded, Trained, Updated
-from april.rollout.flight import Flight
+from april.rollout.flight import Flight, first_of
 from april.rollout.history import History
 from april.rollout.journal import Journal
 from april.rollout.order import ORDERS
@@ -61,6 +62,7 @@ class RolloutScheduler:
         on_progress: called with the scheduler whenever something was sampled or scored.
         journal: keeps what happens on disk. What it holds beyond the state that was loaded happens again first: the
             steps of it come out of `collect` as they did.
+        episodes: the environments that answer the policy's turns; `sampling.max_turns` then says how many there may be.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RolloutScheduler:
         seed: int = 0,
         on_progress: Callable[[RolloutScheduler], None] | None = None,
         journal: Journal | None = None,
+        episodes: Episodes | None = None,
     ) -> None:
         self.engine = engine
         self.prompts = prompts
@@ -87,6 +90,9 @@ class RolloutScheduler:
         self.seed = seed
         self.on_progress = on_progress
         self.journal = journal
+        self.episodes = episodes
+        if (episodes is not None) != (self.sampling.max_turns > 0):
+            raise ValueError("max_turns: turns need an environment, and an environment needs turns (at least 1)")
         self.state = self._new_state()
         self._history = History(self.state, journal)
         self._order = ORDERS[params.order] if isinstance(params.order, str) else params.order
@@ -98,6 +104,8 @@ class RolloutScheduler:
         """Groups to turn away as soon as nothing of them is in flight."""
         self._resume = False
         """Something unfinished is not in flight."""
+        self._answered: list[tuple[Group, Sample]] = []
+        """Samples whose environment has answered, to be submitted next."""
         self._account = Account(Plan(params.rollout_batch_size))
         self._update_seconds: float | None = None
 
@@ -119,6 +127,8 @@ class RolloutScheduler:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._rewards.close()
+        if self.episodes is not None:
+            await self.episodes.close()
         await self._interrupt()
 
     @property
@@ -219,7 +229,8 @@ class RolloutScheduler:
             Group.start(i, prompt, n_samples_per_prompt, sampling, self.seed, evaluation=True)
             for i, prompt in enumerate(prompts)
         ]
-        await complete(self.engine, groups, Retries(self.faults.max_retries, self.faults.retry_delay))
+        retries = Retries(self.faults.max_retries, self.faults.retry_delay)
+        await complete(self.engine, groups, retries, self.episodes and self.episodes.apart())
         return groups
 
     def state_dict(self) -> dict[str, Any]:
@@ -292,6 +303,9 @@ class RolloutScheduler:
             work = self._order(groups, self.state.lengths)
             self._submit([(g, s) for g, s in work if s not in self._retries] if self._retries else work)
         self._resume = False
+        if self._answered:
+            answered, self._answered = self._answered, []
+            self._submit(answered)
         if self._retries:
             self._submit([(self.buffer.groups[sample.group_id], sample) for sample in self._retries.due()])
 
@@ -303,17 +317,25 @@ class RolloutScheduler:
     def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
         now, flight, spans = self._account.now, self._flight, self._account.step.spans
         for group, sample in work:
-            if group.id not in self._quarantined and sample not in flight:
+            if group.id in self._quarantined or sample in flight:
+                continue
+            if self.episodes is not None and sample.awaits_environment:
+                self.episodes.begin(sample, group, None if self.journal is None else self.journal.drain)
+            elif sample.finish is None:
                 spans.append(flight.submit(self.engine, sample, group, now))
 
     async def _poll(self) -> None:
         """Wait for the next thing to happen: tokens, or a verdict that may decide about a group."""
         if self._flight:
-            before, decides = self._account.now, self.state.scored and len(self._rewards) > 0
-            chunks = await self._flight.poll(self.engine, self._retries.next, self._rewards.wait if decides else None)
+            before = self._account.now
+            chunks = await self._flight.poll(self.engine, self._retries.next, self._arrivals())
             busy = self.engine.running / self.engine.capacity.slots
             self._account.step.occupancy += (self._account.now - before) * busy
             self._absorb(chunks)
+        elif self.episodes:
+            before = self._account.now
+            await first_of([*self._arrivals(), self.episodes.wait], self._retries.next)
+            self._account.step.environment_wait_seconds += self._account.now - before
         elif self._rewards or self._retries:
             await self._await_reward(self._retries.next)
         else:
@@ -321,6 +343,11 @@ class RolloutScheduler:
                 f"the prompts ran out: {len(self.state.ready)} complete groups where a step needs "
                 f"{self.params.rollout_batch_size}"
             )
+
+    def _arrivals(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What may come beside tokens that something follows from: verdicts that decide, answers of environments."""
+        rewards = [self._rewards.wait] if self.state.scored and len(self._rewards) > 0 else []
+        return [*rewards, self.episodes.wait] if self.episodes else rewards
 
     async def _await_reward(self, timeout: float | None = None) -> None:
         before = self._account.now
@@ -341,16 +368,51 @@ class RolloutScheduler:
         for chunk in ended:
             if chunk.finish is None:
                 hopeless = self._failed(chunk, now) or hopeless
-            else:
+            elif self.episodes is None:
                 finished.append(self._flight.end(chunk.sample_id, now, "finished"))
+            else:
+                finished += self._turned(chunk, now)
         for error in broken:
             if error.chunk.sample_id in self._flight.samples:
                 self._flight.end(error.chunk.sample_id, now, "failed")  # what comes after it would leave a gap
+        if self.episodes is not None:
+            self.episodes.drop([sample for sample, _ in finished])
         self._score(finished)
         if hopeless is not None:  # only now that every token of these chunks is in its sample
             raise hopeless
         if self.on_progress is not None:
             self.on_progress(self)
+
+    def _turned(self, chunk: Chunk, now: float) -> list[tuple[Sample, Group]]:
+        """An episode's turn has ended, and its environment answers; or the episode has, which is returned."""
+        sample, group = self._flight.samples[chunk.sample_id][:2]
+        if sample.finish is None:
+            self._flight.end(sample.id, now, "turn")
+            self._submit([(group, sample)])
+            return []
+        return [self._flight.end(sample.id, now, "finished")]
+
+    def _hear(self) -> None:
+        """What environments have answered: it happens, and their samples go on."""
+        assert self.episodes is not None
+        ended, hopeless = [], None
+        for sample, group, event, failures in self.episodes.take():
+            self._account.step.failures += failures
+            if group.id not in self.buffer.groups or group.id in self._quarantined:
+                continue
+            if event is None:
+                hopeless = self._give_up(group, Rejection.ENVIRONMENT, failures[-1].error) or hopeless
+                continue
+            self._history.happen(event)
+            if sample.finish is None:
+                self._answered.append((group, sample))
+            else:
+                ended.append((sample, group))
+            if sample.finish is not None or not sample.transitions:
+                self.engine.forget([sample.id])
+        self._score(ended)
+        if hopeless is not None:  # only now that every answer is in its sample
+            raise EpisodeError(f"environments keep failing; the last one: {hopeless}")
 
     def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
         """Start the rewards of samples that have finished, or of the groups that they complete."""
@@ -372,12 +434,16 @@ class RolloutScheduler:
         sample, group = self._flight.end(chunk.sample_id, now, "failed")
         if group.id in self._quarantined or self._retries.failed(sample):
             return None
-        self._quarantine(group, Rejection.ENGINE, error)
-        rejections = self._account.step.rejections
-        given_up = len(self._quarantined) + sum(reason is Rejection.ENGINE for _, reason in rejections)
-        if given_up < self._account.step.target:
+        if not self._give_up(group, Rejection.ENGINE, error):
             return None
         return EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+
+    def _give_up(self, group: Group, reason: Rejection, error: str) -> str | None:
+        """Quarantine a group; returns the error once that has happened to a step's worth of groups."""
+        self._quarantine(group, reason, error)
+        rejections = self._account.step.rejections
+        given_up = len(self._quarantined) + sum(rejected is reason for _, rejected in rejections)
+        return None if given_up < self._account.step.target else error
 
     def _quarantine(self, group: Group, reason: Rejection, error: str) -> None:
         """Leave a group out as soon as nothing of it runs."""
@@ -386,6 +452,8 @@ class RolloutScheduler:
 
     def _settle(self) -> None:
         """Give the verdicts that arrived to their samples, and let go of groups that cannot be trained on."""
+        if self.episodes is not None:
+            self._hear()
         failures = [self._judge(verdict) for verdict in self._rewards.take()]
         for id in list(self._quarantined):
             if not any(sample in self._flight for sample in self.buffer.groups[id].samples):
@@ -430,6 +498,8 @@ class RolloutScheduler:
         self._history.happen(Rejected(group.id, reason))
         if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
             self.engine.forget(unfinished)
+        if self.episodes is not None:
+            self.episodes.drop(group.samples)
         limit, ready = self.faults.max_rejected_groups, len(self.state.ready)
         self._account.reject(group, reason, limit, ready, self.params.rollout_batch_size)
 

@@ -17,7 +17,8 @@ from april.rollout.admission.admission import Admission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk, ChunkError
-from april.rollout.events import Accepted, Admitted, Event, Observed, Rejected, Rewarded, Trained, Updated
+from april.rollout.environment import TokenIds, fingerprint
+from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.params import RolloutParams
 from april.rollout.staleness import StalenessError, feasible
 from april.rollout.step import Span
@@ -59,7 +60,7 @@ class RolloutState:
         self.samples: dict[str, tuple[Sample, Group]] = {}
         """Those of the groups under way, by name."""
         self._lengths: dict[str, int] = {}
-        """Lengths of samples under way when the last step was handed over; 0 for what came since."""
+        """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
         self._left: list[Span] = []
         """Growth, since then, of samples whose groups were turned away."""
 
@@ -77,11 +78,10 @@ class RolloutState:
             case Admitted(id, prompt, n, sampling, seed):
                 self.buffer.admit(group := Group.start(id, prompt, n, sampling, seed))
                 self._index(group)
-            case Observed(sample_id, token_ids, finish):
-                sample, group = self.samples[sample_id]
-                sample.observe(token_ids, finish)
-                self.buffer.environment_tokens += len(token_ids)
-                self._consider(group)
+            case Stepped():
+                self._step(event)
+            case Restarted(sample_id):
+                self._begin_again(*self.samples[sample_id])
             case Rewarded(group_id, rewards):
                 group = self.buffer.groups[group_id]
                 for index, reward in rewards.items():
@@ -133,6 +133,24 @@ class RolloutState:
         self.buffer.sampled_tokens += tokens
         return Absorbed(tokens, ended, broken)
 
+    def _step(self, event: Stepped) -> None:
+        sample, group = self.samples[event.sample_id]
+        if event.turn != len(sample.transitions) - 1:
+            raise ValueError(f"turn {event.turn} was answered where turn {len(sample.transitions) - 1} is due")
+        if event.action != (spoken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
+            raise ValueError(f"the answer is to a turn {event.action}, and the turn that was spoken is {spoken}")
+        sample.observe(event.token_ids, event.transition, event.finish, event.state)
+        self.buffer.environment_tokens += len(event.token_ids)
+        self._consider(group)
+
+    def _begin_again(self, sample: Sample, group: Group) -> None:
+        if sample.finish is not None:
+            raise ValueError(f"the sample has finished ({sample.finish}) and cannot begin again")
+        self._left += self._growth([sample])
+        self._lengths.pop(sample.id, None)
+        self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
+        group.begin_again(sample.index)
+
     def _consider(self, group: Group) -> None:
         """Make a group ready as soon as nothing can turn it away."""
         if not self.filtered and group.complete and (group.rewarded or not self.scored):
@@ -147,7 +165,7 @@ class RolloutState:
         for group in step.groups:
             self.ready.pop(group.id, None)
             self._drop(group)
-        self._lengths = {id: sample.length for id, (sample, _) in self.samples.items() if sample.length}
+        self._lengths = {id: sample.policy_tokens for id, (sample, _) in self.samples.items() if sample.policy_tokens}
         self._left = []
         self.buffer.check()
         self._learn(step.spans, step.groups)
@@ -156,7 +174,7 @@ class RolloutState:
     def _learn(self, spans: Sequence[Span], groups: Sequence[Group]) -> None:
         before, after = [span.before for span in spans], [span.after for span in spans]
         self.lengths.observe(before, after, [span.outcome == "finished" for span in spans])
-        self.lengths.observe_groups([[sample.length for sample in group.samples] for group in groups])
+        self.lengths.observe_groups([[sample.policy_tokens for sample in group.samples] for group in groups])
 
     def _index(self, group: Group) -> None:
         for sample in group.samples:
@@ -177,11 +195,11 @@ class RolloutState:
                 sample.group_id,
                 0.0,
                 before.get(sample.id, 0),
-                after=sample.length,
+                after=sample.policy_tokens,
                 outcome="interrupted" if sample.finish is None else "finished",
             )
             for sample in samples
-            if sample.length > before.get(sample.id, 0)
+            if sample.policy_tokens > before.get(sample.id, 0)
         ]
 
     @property

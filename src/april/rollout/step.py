@@ -58,21 +58,30 @@ class Span:
     group_id: int
     start: float
     before: int
-    """Response tokens when it was submitted; above 0 means it was resumed."""
+    """Policy tokens when it was submitted; above 0 means it was resumed."""
     queued: float | None = None
     """Seconds until its first new token; None if none came."""
     first_tokens: int = 0
     """Tokens that came with it."""
     end: float = 0.0
     after: int = 0
-    outcome: Literal["finished", "interrupted", "failed"] = "interrupted"
+    outcome: Literal["finished", "interrupted", "failed", "turn"] = "interrupted"
+    """`turn`: its turn ended, and its environment answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward function or an engine request that failed, with the prompt it failed on."""
+    """A reward function, an engine request or an environment that failed, with the prompt it failed on."""
 
-    kind: Literal["reward", "reward timeout", "engine"]
+    kind: Literal[
+        "reward",
+        "reward timeout",
+        "engine",
+        "environment",
+        "environment timeout",
+        "environment lost",
+        "environment restart",
+    ]
     sample_id: str
     prompt_id: str
     error: str
@@ -93,7 +102,8 @@ class Step:
     """Exactly N complete, rewarded groups, and the account of how they came about.
 
     `seconds` is the whole of `collect()` by the event loop's clock, `reward_wait_seconds` the part of it in which
-    generation was over and rewards were not. `occupancy` is the time-weighted share of the engine's slots that were
+    generation was over and rewards were not, `environment_wait_seconds` that in which nothing was generated because all
+    samples left awaited their environments. `occupancy` is the time-weighted share of the engine's slots that were
     decoding.
     """
 
@@ -108,6 +118,7 @@ class Step:
     """Those of the rejected groups that a fault turned away, and which."""
     seconds: float = 0.0
     reward_wait_seconds: float = 0.0
+    environment_wait_seconds: float = 0.0
     update_seconds: float | None = None
     """Of the weight update before the step; None if this process saw none."""
     interrupted_at: float | None = None

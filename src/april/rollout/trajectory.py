@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import isfinite
 from typing import Any
@@ -200,6 +200,12 @@ class Sample:
     id: str = ""
     transitions: list[Transition] = field(default_factory=list)
     """Of an episode: the reset's, and one for each turn that was answered."""
+    turn_ended: bool = False
+    """The policy has ended a turn that the environment has not answered."""
+    attempt: int = 0
+    """How often the episode was begun again."""
+    state: Any = None
+    """What the environment saved last, if it saves itself."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -213,6 +219,10 @@ class Sample:
     def budget_left(self) -> int:
         """Tokens that the policy may still sample."""
         return self.sampling.max_tokens - self.policy_tokens
+
+    def room(self, context_length: int) -> int:
+        """Tokens that the policy may still sample where prompt and response are `context_length` at most."""
+        return min(self.budget_left, context_length - len(self.prompt_ids) - self.length)
 
     @property
     def first_version(self) -> int | None:
@@ -232,6 +242,8 @@ class Sample:
         """
         if self.finish is not None:
             raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
+        if self.turn_ended:
+            raise ValueError("the turn has ended, and the environment has not answered it")
         count = len(token_ids)
         if count != len(logprobs):
             raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
@@ -253,13 +265,39 @@ class Sample:
                 last.extend(token_ids, logprobs)
                 segments.append(last)
             self.length += count
-        self.finish = finish
+        if finish is not None:
+            self._end(finish)
         return count
 
-    def observe(self, token_ids: Sequence[int], finish: FinishReason | None = None) -> None:
-        """Append tokens that an environment put in, and finish the sample if there is nothing more to say."""
+    def _end(self, finish: FinishReason) -> None:
+        """An engine says that it is over: the sample, or of an episode the turn."""
+        if self.sampling.max_turns and finish is FinishReason.STOP:
+            self.turn_ended = True
+        elif self.sampling.max_turns and finish is FinishReason.LENGTH and self.budget_left > 0:
+            self.finish = FinishReason.CONTEXT
+        else:
+            self.finish = finish
+
+    def observe(
+        self,
+        token_ids: Sequence[int],
+        transition: Transition,
+        finish: FinishReason | None = None,
+        state: Any = None,
+    ) -> None:
+        """Append what an environment answered, and finish the sample if there is nothing more to say.
+
+        Raises:
+            ValueError: names the rule that is broken; nothing was appended.
+        """
         if self.finish is not None:
             raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
+        if not self.awaits_environment:
+            raise ValueError("an environment answered a turn that has not ended")
+        if (transition.start, transition.tokens) != (self.length, len(token_ids)):
+            raise ValueError(f"an answer of {len(token_ids)} tokens at {self.length} says that it is {transition}")
+        self.transitions.append(transition)
+        self.turn_ended, self.state = False, state
         if token_ids:
             if not self.segments or self.segments[-1].version != ENVIRONMENT:
                 self.segments.append(Segment(ENVIRONMENT))
@@ -268,10 +306,22 @@ class Sample:
             self.environment_tokens += len(token_ids)
         self.finish = finish
 
+    def begin_again(self) -> None:
+        """Give up everything behind the prompt: the environment cannot be brought to where it was."""
+        self.segments, self.transitions = [], []
+        self.length = self.environment_tokens = 0
+        self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
+        self.attempt += 1
+
     @property
     def truncated(self) -> bool:
         """Whether a budget ended the sample."""
         return self.finish is not None and self.finish.truncated
+
+    @property
+    def awaits_environment(self) -> bool:
+        """Whether the environment speaks next: it answers a turn, or begins."""
+        return self.finish is None and (self.turn_ended or not self.transitions) and self.sampling.max_turns > 0
 
     @property
     def turns(self) -> int:
@@ -313,6 +363,15 @@ class Sample:
             "reward": self.reward,
             "reward_info": dict(self.reward_info),
             "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
+            **(self._episode() if self.sampling.max_turns else {}),
+        }
+
+    def _episode(self) -> dict[str, Any]:
+        return {
+            "transitions": [asdict(transition) for transition in self.transitions],
+            "turn_ended": self.turn_ended,
+            "attempt": self.attempt,
+            "state": self.state,
         }
 
 
@@ -356,6 +415,16 @@ class Group:
     def environment_tokens(self) -> int:
         """Response tokens that environments put in, over all samples."""
         return sum([sample.environment_tokens for sample in self.samples])
+
+    def begin_again(self, index: int) -> None:
+        """An episode of it begins anew; its first token may come from a later version then."""
+        self.samples[index].begin_again()
+        self._begun = None
+
+    @property
+    def environment_seed(self) -> int:
+        """What the environments of its samples begin with: the same for all, so that they meet the same problem."""
+        return self.samples[0].seed % 2**31
 
     def staleness(self, version: int) -> int:
         """Weight updates between the group's first token and a training step that starts from `version`."""
@@ -410,6 +479,10 @@ class Group:
                     sum(map(len, segments)),
                     sum(len(segment) for segment in segments if segment.version == ENVIRONMENT),
                     saved["reward_info"],
+                    transitions=[Transition(**one) for one in saved.get("transitions", ())],
+                    turn_ended=saved.get("turn_ended", False),
+                    attempt=saved.get("attempt", 0),
+                    state=saved.get("state"),
                 )
             )
         return cls(state["id"], prompt, samples)

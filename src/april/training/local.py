@@ -165,7 +165,7 @@ class LocalLearner:
     def rewards(self, groups: Sequence[Group]) -> Tensor:
         """The rewards trained on, [groups, samples]."""
         rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
-        lengths = torch.tensor([[sample.length for sample in group.samples] for group in groups])
+        lengths = torch.tensor([[sample.policy_tokens for sample in group.samples] for group in groups])
         return self.objective.rewards(rewards, lengths)
 
     def _updates(self, groups: Sequence[Group]) -> Iterator[range]:

@@ -47,7 +47,7 @@ class Rewards:
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         problem = Problem.of(prompt)
         responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
-        lengths = [sample.length for sample in samples]
+        lengths = [sample.policy_tokens for sample in samples]
         try:
             if self._workers is None:
                 return self.scorer(problem, responses, lengths)

@@ -29,7 +29,7 @@ from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.trajectory import FinishReason, Sample, SamplingParams
 
 _SHARE_OF_FREE_MEMORY = 0.4
 
@@ -129,7 +129,7 @@ class EmbeddedEngine:
 
     def submit(self, sample: Sample) -> None:
         tokens = [*sample.prompt_ids, *sample.response_ids]
-        limit = min(len(sample.prompt_ids) + sample.sampling.max_tokens, self.capacity.context_length)
+        limit = min(len(tokens) + sample.budget_left, self.capacity.context_length)
         self._validate(sample, tokens, limit)
         sequence = Sequence.of(sample, tokens, limit)
         parked = self._parked.pop(sample.id, None)
@@ -304,7 +304,11 @@ class EmbeddedEngine:
     def _end(self, sequence: Sequence) -> None:
         self._finished.append(sequence)
         del self._in_flight[sequence.id], self._admitted[sequence]
-        self._release(sequence)
+        if sequence.sampling.max_turns and sequence.finish is FinishReason.STOP:
+            _tier(sequence).hold(sequence)  # its turn has ended; the next one goes on from here
+            self._parked[sequence.id] = sequence
+        else:
+            self._release(sequence)
 
     def _admit(self) -> None:
         while self._waiting and len(self._admitted) < self.capacity.slots:

@@ -101,6 +101,18 @@ class Tier(Generic[R]):
         self.held.pop(0)
         self.decoding.append(sequence)
 
+    def hold(self, sequence: R) -> None:
+        """Move a decoding sequence to the front of the held ones; a sequence that is held already stays."""
+        if sequence.row >= len(self.decoding):
+            return
+        last = self.decoding[-1]
+        if last is not sequence:
+            index = sequence.row
+            self._swap(last, sequence)
+            self.decoding[index] = last
+        self.decoding.pop()
+        self.held.insert(0, sequence)
+
     def hold_all(self) -> None:
         self.held = self.decoding + self.held
         self.decoding = []

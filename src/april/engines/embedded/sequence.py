@@ -86,6 +86,7 @@ class Sequence(Resident):
         self.sampling, self.stop = other.sampling, other.stop
         self.seed, self.uniforms, self.ahead = other.seed, other.uniforms, other.ahead
         self.draft = []
+        self.finish = None
 
     @property
     def missing(self) -> int:

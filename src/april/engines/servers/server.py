@@ -193,7 +193,7 @@ class ServerEngine:
             [*sample.prompt_ids, *sample.response_ids],
             sample.sampling,
             sample.seed,
-            sample.budget_left,
+            sample.room(self.capacity.context_length),
             self.version,
             self._vocab_size,
             self._interval,

@@ -163,7 +163,7 @@ class LengthModel:
         Given the sample's own length so far, and given its siblings: finished ones by their lengths, unfinished ones
         by what they have exceeded.
         """
-        lengths = np.array([sample.length for sample in group.samples], dtype=float)
+        lengths = np.array([sample.policy_tokens for sample in group.samples], dtype=float)
         unfinished = np.array([sample.finish is None for sample in group.samples])
         if not unfinished.any():
             return np.zeros(len(lengths))

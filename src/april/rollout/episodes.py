@@ -1,0 +1,365 @@
+"""Episodes: what environments do beside generation.
+
+Invariants:
+- a sample that awaits its environment is not in the engine: it holds no slot, and neither generation nor an interrupt
+  waits for an environment; a step under way goes on beside training, and is used when it is done;
+- what an environment answers becomes one event, `Stepped`, for each turn of an attempt; nothing follows from the answer
+  before that event has happened;
+- an environment lives from the beginning of its episode to its end. One that is missing, after a crash, a lost process
+  or a failed turn, is made anew and brought to where its episode stands; there is no other way of going on;
+- a failure is its own sample's: it becomes what the policy says, with its kind, and nothing is raised here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+from april.rollout.environment import (
+    Bridge,
+    Environment,
+    EnvironmentLost,
+    Observation,
+    ObservationError,
+    Saves,
+    TokenIds,
+    Turn,
+    check_observation,
+    checked,
+    fingerprint,
+    saved,
+)
+from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.events import Restarted, Stepped
+from april.rollout.journal_file import JournalError
+from april.rollout.step import Failure
+from april.rollout.threads import Threads
+from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, Transition
+
+THREADS = 64
+"""Plain environments that work at a time in this process."""
+CLOSE_SECONDS = 10.0
+"""An environment may take to close."""
+
+
+class EpisodeError(Exception):
+    """Environments fail again and again: a step cannot be completed."""
+
+
+class _Diverged(Exception):
+    """An environment cannot be brought to where its episode stands."""
+
+
+Kind = Literal["environment", "environment timeout", "environment lost", "environment restart"]
+
+
+def _cause(error: Exception) -> tuple[Kind, str]:
+    """What kind of failure an error is, and what it says."""
+    if isinstance(error, EnvironmentLost):
+        return "environment lost", str(error)
+    if isinstance(error, TimeoutError):
+        return "environment timeout", str(error) or "the environment did not answer in time"
+    if isinstance(error, ObservationError):
+        return "environment", str(error)
+    return "environment", f"{type(error).__name__}: {error}"
+
+
+def _saves(environment: Environment) -> Saves:
+    if not isinstance(environment, Saves):
+        raise ObservationError('recovery = "snapshot": the environment has no state() and restore(state)')
+    return environment
+
+
+class Answer(NamedTuple):
+    """What came of waiting for a sample's environment."""
+
+    sample: Sample
+    group: Group
+    event: Stepped | Restarted | None
+    """None: its group is to be left out; the last failure says why."""
+    failures: Sequence[Failure]
+
+
+class Episodes:
+    """The environments that live, and the steps of theirs under way.
+
+    `len` counts the samples whose environment is at work. `take` returns the answers since it was last called.
+
+    Args:
+        make: a new environment, each time it is called. One whose methods are coroutines runs on the event loop, any
+            other in threads.
+        bridge: between what environments say and tokens.
+        context_length: prompt and response tokens of a sample together.
+        policy: limits, and what is done about failures.
+        row: what `reset` is told of a prompt.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Environment],
+        bridge: Bridge,
+        context_length: int,
+        policy: EpisodePolicy | None = None,
+        row: Callable[[Prompt], dict[str, Any]] | None = None,
+    ) -> None:
+        self.make = make
+        self.bridge = bridge
+        self.context_length = context_length
+        self.policy = policy or EpisodePolicy()
+        self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
+        self._live: dict[str, Environment] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._answers: dict[str, Answer] = {}
+        self._arrived = asyncio.Event()
+        self._free = asyncio.Semaphore(self.policy.concurrency)
+        self._threads = Threads(THREADS, "run environments in processes, which can be stopped (environment.workers)")
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def live(self) -> int:
+        """Environments that there are."""
+        return len(self._live)
+
+    def apart(self) -> Episodes:
+        """Others of the same kind, for samples that are nobody's business here."""
+        return Episodes(self.make, self.bridge, self.context_length, self.policy, self.row)
+
+    def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
+        """A sample awaits its environment; nothing more is done if that is at work already.
+
+        Args:
+            durable: awaited before the environment is told a turn, so that the turn is on disk before it acts.
+        """
+        assert sample.awaits_environment
+        if sample.id not in self._tasks and sample.id not in self._answers:
+            work = self._run(sample, group, durable)
+            self._tasks[sample.id] = asyncio.create_task(work, name=f"environment {sample.id}")
+
+    def take(self) -> list[Answer]:
+        answers = list(self._answers.values())
+        self._answers.clear()
+        self._arrived.clear()
+        return answers
+
+    async def wait(self) -> None:
+        """Until an answer has arrived that was not taken."""
+        await self._arrived.wait()
+
+    def drop(self, samples: Iterable[Sample]) -> None:
+        """These samples need their environments no more."""
+        for sample in samples:
+            self._answers.pop(sample.id, None)
+            if (task := self._tasks.pop(sample.id, None)) is not None:
+                task.cancel()
+            self._discard(sample.id)
+
+    async def close(self) -> None:
+        """Stop everything. What was not answered is answered after a restart."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks.clear()
+        for id in list(self._live):
+            self._discard(id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _run(self, sample: Sample, group: Group, durable: Callable[[], Any] | None) -> None:
+        failures: list[Failure] = []
+        try:
+            if durable is not None:
+                await durable()
+            event = await self._event(sample, group, failures)
+        except JournalError:  # whoever waits for the sample hears of it from the journal itself
+            return
+        finally:
+            if self._tasks.get(sample.id) is asyncio.current_task():
+                del self._tasks[sample.id]
+        if event is None or isinstance(event, Restarted) or event.finish is not None:
+            self._discard(sample.id)
+        self._answers[sample.id] = Answer(sample, group, event, failures)
+        self._arrived.set()
+
+    async def _event(self, sample: Sample, group: Group, failures: list[Failure]) -> Stepped | Restarted | None:
+        """What comes of it, in as many attempts as the policy allows."""
+        policy = self.policy
+
+        def failed(kind: Kind, reason: str) -> None:
+            failures.append(Failure(kind, sample.id, group.prompt.id, reason))
+
+        for attempt in itertools.count():
+            began = asyncio.get_running_loop().time()
+            try:
+                async with self._free:
+                    environment = self._live.get(sample.id) or await self._brought(sample, group)
+                    began = asyncio.get_running_loop().time()
+                    return await self._answered(environment, sample, group)
+            except _Diverged as error:
+                failed("environment restart", str(error))
+                return Restarted(sample.id, str(error)) if sample.attempt < policy.max_restarts else None
+            except Exception as error:
+                seconds = asyncio.get_running_loop().time() - began
+                kind, reason = _cause(error)
+                failed(kind, reason)
+                if kind != "environment" or policy.recovery != "restart" or not sample.transitions:
+                    self._discard(sample.id)  # it stands as before the turn once it is made anew
+                lost = isinstance(error, EnvironmentLost) or not sample.transitions
+                if not lost or attempt >= policy.max_retries:
+                    return self._given_up(sample, reason, seconds)
+            await asyncio.sleep(policy.retry_delay * 2**attempt)
+        raise AssertionError
+
+    async def _answered(self, environment: Environment, sample: Sample, group: Group) -> Stepped:
+        """One call of the environment, and what it means."""
+        loop, policy = asyncio.get_running_loop(), self.policy
+        began = loop.time()
+        if not sample.transitions:
+            observation = await self._reset(environment, group)
+            seconds = loop.time() - began
+            token_ids, finish = self._placed(sample, observation, lambda: self.bridge.begin(group.prompt, observation))
+            return self._stepped(sample, token_ids, observation, finish, seconds, await self._state(environment))
+        limits = [limit for limit in (policy.step_timeout, self._seconds_left(sample)) if limit is not None]
+        step = checked(await self._call(min(limits, default=None), environment.step, self._turn(sample, sample.turns)))
+        seconds = loop.time() - began
+        said = step.observation
+        token_ids, finish = ((), FinishReason.DONE) if step.done else self._extended(sample, said)
+        left = self._seconds_left(sample)
+        if finish is None and left is not None and seconds >= left:
+            token_ids, finish = (), FinishReason.DEADLINE
+        state = None if finish else await self._state(environment)
+        more = {"reward": step.reward, "done": step.done, "info": step.info}
+        return self._stepped(sample, token_ids, said, finish, seconds, state, **more)
+
+    def _given_up(self, sample: Sample, reason: str, seconds: float) -> Stepped | None:
+        """A turn that failed for good."""
+        if not sample.transitions or self.policy.on_error == "reject":
+            return None
+        said = f"Error: {reason}"
+        token_ids: Sequence[int] = ()
+        finish: FinishReason | None = FinishReason.FAILED
+        left = self._seconds_left(sample)
+        if left is not None and seconds >= left:
+            finish = FinishReason.DEADLINE
+        elif self.policy.on_error == "observe":
+            with suppress(Exception):  # a bridge that cannot even say so
+                token_ids, finish = self._extended(sample, said)
+        return self._stepped(sample, token_ids, said, finish, seconds, sample.state, failed=True)
+
+    def _stepped(
+        self,
+        sample: Sample,
+        token_ids: Sequence[int],
+        said: Observation,
+        finish: FinishReason | None,
+        seconds: float,
+        state: Any,
+        **more: Any,
+    ) -> Stepped:
+        begins = not sample.transitions
+        turn = -1 if begins else sample.turns
+        action = fingerprint("" if begins else TokenIds(sample.turn_ids(turn)))
+        transition = Transition(
+            sample.length, len(token_ids), observation=fingerprint(said), seconds=round(seconds, 6), **more
+        )
+        return Stepped(sample.id, turn, action, tuple(token_ids), transition, finish, state)
+
+    def _extended(self, sample: Sample, said: Observation) -> tuple[Sequence[int], FinishReason | None]:
+        """The tokens behind a turn, or why there are none."""
+        if sample.turns + 1 >= sample.sampling.max_turns:
+            return (), FinishReason.TURNS
+        if sample.budget_left < 1:
+            return (), FinishReason.LENGTH
+        return self._placed(sample, said, lambda: self.bridge.extend(sample, said))
+
+    def _placed(
+        self, sample: Sample, said: Observation, bridged: Callable[[], Sequence[int] | None]
+    ) -> tuple[Sequence[int], FinishReason | None]:
+        token_ids = said if isinstance(said, TokenIds) else bridged()
+        if token_ids is None:
+            return (), FinishReason.BRIDGE
+        if len(sample.prompt_ids) + sample.length + len(token_ids) >= self.context_length:
+            return (), FinishReason.CONTEXT
+        return tuple(token_ids), None
+
+    def _turn(self, sample: Sample, index: int) -> Turn:
+        token_ids = sample.turn_ids(index)
+        said = self.bridge.read(token_ids)
+        return Turn(sample.id, index, said.text, token_ids, said.message, sample.attempt)
+
+    def _seconds_left(self, sample: Sample) -> float | None:
+        if self.policy.deadline is None:
+            return None
+        return max(self.policy.deadline - sum(one.seconds for one in sample.transitions), 0.001)
+
+    async def _brought(self, sample: Sample, group: Group) -> Environment:
+        """A new environment, where the episode stands."""
+        recovery = self.policy.recovery
+        if sample.transitions and recovery == "restart":
+            raise _Diverged("its environment is gone, and recovery is restart")
+        environment = self.make()
+        self._live[sample.id] = environment
+        if not sample.transitions:
+            return environment
+        try:
+            if recovery == "snapshot":
+                await self._call(self.policy.reset_timeout, _saves(environment).restore, sample.state)
+            else:
+                await self._replay(environment, sample, group, turns=recovery == "replay")
+        except (EnvironmentLost, _Diverged):
+            raise
+        except TimeoutError:
+            raise EnvironmentLost(f"{recovery}: it took too long") from None
+        except Exception as error:
+            raise _Diverged(f"{recovery}: {_cause(error)[1]}") from error
+        return environment
+
+    async def _replay(self, environment: Environment, sample: Sample, group: Group, turns: bool) -> None:
+        observation = await self._reset(environment, group)
+        if not turns:
+            return
+        if fingerprint(observation) != sample.transitions[0].observation:
+            raise _Diverged("replay: reset with the same seed said something else")
+        for index, was in enumerate(sample.transitions[1:]):
+            if was.failed:
+                continue
+            step = checked(await self._call(self.policy.step_timeout, environment.step, self._turn(sample, index)))
+            if (fingerprint(step.observation), step.reward, step.done) != (was.observation, was.reward, was.done):
+                raise _Diverged(f"replay: turn {index} was answered differently")
+
+    async def _reset(self, environment: Environment, group: Group) -> Observation:
+        row, limit = self.row(group.prompt), self.policy.reset_timeout
+        observation: Observation = await self._call(limit, environment.reset, row, group.environment_seed)
+        check_observation(observation)
+        return observation
+
+    async def _state(self, environment: Environment) -> Any:
+        """What is saved with the answer; None unless it is what the episode would be recovered from."""
+        if self.policy.recovery != "snapshot":
+            return None
+        return saved(await self._call(self.policy.step_timeout, _saves(environment).state), "state()")
+
+    async def _call(self, timeout: float | None, function: Callable[..., Any], *args: Any) -> Any:
+        """What a method of an environment returns, in `timeout` seconds at most."""
+        if not inspect.iscoroutinefunction(function):
+            return await self._threads.call(function, args, timeout)
+        async with asyncio.timeout(timeout):
+            return await function(*args)
+
+    def _discard(self, id: str) -> None:
+        """Let go of an environment, beside whatever goes on."""
+        environment = self._live.pop(id, None)
+        if environment is not None:
+            task = asyncio.create_task(self._close(environment), name=f"close environment {id}")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def _close(self, environment: Environment) -> None:
+        with suppress(Exception):
+            await self._call(CLOSE_SECONDS, environment.close)

@@ -1,0 +1,84 @@
+"""Plain functions of the user's, called in threads beside the event loop.
+
+Invariant: a function that never returns costs its own time limit, not that of other calls, nor the process its end. No
+thread can be stopped, so it is left behind; once `most` are, no further one is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+
+class HangingError(Exception):
+    """Too many calls hang already."""
+
+
+class Threads:
+    """Calls `function(*args)`, each in a thread of its own.
+
+    Args:
+        most: calls at a time, and calls that may hang before no further one is begun.
+        remedy: what to do about functions that hang, for the error.
+
+    Attributes:
+        hanging: calls that were left behind and have not returned.
+    """
+
+    def __init__(self, most: int, remedy: str) -> None:
+        self._most = most
+        self._remedy = remedy
+        self._free = asyncio.Semaphore(most)
+        self.hanging = 0
+
+    async def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
+        """What the function returns, awaited if it can be.
+
+        Raises:
+            TimeoutError: it took more than `timeout` seconds.
+            HangingError: `most` calls hang.
+        """
+        async with self._free:
+            value = await self._in_a_thread(function, args, timeout)
+        if inspect.isawaitable(value):
+            async with asyncio.timeout(timeout):
+                value = await value
+        return value
+
+    async def _in_a_thread(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
+        if self.hanging >= self._most:
+            raise HangingError(f"{self._most} calls hang already: {self._remedy}")
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Any] = loop.create_future()
+
+        def settle(value: Any, error: BaseException | None) -> None:
+            if outcome.cancelled():
+                self.hanging -= 1
+            elif error is not None:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
+
+        def work() -> None:
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                value = function(*args)
+            except StopIteration as stop:  # no future takes it
+                error = RuntimeError(f"the function raised {stop!r}")
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # the loop may be closed by now
+                loop.call_soon_threadsafe(settle, value, error)
+
+        threading.Thread(target=work, name=getattr(function, "__qualname__", "call"), daemon=True).start()
+        try:
+            async with asyncio.timeout(timeout):
+                return await outcome
+        except (asyncio.CancelledError, TimeoutError):
+            self.hanging += outcome.cancelled()
+            raise
