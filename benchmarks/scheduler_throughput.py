@@ -60,8 +60,9 @@ class FreeEngine:
                 chunks.append(Chunk(id, (5,), (-1.0,), self.version))
         return chunks
 
-    async def interrupt(self) -> list[Chunk]:
-        self.flight.clear()
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        for id in list(self.flight) if sample_ids is None else sample_ids:
+            self.flight.pop(id, None)
         return []
 
     async def update_weights(self, version: int, weights: Any = None) -> None:

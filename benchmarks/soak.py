@@ -25,7 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +80,9 @@ class Faulty(WrappedEngine):
             return self._take([])
         return self._take(await super().poll())
 
-    async def interrupt(self) -> list[Chunk]:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         self._failed.clear()
-        return self._take(await super().interrupt())
+        return self._take(await super().interrupt(sample_ids))
 
     def _take(self, chunks: list[Chunk]) -> list[Chunk]:
         self.tokens += sum(len(chunk.token_ids) for chunk in chunks)

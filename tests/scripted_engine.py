@@ -74,12 +74,14 @@ class ScriptedEngine:
                 chunks.append(self._serve(id, self._rng.randint(1, 3)))
         return chunks
 
-    async def interrupt(self) -> list[Chunk]:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         if self.dead:
             raise EngineError("the scripted engine was killed")
-        late = [id for id in list(self._flight)[: self.capacity.slots] if self._rng.random() < 0.3]
+        named = set(self._flight if sample_ids is None else sample_ids)
+        late = [id for id in list(self._flight)[: self.capacity.slots] if id in named and self._rng.random() < 0.3]
         chunks = [self._serve(id, 1) for id in late]
-        self._flight.clear()
+        for id in named:
+            self._flight.pop(id, None)
         return chunks
 
     async def update_weights(self, version: int, weights: Any = None) -> None:

@@ -72,12 +72,15 @@ class Rows(RuleBasedStateMachine):
             self.cache.outgrow(sequence, tier)
         self.write(sequence, length)
 
-    @rule()
-    def hold_all(self) -> None:
+    @rule(data=st.data(), everyone=st.booleans())
+    def hold_those(self, data: st.DataObject, everyone: bool) -> None:
+        keep = 0 if everyone else data.draw(st.integers(0, len(self.decoding)))
+        staying = data.draw(st.permutations(self.decoding))[:keep]
+        stopped = [sequence for sequence in self.decoding if sequence not in staying]
         for tier in self.cache.tiers:
-            tier.hold_all()
-        self.held += self.decoding
-        self.decoding = []
+            tier.hold_those(stopped)
+        self.held += stopped
+        self.decoding = staying
 
     @rule()
     def release(self) -> None:

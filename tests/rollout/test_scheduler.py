@@ -5,7 +5,7 @@ import itertools
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -272,9 +272,9 @@ async def test_a_slow_reward_does_not_hold_up_the_interrupt() -> None:
 
     interrupt = engine.interrupt
 
-    async def watched() -> list:  # type: ignore[type-arg]
+    async def watched(sample_ids: Iterable[str] | None = None) -> list:  # type: ignore[type-arg]
         interrupted.set()
-        return await interrupt()
+        return await interrupt(sample_ids)
 
     engine.interrupt = watched  # type: ignore[method-assign]
     rollouts = scheduler(engine, reward=slow)

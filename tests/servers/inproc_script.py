@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import sys
 
@@ -30,6 +31,7 @@ async def main(models: list[str]) -> None:
     sampling = SamplingParams(60, temperature=0.8, top_p=0.9)
     samples = [Group.start(i, Prompt((5, 6, 7, 10 + i)), 1, sampling, 0).samples[0] for i in range(8)]
     by_id = {sample.id: sample for sample in samples}
+    turns = itertools.count()
 
     def absorb(chunks: list) -> None:  # type: ignore[type-arg]
         for chunk in chunks:
@@ -50,6 +52,10 @@ async def main(models: list[str]) -> None:
             poll.cancel()  # A cancelled poll loses nothing.
             await asyncio.wait([poll])
             absorb(await engine.poll())
+            stopped = samples[next(turns) % len(samples)]
+            absorb(await engine.interrupt([stopped.id]))  # The others go on.
+            if stopped.finish is None:
+                engine.submit(stopped)
         absorb(await engine.interrupt())
     try:
         engine.submit(Group.start(9, Prompt((5, 100_000)), 1, sampling, 0).samples[0])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from april.engines.servers.broadcast import Broadcast
 from april.engines.servers.server import ServerEngine
-from april.rollout.engine import Chunk, Engine, EngineError
+from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
 from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
 from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
 from tests.servers.tiny import VOCABULARY, Oracle
@@ -149,6 +149,31 @@ async def test_abort_returns_everything_sampled_by_running_and_queued_requests(
     submit(engine, samples)
     await finish(engine, samples)
     assert all(sample.length == 120 for sample in samples)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_samples_stopped_by_name_leave_the_others_alone(
+    connect: Connect, oracles: list[Oracle], on_update: KVPolicy
+) -> None:
+    engine = await connect(on_update=on_update)
+    samples = make_samples(SLOTS + 4, SamplingParams(200))
+    submit(engine, samples)
+    await reach(engine, samples, 20)
+    for turn in range(3):
+        chosen = [sample for sample in samples[turn::3] if sample.finish is None]
+        others = [sample for sample in samples if sample not in chosen]
+        poll = asyncio.create_task(engine.poll())
+        interrupted = await engine.interrupt([sample.id for sample in chosen])
+        if poll.done():
+            assert not absorb(poll.result(), samples)
+        assert not absorb(interrupted, chosen)
+        if not poll.done():
+            assert not absorb(await poll, others)
+        assert not absorb(await engine.poll(), others)
+        submit(engine, chosen)
+    await finish(engine, samples)
+    assert all(sample.length == 200 for sample in samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
 
 
 async def test_interrupt_right_after_submit(engine: ServerEngine) -> None:

@@ -18,6 +18,7 @@ from april.simulation.engine import WATERMARK, SimulatedEngine
 from april.simulation.run import simulate
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
+from tests.engines.interrupts import Moment, finish, moments
 
 WORKLOAD = Workload("test", (Part(30, 0.8),), max_tokens=200, correlation=0.3, prompt_tokens=5)
 
@@ -176,6 +177,44 @@ def test_interrupted_or_not_a_sample_has_its_own_length_and_no_token_comes_twice
     for sample in run(main()):
         assert sample.length == true_length(sample)
         assert sample.finish is (FinishReason.LENGTH if sample.length == 200 else FinishReason.STOP)
+
+
+@given(moments(12), st.integers(1, 3), st.sampled_from([240, 300, 4000]), st.sampled_from([None, 0.05]))
+@settings(max_examples=100, deadline=None)
+def test_samples_that_are_stopped_by_name_have_their_own_lengths_too(
+    schedule: list[Moment], replicas: int, kv_tokens: int, stream_seconds: float | None
+) -> None:
+    async def main() -> None:
+        engine = SimulatedEngine(cost(kv_tokens=kv_tokens), WORKLOAD, replicas, stream_seconds=stream_seconds)
+        await finish(engine, waiting, schedule)
+
+    waiting = samples(12)
+    run(main())
+    assert [sample.length for sample in waiting] == [true_length(sample) for sample in waiting]
+
+
+def test_who_is_stopped_by_name_makes_room_at_once_and_costs_the_others_nothing() -> None:
+    """Four samples decode and one waits; two are stopped. The others are never slower for it."""
+
+    async def main(stopped: int) -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        engine = SimulatedEngine(cost(interrupt_seconds=0.0, kv_token_seconds=0.0), WORKLOAD)
+        waiting = sorted(samples(40), key=true_length)[-5:]
+        for sample in waiting:
+            engine.submit(sample)
+        assert len(await engine.poll()) == 4, "the first tokens"
+        await asyncio.sleep(0.2)
+        for chunk in await engine.interrupt([sample.id for sample in waiting[:stopped]]):
+            assert len(chunk.token_ids) > 10
+        assert engine.running == min(5 - stopped, 4)
+        finished: dict[str, float] = {}
+        while chunks := await engine.poll():
+            finished.update({c.sample_id: loop.time() for c in chunks if c.finish is not None})
+        return finished
+
+    alone, shared = run(main(2)), run(main(0))
+    assert len(alone) == 3
+    assert all(alone[id] < shared[id] for id in alone)
 
 
 def test_a_cancelled_poll_loses_nothing_and_time_goes_on_from_there() -> None:

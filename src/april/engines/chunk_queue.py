@@ -1,7 +1,8 @@
 """Chunks on their way from an engine to whoever polls it.
 
 Invariants:
-- a chunk comes out once, and chunks come out in the order in which they went in;
+- a chunk comes out once, and chunks come out in the order in which they went in, those of a sample that is taken by
+  name before the others;
 - a reader that falls behind makes writers wait, and never loses a chunk;
 - while the queue is drained, nobody waits for a reader.
 """
@@ -9,14 +10,14 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 from april.rollout.engine import Chunk
 
 
 class ChunkQueue:
-    """A queue of chunks with one reader, who takes everything at once.
+    """A queue of chunks with one reader, who takes everything at once, or everything of some samples.
 
     Args:
         backlog: chunks kept for a slow reader before writers that ask for room have to wait.
@@ -28,7 +29,7 @@ class ChunkQueue:
         self._arrived = asyncio.Event()
         self._space = asyncio.Event()
         self._space.set()
-        self.draining = False
+        self._draining = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -36,13 +37,16 @@ class ChunkQueue:
     def put(self, chunk: Chunk) -> None:
         self._chunks.append(chunk)
         self._arrived.set()
-        if len(self._chunks) >= self._backlog and not self.draining:
+        if len(self._chunks) >= self._backlog and not self._draining:
             self._space.clear()
 
-    def take(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
-        self._space.set()
-        return chunks
+    def take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
+        """What waits, of the named samples if some are named."""
+        taken, left = parted(self._chunks, sample_ids)
+        self._chunks = left
+        if len(left) < self._backlog:
+            self._space.set()
+        return taken
 
     async def ready(self) -> None:
         """Wait for a chunk, or for a `wake`."""
@@ -64,9 +68,19 @@ class ChunkQueue:
 
     @contextmanager
     def drain(self) -> Iterator[None]:
-        self.draining = True
+        self._draining += 1
         self._space.set()
         try:
             yield
         finally:
-            self.draining = False
+            self._draining -= 1
+            if len(self._chunks) >= self._backlog and not self._draining:
+                self._space.clear()
+
+
+def parted(chunks: list[Chunk], sample_ids: Container[str] | None) -> tuple[list[Chunk], list[Chunk]]:
+    """The chunks of the named samples, of all if none are named, and the others."""
+    if sample_ids is None:
+        return chunks, []
+    named = [chunk for chunk in chunks if chunk.sample_id in sample_ids]
+    return named, [chunk for chunk in chunks if chunk.sample_id not in sample_ids] if len(named) < len(chunks) else []

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -73,6 +73,8 @@ class EnginePool:
         self._failing = (max_failure_share, min_failures)
         self._patience = patience
         self._waiting: dict[str, Sample] = {}
+        self._stopping: set[str] = set()
+        """Samples that are being interrupted: they go nowhere else, and what fails of them is no failure."""
         self._queue = ChunkQueue(backlog)
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
@@ -116,10 +118,15 @@ class EnginePool:
         member.failures.began()
         if (left := self._router.place(sample.id, member)) is not None:
             left.replica.forget([sample.id])
+        self._start_pump(member)
+
+    def _start_pump(self, member: Member) -> None:
         if member.pump is None or member.pump.done():
             member.pump = asyncio.create_task(self._pump(member), name=f"pump {member.name}")
 
     def _place_or_fail(self, sample: Sample) -> None:
+        if sample.id in self._stopping:
+            return
         try:
             self._place(sample)
         except ValueError as error:
@@ -140,28 +147,44 @@ class EnginePool:
     def _in_flight(self) -> bool:
         return bool(self._waiting or self._moves or any(member.samples for member in self.members))
 
-    async def interrupt(self) -> list[Chunk]:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        named = None if sample_ids is None else set(sample_ids)
+        places = [self._waiting, *(member.samples for member in self.members)]
+        stopping = {id for place in places for id in place if named is None or id in named}
+        self._stopping |= stopping
         try:
-            with self._queue.drain():
-                await _stop([self._watch, *(member.pump for member in self._ready)])
-                self._watch = None
-                await asyncio.gather(*(self._interrupt(member) for member in self._ready))
-                while self._moves:
-                    await asyncio.wait(self._moves)
+            await asyncio.gather(*(self._interrupt(member, stopping) for member in self._ready))
+            while self._moves:  # a replica that is lost gives its samples back when what it had streamed has come
+                await asyncio.wait(self._moves)
         finally:
             for member in self.members:
-                member.samples.clear()
-            self._waiting.clear()
-        return self._queue.take()
+                for id in stopping:
+                    member.samples.pop(id, None)
+            for id in stopping:
+                self._waiting.pop(id, None)
+            self._stopping -= stopping
+            if not self._in_flight:
+                await _stop([self._watch])
+                self._watch = None
+        self._queue.wake()
+        return self._queue.take(named)
 
-    async def _interrupt(self, member: Member) -> None:
-        if not member.samples:
+    async def _interrupt(self, member: Member, sample_ids: Container[str]) -> None:
+        """Stop those of the named samples that are on this member."""
+        own = [id for id in member.samples if id in sample_ids]
+        if not own:
             return
+        await _stop([member.pump])
         try:
-            for chunk in await member.replica.interrupt():
+            for chunk in await member.replica.interrupt(own):
                 self._forward(member, chunk)
         except EngineError as error:
             self._lose(member, str(error))
+        else:
+            for id in own:
+                member.samples.pop(id, None)
+            if member.samples and member.ready:
+                self._start_pump(member)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Have all replicas go over to policy `version` together.
@@ -216,8 +239,7 @@ class EnginePool:
             self._lose(member, f"it answered nonsense: {nonsense}")
             del member.samples[sample.id]  # what follows in the same batch would leave a gap
             self._router.forget([sample.id])
-            if not self._queue.draining:
-                self._place_or_fail(sample)
+            self._place_or_fail(sample)
             return
         if chunk.token_ids or chunk.finish is not None:
             self._router.went_on(sample.id)
@@ -232,7 +254,7 @@ class EnginePool:
 
     def _failed(self, member: Member, sample: Sample, error: str) -> None:
         """A request failed: that is handed on, and the replica is looked at."""
-        if self._queue.draining:
+        if sample.id in self._stopping:
             return
         log.info("%s: a request for sample %s failed: %s", member.name, sample.id, error)
         self._router.failed(sample.id, member)
@@ -260,9 +282,8 @@ class EnginePool:
                     self._forward(member, chunk._replace(error=None))
         samples, member.samples = list(member.samples.values()), {}
         self._router.forget(sample.id for sample in samples)
-        if not self._queue.draining:
-            for sample in samples:
-                self._place_or_fail(sample)
+        for sample in samples:
+            self._place_or_fail(sample)
         self._versions.bring_back(member)
 
     def _came_back(self) -> None:

@@ -76,17 +76,20 @@ class StreamEngine:
                     del self._tasks[id]
 
     async def poll(self) -> list[Chunk]:
-        if self._tasks:
+        while not self._queue and self._tasks:
             await self._queue.ready()
         return self._queue.take()
 
-    async def interrupt(self) -> list[Chunk]:
-        tasks = list(self._tasks.values())
-        for task in tasks:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        named = None if sample_ids is None else set(sample_ids)
+        tasks = {id: task for id, task in self._tasks.items() if named is None or id in named}
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._tasks.clear()
-        return self._queue.take()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for id in tasks:
+            self._tasks.pop(id, None)  # it is still there if it was cancelled before it began
+        self._queue.wake()
+        return self._queue.take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         if self._update is not None:

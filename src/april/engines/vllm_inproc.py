@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from april.engines.chunk_queue import parted
 from april.engines.fit import require_fit
 from april.engines.weights import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
@@ -102,7 +103,7 @@ class VLLMInProcess:
         self._new.append((request_id, prompt, params))
 
     async def poll(self) -> list[Chunk]:
-        if not self._chunks and self._requests:
+        while not self._chunks and self._requests:
             await self._step()
         return self._take()
 
@@ -110,11 +111,13 @@ class VLLMInProcess:
         if self._stepping is None:
             new, self._new = self._new, []
             self._stepping = asyncio.get_running_loop().run_in_executor(self._thread, self._advance, new)
-        # A cancelled poll leaves the step to the next one.
-        await asyncio.wait([self._stepping])
-        outputs, self._stepping = self._stepping, None
-        for output in outputs.result():
-            self._absorb(output)
+        # A cancelled poll leaves the step to the next one, and of several who wait for a step the first takes it.
+        step = self._stepping
+        await asyncio.wait([step])
+        if self._stepping is step:
+            self._stepping = None
+            for output in step.result():
+                self._absorb(output)
 
     def _advance(self, new: list[tuple[str, Any, Any]]) -> list[Any]:
         try:
@@ -139,19 +142,21 @@ class VLLMInProcess:
         if ids or finish is not None:
             self._chunks.append(Chunk(request.sample_id, ids, logprobs, self.version, finish))
 
-    def _take(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
+    def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
+        chunks, self._chunks = parted(self._chunks, sample_ids)
         return chunks
 
-    async def interrupt(self) -> list[Chunk]:
-        if self._stepping is not None:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        named = None if sample_ids is None else set(sample_ids)
+        chosen = {id for id, request in self._requests.items() if named is None or request.sample_id in named}
+        running = chosen.difference(id for id, _, _ in self._new)
+        self._new = [request for request in self._new if request[0] not in chosen]
+        await self._call(self._engine.abort_request, list(running))
+        if self._stepping is not None:  # it may have begun before the abort, and sampled for them
             await self._step()
-        waiting = {request_id for request_id, _, _ in self._new}
-        self._new.clear()
-        running = [request_id for request_id in self._requests if request_id not in waiting]
-        self._requests.clear()
-        await self._call(self._engine.abort_request, running)
-        return self._take()
+        for id in chosen:
+            self._requests.pop(id, None)
+        return self._take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Go over to policy `version`: from `Tensors`, or a directory of safetensors."""

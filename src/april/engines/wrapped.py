@@ -29,8 +29,8 @@ class WrappedEngine:
     async def poll(self) -> list[Chunk]:
         return await self.engine.poll()
 
-    async def interrupt(self) -> list[Chunk]:
-        return await self.engine.interrupt()
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        return await self.engine.interrupt(sample_ids)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         await self.engine.update_weights(version, weights)

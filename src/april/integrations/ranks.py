@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
+from april.engines.chunk_queue import parted
 from april.engines.routing import Router
 from april.engines.weights import WeightTransfer
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError
@@ -64,6 +65,8 @@ class Order:
     forget: list[list[str] | None] = field(default_factory=list)
     submit: list[Sample] = field(default_factory=list)
     version: int = 0
+    stop: list[str] | None = None
+    """Samples to interrupt; None is all of them."""
     result: Any = None
 
 
@@ -184,8 +187,8 @@ class Hands:
                 case "update":
                     await self.engine.update_weights(order.version, weights)
                 case "interrupt":
-                    self._in_flight.clear()
-                    self._came += await self.engine.interrupt()
+                    self._in_flight.difference_update(list(self._in_flight) if order.stop is None else order.stop)
+                    self._came += await self.engine.interrupt(order.stop)
                 case "poll":
                     await self._poll()
         except (EngineError, ValueError) as failure:
@@ -267,13 +270,15 @@ class JobEngine:
             await self._finish(self._begin("poll"))
         return self._take()
 
-    async def interrupt(self) -> list[Chunk]:
-        if self._at or self._round is not None:
-            await self._finish(self._begin("interrupt"))
-        for place in self._places:
-            place.in_flight.clear()
-        self._at.clear()
-        return self._take()
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        named = None if sample_ids is None else set(sample_ids)
+        stopped = [id for id in self._at if named is None or id in named]
+        if stopped or self._round is not None:
+            await self._finish(self._begin("interrupt", stop=None if named is None else stopped))
+        for id in stopped:
+            if (place := self._at.pop(id, None)) is not None:
+                place.in_flight.discard(id)
+        return self._take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         await self._finish(self._begin("update", version, weights))
@@ -289,15 +294,19 @@ class JobEngine:
     async def close(self) -> None:
         """Each process closes its own."""
 
-    def _take(self) -> list[Chunk]:
-        came, self._came = self._came, []
+    def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
+        came, self._came = parted(self._came, sample_ids)
         return came
 
-    def _begin(self, what: Any, version: int = 0, weights: Any = None) -> asyncio.Task[None]:
+    def _begin(
+        self, what: Any, version: int = 0, weights: Any = None, stop: list[str] | None = None
+    ) -> asyncio.Task[None]:
         """The round that runs already, if one does and a poll will do; else a new one, after it."""
         running = self._round
         if running is None or what != "poll":
-            self._round = asyncio.create_task(self._go_round(running, what, version, weights), name=f"round: {what}")
+            self._round = asyncio.create_task(
+                self._go_round(running, what, version, weights, stop), name=f"round: {what}"
+            )
         assert self._round is not None
         return self._round
 
@@ -309,13 +318,15 @@ class JobEngine:
             if task.done() and self._round is task:
                 self._round = None
 
-    async def _go_round(self, before: asyncio.Task[None] | None, what: Any, version: int, weights: Any) -> None:
+    async def _go_round(
+        self, before: asyncio.Task[None] | None, what: Any, version: int, weights: Any, stop: list[str] | None
+    ) -> None:
         if before is not None:
             with suppress(EngineError):
                 await before
         orders = []
         for place in self._places:
-            orders.append(Order(what, place.forget, place.submit, version))
+            orders.append(Order(what, place.forget, place.submit, version, stop))
             place.forget, place.submit = [], []
         own: Order = await asyncio.to_thread(self._job.scatter, orders)
         reply = await self._hands.obey(own, weights)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
-from april.rollout.engine import Capacity, Chunk
+from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.trajectory import FinishReason, Sample
 
 CALLS = 900
@@ -174,22 +174,33 @@ class ReplicaEngine:
             await self._queue.ready()
         return self._queue.take()
 
-    async def interrupt(self) -> list[Chunk]:
-        self._waiting.clear()
-        self._interrupting = True
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        """Stop samples (see `Engine.interrupt`), all that replicas were asked for or none of these.
+
+        Raises:
+            EngineError: replicas go on with samples that are not named. verl aborts all requests together, and its
+                replicas take no others before the next weights.
+        """
+        named = None if sample_ids is None else set(sample_ids)
+        stopped = {id for id in self._requests if named is None or id in named}
+        if stopped and len(stopped) < len(self._requests):
+            others = len(self._requests) - len(stopped)
+            raise EngineError(f"verl aborts all requests together: {others} samples in flight were not named")
+        self._waiting = deque(waiting for waiting in self._waiting if named is not None and waiting[0] not in named)
+        self._interrupting = bool(stopped)
         try:
-            if self._requests:
+            if stopped:
                 await self._abort()
                 answered = unanswered = {request.answer for request in self._requests.values()}
                 while unanswered and answered:
                     answered, unanswered = await asyncio.wait(unanswered, timeout=self._patience)
         finally:
             self._interrupting = False
-            for id, request in self._requests.items():
+            for id in stopped.intersection(self._requests):
+                request = self._parked[id] = self._requests.pop(id)
                 request.parked = True
-                self._parked[id] = request
-            self._requests.clear()
-        return self._queue.take()
+        self._queue.wake()
+        return self._queue.take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """verl has seen to it already."""

@@ -6,8 +6,9 @@ nothing that was sampled.
 
 Invariants every engine keeps:
 - every sampled token is handed out exactly once, by `poll` or by `interrupt`, in order within its sample;
-- after `interrupt` returns, nothing runs for the samples it named;
+- after `interrupt` returns, nothing runs for the samples it named, and the others go on as if nothing had happened;
 - a cancelled `poll` loses nothing: what it would have returned comes from the next one;
+- a `poll` that waits while samples are interrupted goes on waiting for the others, and returns once there are none;
 - an engine only reads a sample, and only inside `submit`: the scheduler appends the chunks.
 """
 
@@ -102,8 +103,11 @@ class Engine(Protocol):
         """
         ...
 
-    async def interrupt(self) -> list[Chunk]:
-        """Stop every sample in flight and return what was sampled for them but not handed out yet."""
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        """Stop the named samples, all if none are named, and return what was sampled for them but not handed out yet.
+
+        Names of samples that are not in flight are allowed: what waits to be handed out for them is returned too.
+        """
         ...
 
     async def update_weights(self, version: int, weights: Any = None) -> None:

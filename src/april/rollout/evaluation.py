@@ -15,6 +15,7 @@ from april.rollout.trajectory import Group, Sample
 
 async def complete(engine: Engine, groups: Sequence[Group], retries: Retries, episodes: Episodes | None = None) -> None:
     """Generate until every sample of `groups` has finished; if that fails, nothing of them is left in the engine.
+    Other samples that it holds are not touched.
 
     Args:
         episodes: what answers their turns, for these samples alone; closed in the end.
@@ -29,8 +30,9 @@ async def complete(engine: Engine, groups: Sequence[Group], retries: Retries, ep
     finally:
         if episodes is not None:
             await episodes.close()
-        await engine.interrupt()
-        engine.forget(sample.id for group in groups for sample in group.samples)
+        names = [sample.id for group in groups for sample in group.samples]
+        await engine.interrupt(names)
+        engine.forget(names)
 
 
 class _Run:

@@ -62,8 +62,8 @@ class Flight:
             self.end(id, now, "interrupted")
 
     async def interrupt(self, engine: Engine) -> list[Chunk]:
-        """Stop everything in flight; what was handed out and not absorbed yet."""
-        interrupted = await engine.interrupt()
+        """Stop these samples, and no others that the engine holds; what was sampled for them and not absorbed yet."""
+        interrupted = await engine.interrupt(list(self.samples))
         late, self._late = self._late, []
         return [*late, *interrupted]
 

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from functools import cache, partial
 from itertools import repeat
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from april.engines.chunk_queue import parted
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.trajectory import FinishReason, Sample
 from april.simulation.blank import Blank
@@ -156,28 +157,63 @@ class SimulatedEngine:
             self._advance(until)
             if self._stream_seconds is not None:
                 self._decode_until(until)
-                self._stream()
+                self._stream(*np.nonzero(self._row >= 0))
         return self._take()
 
-    async def interrupt(self) -> list[Chunk]:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         if not self._in_flight:
             return []
+        named = None if sample_ids is None else set(sample_ids)
         loop = asyncio.get_running_loop()
         self._take_up(loop.time())
         self._advance(loop.time())
         self._decode_until(loop.time())
-        rows, replicas = self._stream()
+        replicas = np.concatenate((self._stop_running(named), self._stop_waiting(named)))
+        if self._running.any() or self._waiting.any():
+            self._go_on(np.unique(replicas), loop.time())
+        else:
+            self._clear()
+        await asyncio.sleep(self.cost.interrupt_seconds)
+        return self._take(named)
+
+    def _stop_running(self, named: Container[str] | None) -> NDArray[np.int64]:
+        """Hand out what the named running samples have, and free their slots; the replicas they were on."""
+        replicas, slots = np.nonzero(self._row >= 0)
+        if named is not None:
+            chosen = [self._ids[row] in named for row in self._row[replicas, slots].tolist()]
+            replicas, slots = replicas[chosen], slots[chosen]
+        rows = self._stream(replicas, slots)
         some = self._out[rows] > 0
         self._park(rows[some], replicas[some], self._prompt[rows[some]] + self._out[rows[some]])
+        np.subtract.at(self._kv, replicas, self._prompt[rows] + self._out[rows])
+        self._vacate(replicas, slots)
+        return replicas
+
+    def _stop_waiting(self, named: Container[str] | None) -> NDArray[np.int64]:
+        """Take the named samples that wait out of their queues; the replicas they waited on."""
+        stopped = []
         for replica in np.nonzero(self._waiting)[0].tolist():
             waiting = self._queued(replica)
-            held = waiting[self._held[waiting] > 0]
+            chosen = np.array([named is None or self._ids[row] in named for row in waiting.tolist()])
+            if not chosen.any():
+                continue
+            stopped.append(replica)
+            staying, leaving = waiting[~chosen], waiting[chosen]
+            held = leaving[self._held[leaving] > 0]
             self._park(held, np.full(len(held), replica), self._held[held])
-            fresh = self._done[waiting] - self._out[waiting]
-            self._put(waiting[fresh > 0], fresh[fresh > 0])  # preempted
-        self._clear()
-        await asyncio.sleep(self.cost.interrupt_seconds)
-        return self._take()
+            self._cached[replica] -= self._held[held].sum()
+            fresh = self._done[leaving] - self._out[leaving]
+            self._put(leaving[fresh > 0], fresh[fresh > 0])  # preempted
+            self._queue[replica, (self._head[replica] + np.arange(len(staying))) % self._queue.shape[1]] = staying
+            self._waiting[replica] = len(staying)
+        return np.array(stopped, np.int64)
+
+    def _go_on(self, replicas: NDArray[np.int64], now: float) -> None:
+        """Samples of `replicas` have left: what waits takes their places at the end of the step under way."""
+        idle = replicas[self._running[replicas] == 0]
+        self._clock[idle] = np.maximum(self._clock[idle], now)
+        self._stride[idle] = 0
+        self._plan(np.concatenate((idle, self._next_boundary(replicas, now))))
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Go over to policy `version`, which takes the cost model's `update_seconds`."""
@@ -212,18 +248,17 @@ class SimulatedEngine:
         places = zip(replicas.tolist(), tokens.tolist(), strict=True)
         self._parked.update(zip([self._ids[row] for row in rows.tolist()], places, strict=True))
 
-    def _stream(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hand out what the running samples have; their rows and replicas."""
-        replicas, slots = np.nonzero(self._row >= 0)
+    def _stream(self, replicas: NDArray[np.int64], slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Hand out what the samples that run there have; their rows."""
         rows = self._row[replicas, slots]
         sampled = self._done[rows] + np.maximum(self._steps[replicas] - self._began[replicas, slots], 0)
         fresh = sampled - self._out[rows]
         self._out[rows] = sampled
         self._put(rows[fresh > 0], fresh[fresh > 0])
-        return rows, replicas
+        return rows
 
-    def _take(self) -> list[Chunk]:
-        chunks, self._chunks = self._chunks, []
+    def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
+        chunks, self._chunks = parted(self._chunks, sample_ids)
         return chunks
 
     def _clear(self) -> None:

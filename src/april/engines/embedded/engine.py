@@ -17,7 +17,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 import torch
@@ -188,20 +188,42 @@ class EmbeddedEngine:
                 break
         return self._take()
 
-    async def interrupt(self) -> list[Chunk]:
-        self._unseen = self._interval
-        chunks = self._take()
-        for sequence in self._in_flight.values():
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        names = {*self._in_flight, *(ended.id for ended in self._finished)} if sample_ids is None else set(sample_ids)
+        stopped = {self._in_flight.pop(id): None for id in list(self._in_flight) if id in names}
+        ended = [sequence for sequence in self._finished if sequence.id in names]
+        self._finished = [sequence for sequence in self._finished if sequence.id not in names]
+        chunks = [sequence.take(self.version) for sequence in (*ended, *stopped) if sequence.pending]
+        with torch.inference_mode():
+            for tier in self._cache.tiers:
+                tier.hold_those(stopped)
+        self._waiting = deque(sequence for sequence in self._waiting if sequence not in stopped)
+        self._admitted = {sequence: None for sequence in self._admitted if sequence not in stopped}
+        self._prefilling = [sequence for sequence in self._prefilling if sequence not in stopped]
+        self._following = [sequence for sequence in self._following if sequence not in stopped]
+        self._find_leaders(stopped)
+        for sequence in stopped:
             sequence.leader = None
             if sequence.kv_length > 0:
                 self._parked[sequence.id] = sequence
             elif sequence.tier is not None:
                 self._release(sequence)
-        for tier in self._cache.tiers:
-            tier.hold_all()
-        for held in (self._in_flight, self._waiting, self._admitted, self._prefilling, self._following):
-            held.clear()
+        if not self._in_flight:
+            self._unseen = 0
         return chunks
+
+    def _find_leaders(self, stopped: Container[Sequence]) -> None:
+        """Of those that wait for the prompt of a sequence that has stopped, the first computes it for the others."""
+        leaders: dict[Sequence, Sequence] = {}
+        waiting, self._following = self._following, []
+        for sequence in waiting:
+            if sequence.leader is not None and sequence.leader in stopped:
+                old, sequence.leader = sequence.leader, leaders.get(sequence.leader)
+                if sequence.leader is None:
+                    leaders[old] = sequence
+                    self._start(sequence)
+                    continue
+            self._following.append(sequence)
 
     async def update_weights(self, version: int, weights: NamedTensors | None = None) -> None:
         """Go over to policy `version`.

@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
@@ -113,9 +114,15 @@ class Tier(Generic[R]):
         self.decoding.pop()
         self.held.insert(0, sequence)
 
-    def hold_all(self) -> None:
-        self.held = self.decoding + self.held
-        self.decoding = []
+    def hold_those(self, sequences: Container[R]) -> None:
+        """Move those of `sequences` that decode to the held ones; nothing is copied if all do."""
+        staying = [sequence for sequence in self.decoding if sequence not in sequences]
+        if not staying:
+            self.held = self.decoding + self.held
+            self.decoding = []
+        elif len(staying) < len(self.decoding):
+            for sequence in [sequence for sequence in self.decoding if sequence in sequences]:
+                self.hold(sequence)
 
     def remove(self, sequence: R) -> None:
         """Free the row of `sequence`; the last of its run, and the last held one, fill the holes."""

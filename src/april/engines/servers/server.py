@@ -183,7 +183,7 @@ class ServerEngine:
             self._thawing = asyncio.create_task(self._go_on(), name=f"resume {self!r}")
         frozen = self._frozen.pop(sample.id, None)
         if frozen is not None and frozen.open:
-            frozen.attached = True
+            frozen.attached, frozen.interrupted = True, False
             self._streams[sample.id] = frozen
             self._hand_out_held(sample.id)
             return
@@ -213,16 +213,24 @@ class ServerEngine:
         self._tails.add(giving_up)
         giving_up.add_done_callback(self._tails.discard)
 
-    async def interrupt(self) -> list[Chunk]:
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        """Stop samples (see `Engine.interrupt`). A server can only be frozen as a whole: with "keep", too, those that
+        are stopped while others go on are aborted, and are prefilled again when they are resumed."""
         if self._thawing is not None:
             await self._thawing
+        named = None if sample_ids is None else set(sample_ids)
+        stopped = {id: stream for id, stream in self._streams.items() if named is None or id in named}
+        for stream in stopped.values():
+            stream.interrupted = True
         with self._queue.drain():
-            if self.on_update == "keep":
+            if self.on_update == "keep" and len(stopped) == len(self._streams):
                 await self._freeze_streams()
             else:
-                await self._end(self._streams.values())
-        self._streams.clear()
-        return self._queue.take()
+                await self._end(stopped.values())
+        for id in stopped:
+            self._streams.pop(id, None)
+        self._queue.wake()
+        return self._queue.take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """Go over to policy `version`: from a directory of safetensors the server can see, or by a `Broadcast`.
@@ -287,6 +295,8 @@ class ServerEngine:
             if self._thawing is not None:
                 self._thawing.cancel()
                 await asyncio.gather(self._thawing, return_exceptions=True)
+            for stream in self._streams.values():
+                stream.interrupted = True
             await self._cancel([*self._streams.values(), *self._frozen.values(), *self._dropped.values()])
             for tail in self._tails:
                 tail.cancel()
@@ -391,7 +401,7 @@ class ServerEngine:
             if self._streams.get(stream.sample_id) is stream:
                 del self._streams[stream.sample_id]
                 self._queue.wake()
-        if error is not None and not self._queue.draining:
+        if error is not None and not stream.interrupted:
             self._deliver(stream, Chunk(stream.sample_id, (), (), stream.version, error=error))
 
     async def _request(self, stream: Stream) -> Finish:
@@ -427,7 +437,7 @@ class ServerEngine:
             *lines, rest = (rest + data).split(b"\n")
             finish = stream.take_in(events(lines), self._dialect.read, self._deliver)
             if finish is not None:
-                if finish == "abort" and stream.attached and not self._queue.draining:
+                if finish == "abort" and not stream.interrupted:
                     raise RequestError("the server aborted the request")
                 # The sample is done with this stream. It is read to its end, so that its connection can be used again,
                 # unless the server goes on and on: then the connection is cut.

@@ -64,6 +64,8 @@ class Stream:
     begun: int = 0
     """Tokens received before the request that runs now."""
     sent: bool = False
+    interrupted: bool = False
+    """Whoever asked for it has had it stopped: how it ends is no failure."""
     attached: bool = True
     """False while nobody has asked the sample to go on: what arrives is held back."""
     forgotten: bool = False

@@ -1,0 +1,136 @@
+"""Stopping some samples of an engine by name: no token of any sample is lost, or comes twice, or is another one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Prompt, SamplingParams
+from april.engines.embedded import EmbeddedEngine
+from april.engines.pool import EnginePool
+from april.integrations.ranks import Hands, Job, JobEngine
+from april.rollout.evaluation import complete
+from april.rollout.retries import Retries
+from april.rollout.trajectory import Group
+from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
+from tests.engines.interrupts import Moment, finish, moments
+from tests.engines.test_pool import Machine, length_of, token_at
+
+POLICY = model()
+UNDISTURBED = responses(asyncio.run(run(EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24), samples())))
+COUNT = 9
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    schedule=moments(COUNT),
+    max_running=st.integers(1, COUNT),
+    prefill_chunk=st.integers(1, 40),
+    kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
+    stream_interval=st.integers(1, 4),
+    draft_tokens=st.sampled_from([0, 3]),
+)
+def test_the_embedded_engine(schedule: list[Moment], **config: Any) -> None:
+    done = samples()
+    asyncio.run(finish(EmbeddedEngine(POLICY, **config), done, schedule))
+    assert responses(done) == UNDISTURBED
+    assert_behaviour(POLICY, done)
+
+
+@settings(max_examples=5, deadline=None)
+@given(schedule=moments(COUNT), max_running=st.integers(1, 4))
+def test_a_pool_of_embedded_engines(schedule: list[Moment], max_running: int) -> None:
+    async def main() -> None:
+        engines = [EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_running=max_running) for _ in range(2)]
+        pool = EnginePool(engines)
+        await finish(pool, done, schedule)
+        await pool.close()
+
+    done = samples()
+    asyncio.run(main())
+    assert responses(done) == UNDISTURBED
+
+
+def scripted() -> Group:
+    return Group.start(0, Prompt((1,)), COUNT, SamplingParams(max_tokens=200), seed=0)
+
+
+def assert_scripted(group: Group) -> None:
+    for sample in group.samples:
+        length = length_of(sample.seed, 200)
+        assert sample.response_ids == [token_at(sample.seed, i) for i in range(length)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=moments(COUNT), slots=st.integers(1, COUNT))
+def test_the_stream_engine(schedule: list[Moment], slots: int) -> None:
+    group = scripted()
+    asyncio.run(finish(Machine(slots=slots), group.samples, schedule))
+    assert_scripted(group)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=moments(COUNT), slots=st.integers(1, 4), fault=st.sampled_from([None, "HTTP 500", "nonsense"]))
+def test_a_pool_with_replicas_that_fail(schedule: list[Moment], slots: int, fault: str | None) -> None:
+    async def main() -> None:
+        machines = [Machine(f"replica {i}", slots) for i in range(3)]
+        machines[0].fault, machines[0].chance = fault, 0.1
+        pool = EnginePool(machines, health_timeout=0.5, backlog=4)
+        await finish(pool, group.samples, schedule)
+        await pool.close()
+
+    group = scripted()
+    asyncio.run(main())
+    assert_scripted(group)
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedule=moments(COUNT), slots=st.integers(1, 4))
+def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) -> None:
+    async def main() -> None:
+        machine = Machine(slots=slots)
+        hands: Any = Hands(machine, transfer=None, loop=None)  # type: ignore[arg-type]
+        await finish(JobEngine(Job(), hands, [machine.capacity], keeps=False), group.samples, schedule)
+
+    group = scripted()
+    asyncio.run(main())
+    assert_scripted(group)
+
+
+async def test_a_prompt_that_others_wait_for_is_computed_by_the_next_of_them() -> None:
+    """The first of a group prefills their prompt, a few tokens a pass, and is stopped before it is through."""
+    engine, done = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, prefill_chunk=2), samples()
+    group = [sample for sample in done if sample.prompt_ids == max((s.prompt_ids for s in done), key=len)]
+    assert len(group) > 2
+    assert len(group[0].prompt_ids) > 4
+    for sample in group:
+        engine.submit(sample)
+    poll = asyncio.create_task(engine.poll())
+    for _ in range(2):  # a pass each
+        await asyncio.sleep(0)
+    assert await engine.interrupt([group[0].id]) == []
+    append(group, await poll)
+    while any(sample.finish is None for sample in group[1:]):
+        append(group, await engine.poll())
+    assert group[0].length == 0
+    await run(engine, [group[0]])
+    assert responses(group) == {sample.id: UNDISTURBED[sample.id] for sample in group}
+
+
+async def test_an_evaluation_leaves_rollouts_that_are_under_way_alone() -> None:
+    """One slot: the rollout waits for it behind the evaluation, and goes on when that has ended."""
+    engine = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_running=1)
+    evaluation = Group.start(7, Prompt((1, 2, 3)), 2, SamplingParams(max_tokens=5), seed=0, evaluation=True)
+    rollout = samples()[0]
+    under_way = asyncio.create_task(complete(engine, [evaluation], Retries(0, 1.0)))
+    await asyncio.sleep(0)
+    engine.submit(copy.copy(rollout))
+    await under_way
+    assert evaluation.complete
+    while rollout.finish is None:
+        append([rollout], await engine.poll())
+    assert rollout.response_ids == UNDISTURBED[rollout.id]
