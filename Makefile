@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-verl gpu lint format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl gpu lint format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-units    only test, against no real server"
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
+	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make docs          build the documentation's site, into build/site"
@@ -33,7 +34,7 @@ quickstart: setup
 test: lint docs test-wheel test-units
 
 test-units: setup
-	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers
+	$(TEST_ENV) $(BIN)/python -m pytest tests --ignore=tests/servers --ignore=tests/ranks/slow
 
 test-wheel: setup
 	PYTHON=$(PYTHON) scripts/test_wheel.sh
@@ -41,6 +42,9 @@ test-wheel: setup
 # Sets up an environment for each server first, under .servers (scripts/setup_*.sh).
 test-servers: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/servers
+
+test-ranks: setup
+	$(TEST_ENV) $(BIN)/python -m pytest tests/ranks
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:

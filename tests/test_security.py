@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from april.config.error import ConfigError
+from april.config.recipe import Recipe
 from april.config.settings import API_KEY, ModelSettings
-from april.training.checkpoint import OPTIMIZER, CheckpointError, load_tensors
+from april.training.checkpoint import TRAINING, CheckpointError
+from april.training.local import LocalLearner
 from april.training.output import locked, prepare_output
 from april.training.policy import load_policy
 from tests import tiny
@@ -87,12 +89,14 @@ class Poison:
 
 
 def test_a_checkpoint_from_somebody_else_runs_nothing(tmp_path: Path) -> None:
-    proof = tmp_path / "ran"
-    torch.save({"optimizer": Poison(proof)}, tmp_path / OPTIMIZER)
+    proof, state = tmp_path / "ran", tmp_path / TRAINING / "state.safetensors"
+    state.parent.mkdir()
+    torch.save({"random": Poison(proof)}, tmp_path / "poison")
+    state.write_bytes((tmp_path / "poison").read_bytes())
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_tensors(tmp_path)
+        LocalLearner(tiny.model(), Recipe()).load(tmp_path)
     assert not proof.exists()
-    torch.load(tmp_path / OPTIMIZER, weights_only=False)
+    torch.load(tmp_path / "poison", weights_only=False)
     assert proof.exists(), "the poison works"
 
 

@@ -40,8 +40,15 @@ def uploaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def run(tmp_path: Path) -> Path:
     directory = tmp_path / "run"
     checkpoint = directory / "checkpoints" / "step-000002"
-    checkpoint.mkdir(parents=True)
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "optimizer.pt", "april.json", "manifest.json"):
+    (checkpoint / "training").mkdir(parents=True)
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "training/state.safetensors",
+        "april.json",
+        "manifest.json",
+    ):
         (checkpoint / name).write_text("{}")
     recipe = Recipe(
         model=ModelSettings(path="Qwen/Qwen3-4B"),

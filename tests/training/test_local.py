@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import io
 import math
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -229,18 +229,16 @@ def test_the_critic_learns_what_to_expect() -> None:
     assert last < first
 
 
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
+def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
     settings = recipe(algorithm="ppo", kl_coef=0.1)
     settings.training.updates_per_step = 3
     straight = LocalLearner(tiny.model(sharpness=1.0), settings)
     straight.train(rollout(1), 1)
-    buffer = io.BytesIO()
-    torch.save(straight.state_dict(), buffer)
+    straight.save_state(tmp_path)
     policy = tiny.model(sharpness=1.0)
     policy.load_state_dict(straight.model.state_dict())
-    buffer.seek(0)
     restored = LocalLearner(policy, settings)
-    restored.load_state_dict(torch.load(buffer, weights_only=True))
+    restored.load(tmp_path)
     assert straight.train(rollout(2), 2) == restored.train(rollout(2), 2)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
         assert torch.equal(a, b)

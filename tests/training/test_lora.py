@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -132,25 +131,23 @@ def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Pa
     torch.testing.assert_close(logits(wrapped), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_restored_learner_goes_on_as_the_one_that_was_saved() -> None:
+def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:
     straight, step = trained(kl_coef=0.1), rollout(9)
-    buffer = io.BytesIO()
-    torch.save(straight.state_dict(), buffer)
-    buffer.seek(0)
+    straight.save_state(tmp_path)
     torch.manual_seed(123)
     restored = LocalLearner(tiny.model(sharpness=1.0), settings(kl_coef=0.1))
-    restored.load_state_dict(torch.load(buffer, weights_only=True))
+    restored.load(tmp_path)
     assert straight.train(step, 3) == restored.train(step, 3)
 
 
-def test_a_checkpoint_of_other_settings_is_refused() -> None:
-    state = trained().state_dict()
-    with pytest.raises(ValueError, match="resume with the algorithm, kl_coef and lora settings"):
-        LocalLearner(tiny.model(sharpness=1.0), recipe()).load_state_dict(state)
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    trained().save_state(tmp_path)
+    with pytest.raises(ValueError, match="algorithm, kl_coef and lora settings"):
+        LocalLearner(tiny.model(sharpness=1.0), recipe()).load(tmp_path)
     other = settings()
     other.lora.rank = 2
-    with pytest.raises(ValueError, match="adapters are of other settings"):
-        LocalLearner(tiny.model(sharpness=1.0), other).load_state_dict({**state, "optimizer": {}})
+    with pytest.raises(ValueError, match="of other settings"):
+        LocalLearner(tiny.model(sharpness=1.0), other).load(tmp_path)
 
 
 def test_modules_that_do_not_exist_are_named() -> None:

@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["april.json", "manifest.json", "optimizer.pt", "config.json"])
+@pytest.mark.parametrize("name", ["april.json", "manifest.json", "training/state.safetensors", "config.json"])
 def test_every_file_of_a_checkpoint_is_checked(
     saved_often: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

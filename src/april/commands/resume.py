@@ -9,7 +9,7 @@ from pathlib import Path
 
 from april.commands.arguments import override
 from april.commands.failure import fail
-from april.commands.trainer import run_trainer
+from april.commands.start import start
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
@@ -65,7 +65,7 @@ def run(args: list[str]) -> int:
         recipe = _prepared(directory, flags, repairs.pop() if repairs else "none")
     except (CheckpointError, JournalError) as error:
         return fail(str(error))
-    return run_trainer(recipe, resume=True)
+    return start(recipe, resume=True)
 
 
 def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from april.commands import resume
 from april.commands.arguments import read_recipe
-from april.commands.trainer import run_trainer
+from april.commands.start import start
 from april.training.output import prepare_output
 
 DESCRIPTION = """Train a causal language model by reinforcement learning, with active partial rollouts.
@@ -24,4 +24,4 @@ def run(args: list[str]) -> int:
         return resume.run(resume.arguments(args))
     recipe = read_recipe(args, "april train", DESCRIPTION)
     prepare_output(Path(recipe.reporting.output), recipe.reporting.if_exists)
-    return run_trainer(recipe)
+    return start(recipe)

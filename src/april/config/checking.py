@@ -64,6 +64,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield from _range_problems(section.name, getattr(recipe, section.name))
     yield from _rollout_problems(recipe)
     yield from _training_problems(recipe)
+    yield from _trainer_problems(recipe)
     if problem := model_path_problem(recipe.model.path):
         yield problem
     for name in ("path", "eval_path"):
@@ -113,6 +114,20 @@ def _training_problems(recipe: Recipe) -> Iterator[str]:
         )
     if not all(0 <= beta < 1 for beta in training.betas):
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
+
+
+def _trainer_problems(recipe: Recipe) -> Iterator[str]:
+    trainer = recipe.trainer
+    if trainer.backend == "local" and trainer.processes > 1:
+        yield (
+            f'trainer.processes = {trainer.processes} with backend = "local", which is one process: choose "fsdp2", or '
+            "leave backend out"
+        )
+    if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):
+        yield (
+            f"model.device = {recipe.model.device!r} is one device, but each of {trainer.processes} processes needs "
+            'its own: name the kind alone, like "cuda"'
+        )
 
 
 def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:

@@ -21,6 +21,7 @@ from april.config.settings import (
     ModelSettings,
     ReportingSettings,
     RolloutSettings,
+    TrainerSettings,
     TrainingSettings,
 )
 from april.rollout.params import FaultPolicy, RolloutParams
@@ -47,6 +48,8 @@ class Recipe:
     """What is optimised."""
     training: Annotated[TrainingSettings, FLAT] = field(default_factory=TrainingSettings)
     """How it is optimised."""
+    trainer: Annotated[TrainerSettings, FLAT] = field(default_factory=TrainerSettings)
+    """Which processes train it."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Low-rank adapters."""
     reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)

@@ -281,6 +281,30 @@ class TrainingSettings:
 
 
 @dataclass(kw_only=True)
+class TrainerSettings:
+    """Which processes train it (docs/training.md).
+
+    Args:
+        backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
+            optimizer state (PyTorch FSDP2). auto: local with one process, fsdp2 with more.
+        processes: Processes that train together, ranks, which april starts on this machine; on GPUs one each.
+        rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
+            started anew, and go on from the newest checkpoint and the journal.
+        max_restarts: Such restarts without a training step done in between, after which the run ends.
+    """
+
+    backend: Literal["auto", "local", "fsdp2"] = "auto"
+    processes: Positive[int] = 1
+    rank_timeout: Positive[float] = 300.0
+    max_restarts: NotNegative[int] = 3
+
+    @property
+    def sharded(self) -> bool:
+        """Whether ranks train, be it one."""
+        return self.backend == "fsdp2" or (self.backend == "auto" and self.processes > 1)
+
+
+@dataclass(kw_only=True)
 class ReportingSettings:
     """What is written, and where.
 

@@ -27,12 +27,13 @@ from april.rollout.trajectory import Group
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
+from april.training.crew import leading
 from april.training.engines import engine_of
 from april.training.evaluation import Evaluation, held_out
 from april.training.learner import Learner
 from april.training.local import LocalLearner, objective_of
 from april.training.output import locked
-from april.training.policy import load_policy
+from april.training.policy import load_policy, policy_at
 from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
@@ -79,11 +80,15 @@ async def trainer_of(
     torch.manual_seed(training.seed)
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
-    learner, tokenizer = _learner(recipe, directory, checkpoint)
-    _say_what_is_clipped(recipe)
-    limit = _prompt_limit(recipe, learner)
-    prompts, evaluated = _prompts(recipe, task, tokenizer, limit), _held_out(recipe, task, tokenizer, limit)
     async with AsyncExitStack() as stack:
+        learner: Learner
+        if recipe.trainer.sharded:
+            learner, tokenizer = stack.enter_context(leading(recipe, directory, checkpoint))
+        else:
+            learner, tokenizer = _learner(recipe, directory, checkpoint)
+        _say_what_is_clipped(recipe)
+        limit = _prompt_limit(recipe, learner)
+        prompts, evaluated = _prompts(recipe, task, tokenizer, limit), _held_out(recipe, task, tokenizer, limit)
         stack.enter_context(locked(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_delay)))
         rewards = await stack.enter_async_context(Rewards(task.scorer, tokenizer, recipe.rollout))
@@ -136,8 +141,8 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
-    """The learner, and the tokenizer of its policy. Adapters go onto the policy that they were begun with."""
-    model, tokenizer = load_policy(recipe.model, None if recipe.lora.rank else checkpoint)
+    """The learner, and the tokenizer of its policy."""
+    model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint))
     return LocalLearner(model, recipe, tokenizer, directory), tokenizer
 
 

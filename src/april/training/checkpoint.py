@@ -5,10 +5,11 @@ Invariants:
 - policy, optimizer, rollout buffer, data position and the place in the journal in it belong to the same step, so that
   one rename commits them all;
 - every file in it has a checksum in the manifest, and nothing is used before all of them agree;
-- nothing in it is pickled code: safetensors, JSON, and tensors that are read back as weights only.
+- nothing in it could run: safetensors and JSON.
 
 A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it. Of a policy trained by
-adapters it holds the merged weights, and the adapters in the folder `adapter`.
+adapters it holds the merged weights, and the adapters in the folder `adapter`. What else training changes, as the
+optimizer's moments, is in the folder `training`, whole tensors by their names, however many ranks wrote them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,15 @@ import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
-
-import torch
 
 from april.rollout.disk import sync_directory, sync_file
 
 ADAPTER = "adapter"
-OPTIMIZER = "optimizer.pt"
+TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 4
+FORMAT = 5
 """Of another one, a checkpoint is refused."""
 
 
@@ -157,24 +155,6 @@ def load_state(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
     return state
-
-
-def save_tensors(path: Path, learner: dict[str, Any]) -> None:
-    """Write a learner's state, tensors in plain containers, into the checkpoint at `path`."""
-    torch.save(learner, path / OPTIMIZER)
-
-
-def load_tensors(path: Path) -> dict[str, Any]:
-    """What `save_tensors` wrote.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        learner: dict[str, Any] = torch.load(path / OPTIMIZER, weights_only=True, map_location="cpu")
-    except (OSError, ValueError, RuntimeError, UnpicklingError) as error:
-        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
-    return learner
 
 
 def load_mark(path: Path) -> dict[str, Any] | None:

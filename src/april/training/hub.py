@@ -22,7 +22,7 @@ from april.training.resume import newest_checkpoint, saved_recipe
 
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """The files of a checkpoint that are the model's and the tokenizer's,"""
-OWN = ("april.json", "manifest.json")
+OWN = ("april.json", "manifest.json", "training/*", "adapter/*")
 """but for these."""
 SECTIONS = ("model", "task", "rollout", "algorithm", "training", "lora")
 """What of a recipe the card shows."""

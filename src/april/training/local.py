@@ -35,9 +35,10 @@ from april.algorithms.objective import Objective, Sums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
 from april.config.recipe import Recipe
 from april.config.settings import AlgorithmSettings, RolloutSettings
+from april.engines.weights import WeightTransfer
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Sample
-from april.training.checkpoint import ADAPTER, load_tensors, save_tensors
+from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
@@ -47,6 +48,7 @@ from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import Memory, SkippedUpdates
 from april.training.schedule import share_of_peak
+from april.training.shards import read, stored, write
 from april.training.weights import transfer_of
 
 
@@ -78,13 +80,20 @@ class LocalLearner:
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
         self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
         self.packs = can_pack(model)
+        self._place()
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
-        self._transfer = None if directory is None else transfer_of(recipe, model, tokenizer, directory, self.adapters)
+        self._transfer = None if directory is None else self._way_to_engine(recipe, directory)
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
                 _checkpoint_layers(trunk)
+
+    def _place(self) -> None:
+        """Put the parameters where they are trained; whole until here, and checked."""
+
+    def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer:
+        return transfer_of(recipe, self.model, self.tokenizer, directory, self.adapters)
 
     def _frozen_copy(self) -> PolicyModel:
         frozen = copy.deepcopy(self.model).requires_grad_(False)
@@ -272,49 +281,56 @@ class LocalLearner:
         return result
 
     def save(self, directory: Path) -> None:
-        save_policy(directory, self.model, self.tokenizer, self.adapters)
+        self.save_policy(directory)
         if self.adapters:
             self.adapters.save(directory / ADAPTER)
-        save_tensors(directory, self.state_dict())
+        self.save_state(directory)
+
+    def save_policy(self, directory: Path) -> None:
+        """Write the policy as transformers loads it."""
+        save_policy(directory, self.model, self.tokenizer, self.adapters)
+
+    def save_state(self, directory: Path, rank: int = 0) -> None:
+        """Write what training has changed but the policy itself."""
+        (directory / TRAINING).mkdir(exist_ok=True)
+        write(directory / TRAINING, "state", self.state(), rank)
 
     def load(self, directory: Path) -> None:
-        self.load_state_dict(load_tensors(directory))
+        state = self.state()
+        parts, saved = (
+            {name.partition(".")[0] for name in names} for names in (state, stored(directory / TRAINING, "state"))
+        )
+        remedy = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
+        if parts != saved:
+            have, need = (", ".join(sorted(names)) for names in (saved, parts))
+            raise ValueError(f"the checkpoint holds {have}, but these settings need {need}: {remedy}")
+        try:
+            read(directory / TRAINING, "state", state)
+        except ValueError as error:
+            raise ValueError(f"the checkpoint is of other settings ({error}): {remedy}") from None
+        torch.set_rng_state(state["random"])
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that training has changed but the policy's own parameters; of adapters, those too."""
-        states = {name: part.state_dict() for name, part in self._stateful().items()}
-        devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return {**states, "random": [torch.get_rng_state(), *devices]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`.
-
-        Raises:
-            ValueError: it is of a run with other settings.
-        """
-        parts, saved = self._stateful(), state.keys() - {"random"}
-        if parts.keys() != saved:
-            raise ValueError(
-                f"the checkpoint holds {', '.join(sorted(saved))}, but these settings need {', '.join(sorted(parts))}: "
-                "resume with the algorithm, kl_coef and lora settings that the run was begun with"
-            )
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        random = state.get("random", ())
-        if random:
-            torch.set_rng_state(random[0])
-        if len(random) == 1 + torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(random[1:])
-
-    def _stateful(self) -> dict[str, Any]:
-        parts = {
-            "adapters": self.adapters,
-            "optimizer": self.optimizer,
-            "reference": self.reference and self.reference.model,
+    def state(self) -> dict[str, Tensor]:
+        """What training has changed but the policy's own parameters, by name, as it is; of adapters, those too."""
+        held = {"random": torch.get_rng_state()}
+        parts: dict[str, Any] = {
             "critic": self.critic,
-            "critic_optimizer": self.critic_optimizer,
+            "reference": self.reference and self.reference.model,
+            "adapters": self.adapters,
         }
-        return {name: part for name, part in parts.items() if part is not None}
+        for kind, part in parts.items():
+            if part is not None:
+                held |= {f"{kind}.{name}": tensor for name, tensor in part.state_dict().items()}
+        for kind, module, optimizer in (
+            ("policy_optimizer", self.policy, self.optimizer),
+            ("critic_optimizer", self.critic, self.critic_optimizer),
+        ):
+            if module is not None and optimizer is not None:
+                for name, parameter in module.named_parameters():
+                    if parameter.requires_grad:
+                        moments = _moments(optimizer, parameter)
+                        held |= {f"{kind}.{name}.{key}": moment for key, moment in moments.items()}
+        return held
 
 
 def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:
@@ -365,6 +381,15 @@ def _checkpoint_layers(trunk: Any) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
             module.training = True
+
+
+def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of a parameter, also before its first update."""
+    if not optimizer.state[parameter]:
+        moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    found: dict[str, Tensor] = optimizer.state[parameter]
+    return found
 
 
 def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

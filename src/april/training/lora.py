@@ -9,13 +9,15 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from april.config.error import ConfigError
 from april.config.settings import LoraSettings
@@ -52,21 +54,31 @@ class Adapters:
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
 
-    @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Name and weight of each parameter of the policy, adapters added in, one at a time."""
-        modules = dict(self._model.named_modules())
+        return ((name, make()) for name, make in self.merging().items())
+
+    def merging(self) -> dict[str, Callable[[], Tensor]]:
+        """What makes each parameter of the policy, adapters added in, by its name."""
+        made: dict[str, Callable[[], Tensor]] = {}
         for name, parameter in self._model.named_parameters():
             if "lora_" in name:
                 continue
             owner, adapted, kind = name.rpartition(".base_layer.")
             if not adapted:
-                yield name, parameter.detach()
+                made[name] = parameter.detach
             elif kind == "weight":
-                delta = modules[owner].get_delta_weight("default")
-                yield f"{owner}.weight", (parameter + delta.to(parameter.dtype)).detach()
+                made[f"{owner}.weight"] = functools.partial(self._merged, owner)
             else:
-                yield f"{owner}.{kind}", parameter.detach()
+                made[f"{owner}.{kind}"] = parameter.detach
+        return made
+
+    @torch.no_grad()
+    def _merged(self, owner: str) -> Tensor:
+        module = self._model.get_submodule(owner)
+        base = module.base_layer.weight
+        merged: Tensor = base + module.get_delta_weight("default").to(base.dtype)
+        return merged.redistribute(placements=base.placements) if isinstance(merged, DTensor) else merged
 
     def merged_model(self) -> Any:
         """A model without adapters that computes the same; what no adapter changes it shares with the trained one."""
@@ -81,13 +93,3 @@ class Adapters:
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._model.named_parameters() if "lora_" in name}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        own = self.state_dict()
-        if own.keys() != state.keys() or any(own[name].shape != tensor.shape for name, tensor in state.items()):
-            raise ValueError(
-                "lora: the checkpoint's adapters are of other settings: resume with the rank it was begun with"
-            )
-        for name, tensor in state.items():
-            own[name].copy_(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from april.config.error import ConfigError
+from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
 from april.training.lora import Adapters
 
 
-def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tuple[Any, Any]:
+def load_policy(
+    settings: ModelSettings, checkpoint: Path | None = None, device: torch.device | None = None
+) -> tuple[Any, Any]:
     """The causal LM and its tokenizer, from the recipe's path or from a run's checkpoint.
+
+    Args:
+        device: in the place of the settings' own.
 
     Raises:
         ConfigError: there is no such model, or it is no causal LM.
@@ -31,7 +38,12 @@ def load_policy(settings: ModelSettings, checkpoint: Path | None = None) -> tupl
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None
-    return model.to(device_of(settings)), tokenizer
+    return model.to(device or device_of(settings)), tokenizer
+
+
+def policy_at(recipe: Recipe, checkpoint: Path | None) -> Path | None:
+    """Where a run that is resumed finds its policy. Adapters go onto the policy that they were begun with."""
+    return None if recipe.lora.rank else checkpoint
 
 
 def save_policy(directory: Path, model: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
@@ -40,6 +52,16 @@ def save_policy(directory: Path, model: Any, tokenizer: Any, adapters: Adapters 
         model.save_pretrained(directory)
     else:
         model.save_pretrained(directory, state_dict=dict(adapters.merged()))
+    tokenizer.save_pretrained(directory)
+
+
+def describe_policy(directory: Path, model: Any, tokenizer: Any) -> None:
+    """Write all that transformers loads beside the weights."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 

@@ -60,9 +60,14 @@ class Memory:
                     raise
                 reason = str(error).partition("\n")[0]
             # Not before here: the exception holds the tensors that filled the memory.
-            self._shrink(min(lengths, default=1), reason)
+            self.shrink(min(lengths, default=1), reason)
 
-    def _shrink(self, shortest: int, reason: str) -> None:
+    def shrink(self, shortest: int, reason: str) -> None:
+        """Halve the micro-batches.
+
+        Raises:
+            TrainingError: they are of one row, of `shortest` tokens at least, already.
+        """
         if self.tokens < 2 * shortest:
             raise TrainingError(
                 f"memory runs out with one sample at a time ({reason}): set training.gradient_checkpointing, lower "

@@ -1,0 +1,225 @@
+"""Starts the ranks of a run on this machine, watches them, and starts all of them anew when one is lost.
+
+Invariants:
+- all ranks run, or none: as soon as one is gone, or gives no sign of life, all are ended;
+- ranks that are started anew go on from the newest checkpoint and the journal, so nothing is lost or done twice;
+- how the first rank ends by itself is how the run ends; it alone is told of signals, and the others end with it;
+- no rank outlives the agent for long: the first one then stops the run in good order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from april.config.recipe import Recipe
+from april.engines.servers.address import is_loopback
+from april.reporting.metrics_log import last_step
+from april.training.rank_process import LINE, LOST, RENDEZVOUS
+from april.training.resume import RECIPE, check_run
+
+GRACE_SECONDS = 20.0
+"""That ranks have to end by themselves once one of them is gone."""
+
+
+@dataclass(eq=False)
+class RankProcess:
+    """A rank, seen from outside."""
+
+    number: int
+    process: subprocess.Popen[str]
+    line: int
+    heard: float
+    """When it last gave a sign of life."""
+    said: dict[str, Any] = field(default_factory=dict)
+    rest: bytes = b""
+
+    def listen(self) -> None:
+        """Read what it has written since."""
+        data = os.read(self.line, 1 << 16)
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        for line in lines:
+            self.said |= json.loads(line)
+        if data:
+            self.heard = time.monotonic()
+
+    @property
+    def ending(self) -> str:
+        """How it ended, for a message."""
+        status = self.process.returncode
+        name = f"rank {self.number}"
+        if "hung" in self.said:
+            return f"{name} gave no sign of life for {self.said['hung']:.0f} s"
+        if status < 0:
+            return f"{name} was ended by {signal.Signals(-status).name}"
+        return f"{name}: {self.said.get('lost', f'ended with status {status}')}"
+
+
+class Agent:
+    """One run on several ranks.
+
+    Args:
+        recipe: the run's.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._directory = Path(recipe.reporting.output)
+        self._ranks: list[RankProcess] = []
+        self._stopping = False
+
+    def run(self, resume: bool = False) -> int:
+        """Run to the end, and return the exit status.
+
+        Raises:
+            CheckpointError, JournalError: what is on disk cannot be gone on with.
+        """
+        restarts, furthest = 0, last_step(self._directory)
+        with self._forwarding_signals():
+            while (status := self._until_one_is_gone(resume)) is None:
+                if (step := last_step(self._directory)) > furthest:
+                    restarts, furthest = 0, step
+                restarts += 1
+                why = self._why()
+                if restarts > self._recipe.trainer.max_restarts or self._stopping:
+                    self._note(f"{why}; the ranks are not started anew")
+                    if (self._directory / RECIPE).is_file():
+                        self._note(f"to go on from what is on disk: april resume {self._directory}")
+                    return 1
+                resume = (self._directory / RECIPE).is_file()
+                if resume:
+                    list(check_run(self._directory))
+                self._note(f"{why}; all ranks start anew and go on from what is on disk")
+        return status
+
+    def _until_one_is_gone(self, resume: bool) -> int | None:
+        """The run's exit status; None if ranks were lost."""
+        with self._started(resume) as ranks:
+            while not any(self._over(rank) for rank in ranks):
+                self._listen(0.5)
+            self._end()
+        leader = ranks[0].process.returncode
+        if any("memory" in rank.said for rank in ranks):
+            return None
+        if leader >= 0 and leader != LOST:
+            return leader
+        failed = [rank for rank in ranks if "failed" in rank.said]
+        for rank in failed:
+            self._note(f"rank {rank.number}: {rank.said['failed']}")
+        return 1 if failed else None
+
+    def _why(self) -> str:
+        """Why the ranks were lost, and what is done about it."""
+        short = [rank for rank in self._ranks if "memory" in rank.said]
+        if short:
+            tokens = self._recipe.training.max_tokens_per_micro_batch = short[0].said["memory"]
+            return f"rank {short[0].number} ran out of memory; micro-batches have {tokens} tokens from now on"
+        first = [rank for rank in self._ranks if rank.process.returncode != LOST] or self._ranks
+        return first[0].ending
+
+    def _over(self, rank: RankProcess) -> bool:
+        """Whether a rank is gone, hung, or in the case of the first one, done."""
+        status = rank.process.poll()
+        if status is not None:
+            return rank.number == 0 or status != 0
+        silent = time.monotonic() - rank.heard
+        if silent > self._recipe.trainer.rank_timeout:
+            rank.said["hung"] = silent
+            rank.process.kill()
+            return True
+        return False
+
+    def _listen(self, seconds: float) -> None:
+        ready, _, _ = select.select([rank.line for rank in self._ranks], [], [], seconds)
+        for rank in self._ranks:
+            if rank.line in ready:
+                rank.listen()
+        time.sleep(0.02)  # the line of a rank that has ended is always ready
+
+    def _end(self) -> None:
+        """Let the ranks say why they end, and end those that do not."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self._ranks):
+            self._listen(0.1)
+        for rank in self._ranks:
+            rank.process.kill()
+            rank.process.wait()
+            rank.listen()
+
+    @contextmanager
+    def _started(self, resume: bool) -> Iterator[list[RankProcess]]:
+        logs = self._directory / "ranks"
+        logs.mkdir(parents=True, exist_ok=True)
+        told = json.dumps({"recipe": self._recipe.to_dict(), "resume": resume})
+        with ExitStack() as stack:
+            place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-ranks-")))
+            self._ranks = []
+            stack.callback(self._remove_logs_of_nothing, logs)
+            for number in range(self._recipe.trainer.processes):
+                log = None if number == 0 else stack.enter_context((logs / f"rank-{number}.log").open("a"))
+                self._ranks.append(self._start(number, place, log, told))
+                stack.callback(os.close, self._ranks[-1].line)
+                stack.callback(self._ranks[-1].process.kill)
+            yield self._ranks
+
+    def _start(self, number: int, place: Path, log: Any, told: str) -> RankProcess:
+        line, theirs = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "april.commands.rank"],
+            env={**self._environment(), RENDEZVOUS: f"file://{place / 'store'}", "RANK": str(number)}
+            | {"LOCAL_RANK": str(number), LINE: str(theirs)},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            text=True,
+            pass_fds=[theirs],
+            process_group=0,
+        )
+        os.close(theirs)
+        assert process.stdin is not None
+        process.stdin.write(told)
+        process.stdin.close()
+        return RankProcess(number, process, line, time.monotonic())
+
+    def _environment(self) -> dict[str, str]:
+        world, engine = str(self._recipe.trainer.processes), self._recipe.engine
+        own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        threads = max(1, (os.cpu_count() or 1) // self._recipe.trainer.processes)
+        usual = {"OMP_NUM_THREADS": str(threads)}
+        if sys.platform == "linux" and not engine.urls and is_loopback(engine.server_host):
+            usual["GLOO_SOCKET_IFNAME"] = "lo"  # nobody elsewhere has to reach the ranks
+        return {**usual, **os.environ, **own}
+
+    @contextmanager
+    def _forwarding_signals(self) -> Iterator[None]:
+        def forward(number: int, _: object) -> None:
+            self._stopping = True
+            if self._ranks and self._ranks[0].process.poll() is None:
+                self._ranks[0].process.send_signal(number)
+
+        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _remove_logs_of_nothing(self, logs: Path) -> None:
+        """A run that has not begun leaves nothing behind."""
+        if not any(path != logs for path in self._directory.iterdir()):
+            shutil.rmtree(self._directory)
+
+    def _note(self, message: str) -> None:
+        print(f"april: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,83 @@
+"""The ranks of a run: one leads, the others follow, and all are made of the same recipe, policy and packages.
+
+Invariant: before a model is loaded, the ranks have seen that they agree on all of these.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from april import __version__
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training.leader import Leader, dismissing, follow
+from april.training.policy import load_policy, policy_at
+from april.training.rank_process import is_rank
+from april.training.ranks import Ranks, joined
+from april.training.sharded import ShardedLearner
+
+
+@contextmanager
+def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterator[tuple[Leader, Any]]:
+    """The learner of rank 0, which leads the others, and the tokenizer of its policy.
+
+    Args:
+        directory: the run's.
+        checkpoint: where the run goes on; None at its beginning.
+
+    Raises:
+        ConfigError: ranks differ, or the policy does not load.
+        RankLostError: a rank did not come.
+    """
+    if not is_rank():
+        raise ConfigError('trainer.backend = "fsdp2" takes several processes: start the run by april train')
+    with joined(recipe.model.device, recipe.trainer.rank_timeout) as ranks:
+        ranks.tell(checkpoint)
+        learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
+        with dismissing(Leader(learner, ranks)) as leader:
+            yield leader, tokenizer
+
+
+def following(recipe: Recipe) -> None:
+    """Be one of the other ranks, until the leader has no more to do.
+
+    Raises:
+        ConfigError: ranks differ, or the policy does not load.
+        RankLostError: another rank is gone.
+    """
+    if recipe.training.threads:
+        torch.set_num_threads(recipe.training.threads)
+    with joined(recipe.model.device, recipe.trainer.rank_timeout) as ranks:
+        learner, _ = _part(recipe, ranks, None, ranks.told())
+        follow(learner, ranks)
+
+
+def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
+    _check_alike(recipe, ranks)
+    model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
+    torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
+    return ShardedLearner(model, recipe, ranks, tokenizer, directory), tokenizer
+
+
+def _check_alike(recipe: Recipe, ranks: Ranks) -> None:
+    """See that all ranks have the leader's recipe and versions.
+
+    Raises:
+        ConfigError: one has not.
+    """
+    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+    own = {"april": __version__, "python": platform.python_version(), **packages}
+    first, *others = ranks.gathered({**own, "recipe": json.dumps(recipe.to_dict(), sort_keys=True)})
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other[name] != value:
+                what = "another recipe" if name == "recipe" else f"{name} {other[name]}, not {value}"
+                raise ConfigError(f"rank {rank} has {what}: ranks must be alike; start all from the same environment")

@@ -1,0 +1,105 @@
+"""Rank 0 answers the training loop and leads the other ranks: each call there is a command for all.
+
+Invariants:
+- the ranks do the same calls with the same arguments in the same order;
+- a command is done on all ranks or the ranks are done with: what one raises for a reason of its own ends them all;
+- after a command that failed nothing is said to the others any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from april.rollout.step import Step
+from april.training.ranks import Ranks, translated
+from april.training.sharded import ShardedLearner
+
+
+class Leader:
+    """The `Learner` that rank 0 shows the loop.
+
+    Args:
+        learner: rank 0's own part.
+        ranks: all of them.
+    """
+
+    def __init__(self, learner: ShardedLearner, ranks: Ranks) -> None:
+        self._learner = learner
+        self._ranks = ranks
+        self._lock = threading.Lock()
+        self._broken = False
+
+    @property
+    def context_length(self) -> int | None:
+        return self._learner.context_length
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self._learner.stop_token_ids
+
+    @property
+    def served(self) -> Any:
+        return self._learner.served
+
+    def train(self, step: Step, number: int) -> dict[str, float]:
+        metrics: dict[str, float] = self._all("train", _trained_on(step), number)
+        return metrics
+
+    def interrupt(self) -> None:
+        self._learner.interrupt()
+
+    def weights(self, version: int) -> Any:
+        return self._all("weights", version)
+
+    def save(self, directory: Path) -> None:
+        self._all("save", directory)
+
+    def load(self, directory: Path) -> None:
+        self._all("load", directory)
+
+    def _all(self, name: str, *arguments: Any) -> Any:
+        with self._lock, translated():
+            try:
+                self._ranks.tell((name, arguments))
+                return getattr(self._learner, name)(*arguments)
+            except BaseException:
+                self._broken = True
+                raise
+
+    def dismiss(self) -> None:
+        """Let the others end, if they can still be spoken to; who is gone by now has nothing left to do."""
+        if not self._broken:
+            with suppress(RuntimeError):
+                self._ranks.tell(None)
+
+
+@contextmanager
+def dismissing(leader: Leader) -> Iterator[Leader]:
+    """A leader, who dismisses the others at the end."""
+    try:
+        yield leader
+    finally:
+        leader.dismiss()
+
+
+def follow(learner: ShardedLearner, ranks: Ranks) -> None:
+    """Do as the leader says until it dismisses this rank.
+
+    Raises:
+        RankLostError: another rank is gone.
+    """
+    with translated():
+        while (command := ranks.told()) is not None:
+            name, arguments = command
+            getattr(learner, name)(*arguments)
+
+
+def _trained_on(step: Step) -> Step:
+    """What a learner looks at of a step: without what tasks keep beside prompts, which may be of any kind."""
+    groups = [replace(group, prompt=replace(group.prompt, metadata={})) for group in step.groups]
+    return Step(step.version, step.plan, groups)

@@ -1,0 +1,50 @@
+"""What the process of a rank and the agent that started it agree on.
+
+Invariant: nothing here takes long to import, so a rank gives a sign of life as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+RENDEZVOUS = "APRIL_RENDEZVOUS"
+"""The environment variable that says where ranks meet, as an URL of torch's."""
+LINE = "APRIL_AGENT"
+"""The environment variable that holds the descriptor on which a rank reports to its agent."""
+LOST = 75
+"""The exit status of a rank that lost another one."""
+SIGN_SECONDS = 1.0
+"""Between two signs of life."""
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+class Report:
+    """A rank's line to its agent: a sign of life every second, and why it ends. Without an agent nobody hears it."""
+
+    def __init__(self) -> None:
+        line = os.environ.get(LINE)
+        self._descriptor = None if line is None else int(line)
+        if self._descriptor is not None:
+            os.set_inheritable(self._descriptor, False)
+            threading.Thread(target=self._live, daemon=True).start()
+
+    def say(self, **what: Any) -> None:
+        if self._descriptor is not None:
+            os.write(self._descriptor, (json.dumps(what) + "\n").encode())
+
+    def _live(self) -> None:
+        try:
+            while True:
+                self.say()
+                time.sleep(SIGN_SECONDS)
+        except BrokenPipeError:
+            os.kill(os.getpid(), signal.SIGTERM)  # the first rank stops the run; the others do not hear it

@@ -1,0 +1,219 @@
+"""Safetensors files that several ranks write together, and any number of ranks reads.
+
+A tensor lies in one file, whole and under its own name, as in a file that one process wrote; each rank writes the rows
+that it holds to their place in it. So nothing is gathered, transformers and engines read the files as they are, and who
+reads takes the rows that it needs.
+
+Invariants:
+- every byte of a tensor is written by exactly one rank;
+- what a rank holds at once beyond its own tensors is one row block of another type, or nothing;
+- a file's layout follows from names, shapes and types alone, so all ranks have the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from april.training.checkpoint import DamagedCheckpointError
+
+FILE_BYTES = 4 << 30
+"""Of one file at most, unless a single tensor has more."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One file: which tensors, and how its bytes begin."""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    """Where each tensor begins, from the start of the file."""
+    size: int
+
+
+def write(
+    directory: Path,
+    stem: str,
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    make: Callable[[str], Tensor] | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write this rank's rows of `tensors`, which all ranks name alike; they are whole once every rank has returned.
+
+    Args:
+        directory: is there already, on a disk that all ranks share.
+        stem: files are called `<stem>.safetensors`, or by number with an index beside them, as transformers does.
+        tensors: sharded ones as DTensors; others are the same on all ranks, and rank 0 writes them.
+        make: gives what is written in the place of each, one after the other, of its shape, type and placement.
+    """
+    make = make or tensors.__getitem__
+    files = _layout(stem, tensors, file_bytes)
+    for file in files:
+        descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            if rank == 0:
+                os.ftruncate(descriptor, file.size)
+                os.pwrite(descriptor, file.header, 0)
+            for name, begin in file.offsets.items():
+                for offset, rows in _own_rows(make(name), rank):
+                    _write_all(descriptor, rows, begin + offset)
+        finally:
+            os.close(descriptor)
+    if rank == 0 and len(files) > 1:
+        places = {name: file.name for file in files for name in file.offsets}
+        total = sum(file.size - len(file.header) for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def read(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place with their rows from the files that `write` made.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+        ValueError: the files hold other tensors, or tensors of other shapes; the message names one.
+    """
+    found = stored(directory, stem)
+    if found.keys() != tensors.keys():
+        other = sorted(found.keys() ^ tensors.keys())[0]
+        raise ValueError(f"{other} is {'not asked for' if other in found else 'missing'}")
+    for path in sorted(set(found.values())):
+        with opened(path) as file:
+            for name in (name for name, place in found.items() if place == path):
+                stored_rows, local = file.get_slice(name), _local(tensors[name])
+                if (shape := list(stored_rows.get_shape())) != list(tensors[name].shape):
+                    raise ValueError(f"{name} is {shape}, not {list(tensors[name].shape)}")
+                if local.numel():
+                    local.copy_(stored_rows[_place(tensors[name])] if shape else file.get_tensor(name))
+
+
+def stored(directory: Path, stem: str) -> dict[str, Path]:
+    """The files of each tensor, by name; none if nothing was written under `stem`.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    whole, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
+    if index.is_file():
+        return {name: directory / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not whole.is_file():
+        return {}
+    with opened(whole) as file:
+        return dict.fromkeys(file.keys(), whole)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A file of tensors, to be read.
+
+    Raises:
+        CheckpointError: it cannot be.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
+
+
+def _layout(stem: str, tensors: Mapping[str, Tensor], file_bytes: int) -> list[File]:
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if parts[-1] and held + size > file_bytes:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    if len(parts) == 1:
+        return [_file(f"{stem}.safetensors", parts[0], tensors)]
+    return [
+        _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part, tensors)
+        for number, part in enumerate(parts, 1)
+    ]
+
+
+def _file(name: str, parts: list[str], tensors: Mapping[str, Tensor]) -> File:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begins, at = {}, 0
+    for part in parts:
+        tensor = tensors[part]
+        begins[part], end = at, at + tensor.numel() * tensor.element_size()
+        entries[part] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return File(name, header, {part: len(header) + begin for part, begin in begins.items()}, len(header) + at)
+
+
+def _own_rows(tensor: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
+    """The bytes of `tensor` that this rank writes, as (offset, contiguous tensor)."""
+    local, place = _local(tensor), _place(tensor)
+    if not local.numel() or not _writes(tensor, rank):
+        return
+    local = local.detach().contiguous()
+    # The innermost dimensions that are whole lie in one piece; what is before them is gone through one by one.
+    inner = local.dim()
+    while inner > 0 and local.shape[inner - 1] == tensor.shape[inner - 1]:
+        inner -= 1
+    inner = max(inner - 1, 0)
+    strides = np.array([int(np.prod(tensor.shape[d + 1 :], dtype=np.int64)) for d in range(tensor.dim())])
+    starts = np.array([part.start for part in place], dtype=np.int64)
+    for index in np.ndindex(*local.shape[:inner]):
+        at = starts.copy()
+        at[:inner] += np.array(index, dtype=np.int64)
+        yield int((at * strides).sum()) * tensor.element_size(), local[index]
+
+
+def _writes(tensor: Tensor, rank: int) -> bool:
+    """Whether this rank writes what it holds: of equal copies the first holder does."""
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _write_all(descriptor: int, tensor: Tensor, offset: int) -> None:
+    data: Any = memoryview(tensor.cpu().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    while data:
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written

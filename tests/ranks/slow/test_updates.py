@@ -1,0 +1,16 @@
+"""What four ranks compute is what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import run
+from tests.ranks.updates import CASES
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_two_updates_of_every_algorithm_are_those_of_one_process(world: int, tmp_path: Path) -> None:
+    for said in run("tests.ranks.updates:compare", world, tmp_path, cases=list(CASES)):
+        assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said

@@ -1,0 +1,13 @@
+"""What two ranks compute is what one process computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.ranks.launch import run
+from tests.ranks.updates import CASES
+
+
+def test_two_updates_of_every_algorithm_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=list(CASES)):
+        assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said

@@ -1,0 +1,67 @@
+"""Two updates of an algorithm on several ranks, against the same updates in one process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from april.config.recipe import Recipe
+from april.training.local import LocalLearner
+from april.training.ranks import Ranks
+from april.training.sharded import ShardedLearner, whole
+from tests import tiny
+from tests.training.steps import recipe, rollout
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {"algorithm": "dapo"},
+    "gspo": {"algorithm": "gspo"},
+    "ppo": {"algorithm": "ppo"},
+    "m2po": {"correction": "m2po", "correction_tau": 1.0},
+    "reference": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    "penalty": {"algorithm": "reinforce_plus_plus", "kl_coef": 0.1},
+    "lora": {"kl_coef": 0.1},
+}
+UPDATES = {"m2po": 3}
+
+
+def settings(case: str) -> Recipe:
+    chosen = recipe(**CASES[case])
+    chosen.training.max_tokens_per_micro_batch = 200
+    chosen.training.learning_rate = 1e-4  # Adam makes a step of this size of a gradient's rounding
+    chosen.training.updates_per_step = UPDATES.get(case, 1)
+    chosen.lora.rank = 4 if case == "lora" else 0
+    return chosen
+
+
+def compare(ranks: Ranks, cases: list[str], **model: Any) -> None:
+    """Metrics and gradients to 1e-4, and parameters to 1e-6."""
+    for case in cases:
+        sharded = ShardedLearner(_model(**model), settings(case), ranks)
+        alone = LocalLearner(_model(**model), settings(case))
+        for number in (1, 2):
+            found, expected = (learner.train(rollout(number), number) for learner in (sharded, alone))
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5), (case, name, found[name], value)
+        assert_same(sharded, alone, case)
+        print(f"{case}: ok", flush=True)
+
+
+def assert_same(sharded: ShardedLearner, alone: LocalLearner, case: str) -> None:
+    for kind in ("model", "critic"):
+        if (other := getattr(alone, kind)) is None:
+            continue
+        own = dict(getattr(sharded, kind).named_parameters())
+        for name, parameter in other.named_parameters():
+            difference = float((whole(own[name]) - parameter).detach().abs().max())
+            assert difference <= 1e-6, (case, kind, name, difference)
+            if parameter.grad is not None:
+                error = (whole(own[name].grad) - parameter.grad).norm() / (parameter.grad.norm() + 1e-4)
+                assert float(error) <= 1e-4, (case, kind, name, float(error))
+
+
+def _model(**config: Any) -> torch.nn.Module:
+    return tiny.model(sharpness=1.0, **config)
