@@ -50,7 +50,7 @@ class Arm:
         self.rewards = Rewards(task.scorer, tokenizer, rollout)
         self.scheduler = RolloutScheduler(
             self.engine,
-            PromptStream(task, tokenizer, seed=1),
+            iter(self._timed("elsewhere", PromptStream(task, tokenizer, seed=1).__next__), None),
             self.score,
             replace(
                 recipe.rollout_params(partial_rollout=over_sampling is not None),
@@ -68,8 +68,6 @@ class Arm:
         engine.poll = self._timed_async(engine.poll)
         engine.interrupt = self._timed_async(engine.interrupt)
         engine.update_weights = self._timed_async(engine.update_weights)
-        prompts = self.scheduler._prompts
-        self.scheduler._prompts = iter(self._timed("elsewhere", lambda: next(prompts)), None)  # type: ignore[arg-type]
 
     def _timed(self, total: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:

@@ -52,7 +52,7 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
         "sampling": SamplingParams(max_tokens=60),
         "retry_delay": 0.0,
     }
-    return scheduler_of(engine, prompts(), score, **{**defaults, **settings})
+    return scheduler_of(engine, prompts(), **{"reward": score, **defaults, **settings})
 
 
 def sample(id: int = 0) -> Sample:
@@ -168,8 +168,7 @@ async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> No
 
     for moments in range(1, 80):
         engine = ScriptedEngine(slots=100, failure_rate=0.2, seed=moments)
-        rollouts = scheduler(engine, dynamic_filter=lambda group: group.id % 2 == 0, max_retries=100)
-        rollouts._rewards.function = slow
+        rollouts = scheduler(engine, reward=slow, dynamic_filter=lambda group: group.id % 2 == 0, max_retries=100)
         async with rollouts:
             step = asyncio.create_task(rollouts.collect())
             for _ in range(moments):

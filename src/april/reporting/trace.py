@@ -16,9 +16,9 @@ from april.rollout.step import Span, Step
 
 FILE_NAME = "trace.jsonl"
 
-StayOutcome = Literal["finished", "interrupted", "waiting", "failed", "turn"]
+StayOutcome = Literal["finished", "interrupted", "waiting", "failed", "turn", "running"]
 """How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed;
-its turn ended, and its environment answers."""
+its turn ended, and its environment answers; the step ended, and the sample goes on beside training."""
 
 
 class SpanRecord(TypedDict):
@@ -88,7 +88,7 @@ def _record(span: Span) -> SpanRecord:
         "after": span.after,
         "queued": None if span.queued is None else round(span.queued, 4),
         "outcome": "waiting" if waiting else span.outcome,
-        "resumed": span.before > 0,
+        "resumed": span.before > 0 and not span.running,
     }
 
 

@@ -61,6 +61,17 @@ class Flight:
         for id in list(self.samples):
             self.end(id, now, "interrupted")
 
+    def carry(self, now: float) -> list[Span]:
+        """A step ends at `now` and everything stays in flight: its stays as those of the step that begins."""
+        going_on = []
+        for id, (sample, group, span) in self.samples.items():
+            running = span.queued is not None or span.running
+            span.end, span.after, span.outcome = now, sample.policy_tokens, "running" if running else "interrupted"
+            self._silent[id] = carried = Span(id, group.id, 0.0, sample.policy_tokens, running=running)
+            self.samples[id] = sample, group, carried
+            going_on.append(carried)
+        return going_on
+
     async def interrupt(self, engine: Engine) -> list[Chunk]:
         """Stop these samples, and no others that the engine holds; what was sampled for them and not absorbed yet."""
         interrupted = await engine.interrupt(list(self.samples))
@@ -75,6 +86,9 @@ class Flight:
     ) -> list[Chunk]:
         """What the engine sampled next, or nothing if `timeout` seconds or the end of one of `or_until` came
         first."""
+        if self._late:
+            late, self._late = self._late, []
+            return late
         if timeout is None and not or_until:
             return await engine.poll()
         poll = asyncio.ensure_future(engine.poll())
@@ -97,6 +111,17 @@ async def first_of(waits: Sequence[Callable[[], Coroutine[Any, Any, None]]], tim
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
         await _end(tasks)
+
+
+async def outlast(task: asyncio.Future[Any]) -> bool:
+    """Wait until `task` is over, whatever comes; whether the caller was cancelled meanwhile, and has to say so."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
 
 
 async def _end(tasks: set[asyncio.Future[Any]]) -> None:

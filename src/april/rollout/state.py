@@ -54,6 +54,9 @@ class RolloutState:
         self.filtered = filtered
         self.scored = scored
         self.version = 0
+        """The policy version that engines hold."""
+        self.trained = 0
+        """The policy version that training makes of all that was handed to it: `version`, or more while it is at it."""
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
         """Complete groups that may be trained on: nothing can turn them away any more."""
@@ -100,6 +103,7 @@ class RolloutState:
                 if version != self.version + 1:
                     raise ValueError(f"policy version {version} cannot follow {self.version}")
                 self.version = version
+                self.trained = max(self.trained, version)
 
     def absorb(
         self, chunks: Sequence[Chunk], among: Mapping[str, tuple[Sample, Group, *tuple[Any, ...]]] | None = None
@@ -158,10 +162,11 @@ class RolloutState:
 
     def _train(self, event: Trained) -> None:
         step = event.step
-        if step.version != self.version:
-            raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.version}")
+        if step.version not in (self.version, self.trained):
+            raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.trained}")
         step.groups = [self.buffer.groups[id] for id in event.group_ids]
         self.buffer.train(step.groups)
+        self.trained = step.version + 1
         for group in step.groups:
             self.ready.pop(group.id, None)
             self._drop(group)
@@ -209,7 +214,7 @@ class RolloutState:
         return [*self._left, *self._growth([sample for sample, _ in self.samples.values()])]
 
     def check_bound(self, version: int, otherwise: str) -> None:
-        """Whether all groups under way can be trained on within the bound, if the next step is `version`'s.
+        """Whether all groups under way can be trained on within the bound, if the next step is for policy `version`.
 
         Raises:
             StalenessError: they cannot; the message begins with `otherwise`.
@@ -223,6 +228,7 @@ class RolloutState:
         """The state as JSON types."""
         return {
             "version": self.version,
+            "trained": self.trained,
             "buffer": self.buffer.state_dict(),
             "ready": list(self.ready),
             "before": self._lengths,
@@ -238,6 +244,7 @@ class RolloutState:
             StalenessError: with this bound, not all of its groups can be trained on.
         """
         self.version = state["version"]
+        self.trained = state.get("trained", self.version)
         self.buffer = Buffer.from_state_dict(state["buffer"])
         self.samples = {}
         for group in self.buffer:
@@ -247,4 +254,4 @@ class RolloutState:
         self._left = [Span(**span) for span in state["left"]]
         self.lengths.load_state_dict(state["lengths"])
         self.admission.load_state_dict(state["admission"])
-        self.check_bound(self.version, "the saved groups cannot all be trained on")
+        self.check_bound(self.trained, "the saved groups cannot all be trained on")

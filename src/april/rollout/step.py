@@ -65,8 +65,11 @@ class Span:
     """Tokens that came with it."""
     end: float = 0.0
     after: int = 0
-    outcome: Literal["finished", "interrupted", "failed", "turn"] = "interrupted"
-    """`turn`: its turn ended, and its environment answers."""
+    outcome: Literal["finished", "interrupted", "failed", "turn", "running"] = "interrupted"
+    """What ended it. `turn`: its turn, and its environment answers. `running`: only the step, and the sample goes on
+    beside training."""
+    running: bool = False
+    """It was running when the step began: nothing was submitted for it, and nothing prefilled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +104,14 @@ class Quarantine:
 class Step:
     """Exactly N complete, rewarded groups, and the account of how they came about.
 
-    `seconds` is the whole of `collect()` by the event loop's clock, `reward_wait_seconds` the part of it in which
-    generation was over and rewards were not, `environment_wait_seconds` that in which nothing was generated because all
-    samples left awaited their environments. `occupancy` is the time-weighted share of the engine's slots that were
-    decoding.
+    `seconds` is the whole of `collect()` by the event loop's clock, or the time since the step before was taken where
+    generation goes on; `reward_wait_seconds` the part of it in which generation was over and rewards were not,
+    `environment_wait_seconds` that in which nothing was generated because all samples left awaited their environments.
+    `occupancy` is the time-weighted share of the engine's slots that were decoding.
     """
 
     version: int
+    """Of the policy that trains on it."""
     plan: Plan
     """What admission aimed at in this step, and why."""
     groups: list[Group] = field(default_factory=list)
@@ -120,8 +124,10 @@ class Step:
     reward_wait_seconds: float = 0.0
     environment_wait_seconds: float = 0.0
     update_seconds: float | None = None
-    """Of the weight update before the step; None if this process saw none."""
+    """Of the weight update before the step, or in the midst of it; None if this process saw none."""
     interrupted_at: float | None = None
+    resumed_at: float | None = None
+    """When generation went on after a weight update in the midst of the step; None if it was interrupted for good."""
     sampled_tokens: int = 0
     occupancy: float = 0.0
     surplus_groups: int = 0
@@ -157,8 +163,13 @@ class Step:
         return {name: fmean(values) for name, values in sorted(said.items())}
 
     @property
+    def training_seconds(self) -> float:
+        """Time of the trainer beside generation: from the step before to the weight update. 0 if that stood still."""
+        return 0.0 if self.resumed_at is None or self.interrupted_at is None else self.interrupted_at
+
+    @property
     def resumed_samples(self) -> int:
-        return sum(span.before > 0 for span in self.spans)
+        return sum(span.before > 0 and not span.running for span in self.spans)
 
     @property
     def interrupted_samples(self) -> int:

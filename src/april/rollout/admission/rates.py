@@ -91,7 +91,8 @@ class EngineRates:
         held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
         into, out = enters + tokens * part, enters + tokens * (part + 1 / PARTS)
         read = _integral(into.ravel(), out.ravel(), held.ravel(), own)
-        new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(before > 0, prompt_tokens + before, 0.0)
+        submitted_again = (before > 0) & ~np.array([span.running for span in begun])
+        new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(submitted_again, prompt_tokens + before, 0.0)
         by_turn = np.argsort(enters, kind="stable")
         upto = np.searchsorted(enters[by_turn], own, "right")
         prefilled = [np.concatenate(([0.0], np.cumsum(work[by_turn])))[upto] for work in (new, old)]

@@ -1,0 +1,53 @@
+"""Where new groups come from.
+
+Invariant: a prompt that was admitted is not admitted again, across restarts too, where the prompts know their position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from april.rollout.events import Admitted
+from april.rollout.trajectory import Prompt, SamplingParams
+
+
+class PromptSource:
+    """Prompts in their order, and what is sampled for each.
+
+    Args:
+        prompts: if they have `state_dict` and `load_state_dict`, their position is known.
+        n_samples: of each prompt.
+        sampling: how tokens are drawn, and the response budget.
+        seed: every sample's seed follows from it.
+        journalled: whether each admission keeps the position behind it.
+    """
+
+    def __init__(
+        self, prompts: Iterable[Prompt], n_samples: int, sampling: SamplingParams, seed: int, journalled: bool
+    ) -> None:
+        self.prompts = prompts
+        self.n_samples = n_samples
+        self.sampling = sampling
+        self.seed = seed
+        self.journalled = journalled
+        self._next: Iterator[Prompt] = iter(prompts)
+
+    def admit(self, group_id: int) -> Admitted | None:
+        """The group that comes next; None if the prompts ran out."""
+        prompt = next(self._next, None)
+        if prompt is None:
+            return None
+        position = self.position if self.journalled else None
+        return Admitted(group_id, prompt, self.n_samples, self.sampling, self.seed, position)
+
+    @property
+    def position(self) -> Any:
+        """The place in the prompts, as JSON types; None if they do not know it."""
+        return self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
+
+    def go_to(self, position: Any) -> None:
+        """Go on behind `position`, if there is one."""
+        if position is not None:
+            self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
+            self._next = iter(self.prompts)

@@ -1,0 +1,405 @@
+"""The pump: fill the engine, poll it, settle what came; in the foreground while somebody waits for a step, or in a task
+of its own while generation goes on beside training.
+
+Invariants:
+- every token an engine hands out is appended to its sample before anything else happens, so an interrupt, a failing
+  request, a dead engine or a cancelled wait loses nothing that was sampled;
+- one of two moves the rollouts on at any time: the background task between `start` and `stop`, or else the caller;
+- with S the bound, at most N * (S + 1 - (`head` - version)) groups are under way: a group that begins now, under the
+  version that the engine holds, can still be trained on in time behind all the others, counted from the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from april.rollout.account import Account
+from april.rollout.buffer import Rejection
+from april.rollout.engine import Chunk, Engine, EngineError
+from april.rollout.episodes import EpisodeError, Episodes
+from april.rollout.events import Accepted, Rejected, Rewarded
+from april.rollout.flight import Flight, first_of, outlast
+from april.rollout.history import History
+from april.rollout.order import ORDERS
+from april.rollout.params import FaultPolicy
+from april.rollout.prompt_source import PromptSource
+from april.rollout.retries import Retries
+from april.rollout.rewards import RewardError, RewardTasks, Verdict
+from april.rollout.step import Failure, Plan, Quarantine
+from april.rollout.trajectory import Group, Reward, Sample
+
+
+class Pump:
+    """Moves rollouts on.
+
+    Args:
+        engine: whatever generates.
+        history: what happens goes there.
+        prompts: where new groups come from.
+        rewards: scores what has finished.
+        faults: what is done about rewards and requests that fail.
+        episodes: the environments that answer the policy's turns.
+        dynamic_filter: called with each complete, rewarded group; False turns it away.
+        on_progress: called whenever something was sampled.
+
+    Attributes:
+        account: of the step that is being made.
+        overlaps: steps are taken while generation goes on, so those since the last update of the weights count.
+        error: what ended the background task; the next step raises it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        history: History,
+        prompts: PromptSource,
+        rewards: RewardTasks,
+        faults: FaultPolicy,
+        episodes: Episodes | None = None,
+        dynamic_filter: Callable[[Group], bool] | None = None,
+        on_progress: Callable[[], None] | None = None,
+    ) -> None:
+        self.engine = engine
+        self.history = history
+        self.state = history.state
+        self.prompts = prompts
+        self.rewards = rewards
+        self.faults = faults
+        self.episodes = episodes
+        self.dynamic_filter = dynamic_filter
+        self.on_progress = on_progress
+        self.params = params = self.state.params
+        self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
+        self.retries = Retries(faults.max_retries, faults.retry_delay)
+        self.flight = Flight()
+        self.account = Account(Plan(params.rollout_batch_size))
+        self.overlaps = False
+        self.error: Exception | None = None
+        self._quarantined: dict[int, Quarantine] = {}
+        """Groups to turn away as soon as nothing of them is in flight."""
+        self._resume = False
+        """Something unfinished is not in flight."""
+        self._answered: list[tuple[Group, Sample]] = []
+        """Samples whose environment has answered, to be submitted next."""
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def head(self) -> int:
+        """The version at which the next step is trained on."""
+        return self.state.trained if self.overlaps else self.state.version
+
+    @property
+    def running(self) -> bool:
+        """Whether generation goes on by itself."""
+        return self._task is not None and self.error is None
+
+    @property
+    def stalled(self) -> bool:
+        """Nothing is to be waited for: no token, no environment, no reward, no request that is tried again."""
+        return not (self.flight or self.episodes or self.rewards or self.retries)
+
+    def start(self) -> None:
+        """Go on in the background."""
+        assert self._task is None, "the pump runs already"
+        self._task = asyncio.create_task(self._run(), name="generation")
+
+    async def stop(self) -> None:
+        """End the background task, and leave in flight what is. `error` says what ended it before, if anything did."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            if await outlast(task):
+                raise asyncio.CancelledError
+
+    async def pause(self) -> None:
+        """End the background task, and stop what is in flight with every token of it kept."""
+        await self.stop()
+        try:
+            await self.interrupt()
+        except EngineError as error:
+            self.error = self.error or error
+
+    def check(self) -> None:
+        """Raise what ended the background task, once."""
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self.settle()
+                self.fill()
+                if self.stalled:  # until somebody takes a step, or updates the weights
+                    await asyncio.get_running_loop().create_future()
+                await self.poll()
+        except Exception as error:
+            self.error = error
+
+    async def close(self) -> None:
+        await self.stop()
+        await self.rewards.close()
+        if self.episodes is not None:
+            await self.episodes.close()
+        await self.interrupt()
+
+    def begin(self, update_seconds: float | None) -> None:
+        """A step begins with nothing in flight: all that is unfinished is submitted, and what lacks a reward scored."""
+        self.open_account()
+        self.account.step.update_seconds = update_seconds
+        self._resume = True
+        self.retries.clear()
+        self.rewards.missing(self.state.buffer)
+        for group in list(self.state.buffer):
+            self._decide(group)
+
+    def open_account(self) -> None:
+        """The account of the next step, with what attempts at it brought that were cut short."""
+        plan, largest = self.state.admission.plan(self.params.rollout_batch_size), self.params.largest_target
+        plan = plan if largest is None else replace(plan, target=min(plan.target, largest))
+        self.account = Account(plan, self.state.grown)
+        self.account.start()
+
+    @property
+    def target(self) -> int:
+        """Groups to have under way now: as many as admission wants and the bound allows."""
+        size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.account.step.target
+        return wanted if bound is None else min(wanted, size * (bound + 1 - (self.head - self.state.version)))
+
+    def fill(self) -> None:
+        """A new prompt for each group that is missing; then everything unfinished is submitted, in its order."""
+        buffer, target = self.state.buffer, self.target
+        groups = list(buffer) if self._resume else []
+        while len(buffer) - len(self._quarantined) < target:
+            admitted = self.prompts.admit(buffer.admitted)
+            if admitted is None:
+                break
+            self.history.happen(admitted)
+            groups.append(buffer.groups[admitted.group_id])
+        if groups:
+            work = self.order(groups, self.state.lengths)
+            self._submit([(g, s) for g, s in work if s not in self.retries] if self.retries else work)
+        self._resume = False
+        if self._answered:
+            answered, self._answered = self._answered, []
+            self._submit(answered)
+        if self.retries:
+            self._submit([(buffer.groups[sample.group_id], sample) for sample in self.retries.due()])
+
+    def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
+        now, flight, spans, journal = self.account.now, self.flight, self.account.step.spans, self.history.journal
+        for group, sample in work:
+            if group.id in self._quarantined or sample in flight:
+                continue
+            if self.episodes is not None and sample.awaits_environment:
+                self.episodes.begin(sample, group, None if journal is None else journal.drain)
+            elif sample.finish is None:
+                spans.append(flight.submit(self.engine, sample, group, now))
+
+    async def poll(self, or_verdict: bool = False) -> None:
+        """Wait for the next thing to happen: tokens, the answer of an environment, or a verdict that may decide about a
+        group; any verdict if it is asked for."""
+        before = self.account.now
+        if self.flight:
+            try:
+                chunks = await self.flight.poll(self.engine, self.retries.next, self._arrivals(or_verdict))
+            finally:
+                busy = self.engine.running / self.engine.capacity.slots
+                self.account.step.occupancy += (self.account.now - before) * busy
+            self.absorb(chunks)
+        elif self.episodes:
+            await first_of(self._arrivals(or_verdict), self.retries.next)
+            self.account.step.environment_wait_seconds += self.account.now - before
+        else:
+            await self.await_reward(self.retries.next)
+
+    def _arrivals(self, or_verdict: bool) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """What may come beside tokens that something follows from: verdicts, answers of environments."""
+        rewards = [self.rewards.wait] if len(self.rewards) > 0 and (self.state.scored or or_verdict) else []
+        return [*rewards, self.episodes.wait] if self.episodes else rewards
+
+    async def await_reward(self, timeout: float | None = None) -> None:
+        before = self.account.now
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self.rewards.wait()
+        self.account.step.reward_wait_seconds += self.account.now - before
+
+    def absorb(self, chunks: Sequence[Chunk]) -> None:
+        """Put what was sampled into its samples, then deal with those that ended."""
+        now = self.account.now
+        tokens, ended, broken = self.history.absorb(chunks, self.flight.samples)
+        self.account.step.sampled_tokens += tokens
+        for sample in self.flight.begun(chunks, now):
+            self.retries.went_on(sample)
+        hopeless: EngineError | None = broken[0] if broken else None
+        finished = []
+        for chunk in ended:
+            if chunk.finish is None:
+                hopeless = self._failed(chunk, now) or hopeless
+            elif self.episodes is None:
+                finished.append(self.flight.end(chunk.sample_id, now, "finished"))
+            else:
+                finished += self._turned(chunk, now)
+        for error in broken:
+            if error.chunk.sample_id in self.flight.samples:
+                self.flight.end(error.chunk.sample_id, now, "failed")  # what comes after it would leave a gap
+        if self.episodes is not None:
+            self.episodes.drop([sample for sample, _ in finished])
+        self._score(finished)
+        if hopeless is not None:  # only now that every token of these chunks is in its sample
+            raise hopeless
+        if self.on_progress is not None:
+            self.on_progress()
+
+    def _turned(self, chunk: Chunk, now: float) -> list[tuple[Sample, Group]]:
+        """An episode's turn has ended, and its environment answers; or the episode has, which is returned."""
+        sample, group = self.flight.samples[chunk.sample_id][:2]
+        if sample.finish is None:
+            self.flight.end(sample.id, now, "turn")
+            self._submit([(group, sample)])
+            return []
+        return [self.flight.end(sample.id, now, "finished")]
+
+    def _hear(self, episodes: Episodes) -> None:
+        """What environments have answered: it happens, and their samples go on."""
+        ended, hopeless = [], None
+        for sample, group, event, failures in episodes.take():
+            self.account.step.failures += failures
+            if group.id not in self.state.buffer.groups or group.id in self._quarantined:
+                continue
+            if event is None:
+                hopeless = self._give_up(group, Rejection.ENVIRONMENT, failures[-1].error) or hopeless
+                continue
+            self.history.happen(event)
+            if sample.finish is None:
+                self._answered.append((group, sample))
+            else:
+                ended.append((sample, group))
+            if sample.finish is not None or not sample.transitions:
+                self.engine.forget([sample.id])
+        self._score(ended)
+        if hopeless is not None:  # only now that every answer is in its sample
+            raise EpisodeError(f"environments keep failing; the last one: {hopeless}")
+
+    def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
+        """Start the rewards of samples that have finished, or of the groups that they complete."""
+        if self.rewards.scope == "sample":
+            for sample, group in finished:
+                self.rewards.finished(group, sample)
+        else:
+            for group in {group.id: group for _, group in finished if group.complete}.values():
+                self.rewards.finished(group, group.samples[-1])
+
+    def _failed(self, chunk: Chunk, now: float) -> EngineError | None:
+        """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
+
+        Returns the error that ends the step, once a step's worth of groups is quarantined."""
+        error, prompt = chunk.error or "", self.flight.samples[chunk.sample_id][1].prompt
+        self.account.step.failures.append(Failure("engine", chunk.sample_id, prompt.id, error))
+        if chunk.recovered:
+            return None
+        sample, group = self.flight.end(chunk.sample_id, now, "failed")
+        if group.id in self._quarantined or self.retries.failed(sample):
+            return None
+        if not self._give_up(group, Rejection.ENGINE, error):
+            return None
+        return EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+
+    def _give_up(self, group: Group, reason: Rejection, error: str) -> str | None:
+        """Quarantine a group; returns the error once that has happened to a step's worth of groups."""
+        self._quarantine(group, reason, error)
+        rejections = self.account.step.rejections
+        given_up = len(self._quarantined) + sum(rejected is reason for _, rejected in rejections)
+        return None if given_up < self.account.step.target else error
+
+    def _quarantine(self, group: Group, reason: Rejection, error: str) -> None:
+        """Leave a group out as soon as nothing of it runs."""
+        self._quarantined.setdefault(group.id, Quarantine(group.id, group.prompt.id, reason, error))
+        self.retries.forget(group.samples)
+
+    async def settle(self) -> None:
+        """Wait for the journal if it is far behind; then give what environments answered and the verdicts that arrived
+        to their samples, and let go of groups that cannot be trained on.
+
+        Raises:
+            RewardError: a reward function failed, and the run is set to stop when one does.
+            EpisodeError: environments keep failing.
+            JournalError: the journal cannot be written.
+        """
+        if self.history.journal is not None:
+            await self.history.journal.drain()
+        if self.episodes is not None:
+            self._hear(self.episodes)
+        failures = [self._judge(verdict) for verdict in self.rewards.take()]
+        for id in list(self._quarantined):
+            if not any(sample in self.flight for sample in self.state.buffer.groups[id].samples):
+                quarantine = self._quarantined.pop(id)
+                self.account.step.quarantined.append(quarantine)
+                self._reject(self.state.buffer.groups[id], quarantine.reason)
+        for failure in filter(None, failures):
+            raise RewardError(
+                f"the reward function failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
+                f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
+            )
+
+    def _judge(self, verdict: Verdict) -> Failure | None:
+        """What a verdict means; the failure, if it ends the step."""
+        group, samples, rewards = verdict.group, verdict.samples, verdict.rewards
+        if group.id not in self.state.buffer.groups:
+            return None
+        if verdict.error is not None:
+            failure = Failure(verdict.failure, samples[0].id, group.prompt.id, verdict.error)
+            self.account.step.failures.append(failure)
+            if self.faults.on_reward_error == "raise":
+                return failure
+            if self.faults.on_reward_error == "reject":
+                self._quarantine(group, Rejection.REWARD, verdict.error)
+                return None
+            rewards = [Reward(0.0)] * len(samples)
+        self.history.happen(Rewarded(group.id, {s.index: reward for s, reward in zip(samples, rewards, strict=True)}))
+        self._decide(group)
+        return None
+
+    def _decide(self, group: Group) -> None:
+        """Ask the filter about a group as soon as it is complete and rewarded."""
+        if self.dynamic_filter is None or group.id in self.state.ready or group.id in self._quarantined:
+            return
+        if group.complete and group.rewarded:
+            if self.dynamic_filter(group):
+                self.history.happen(Accepted(group.id))
+            else:
+                self._reject(group, Rejection.FILTER)
+
+    def _reject(self, group: Group, reason: Rejection) -> None:
+        self.history.happen(Rejected(group.id, reason))
+        if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
+            self.engine.forget(unfinished)
+        if self.episodes is not None:
+            self.episodes.drop(group.samples)
+        limit, ready = self.faults.max_rejected_groups, len(self.state.ready)
+        self.account.reject(group, reason, limit, ready, self.params.rollout_batch_size)
+
+    async def interrupt(self) -> None:
+        """Stop what is in flight and keep every token of it; once begun, it is not given up half way."""
+        if not self.flight:
+            return
+        cancelled = False
+        try:
+            try:
+                chunks = await self.flight.interrupt(self.engine)
+            except asyncio.CancelledError:
+                cancelled = True
+                again = asyncio.ensure_future(self.flight.interrupt(self.engine))
+                await outlast(again)
+                chunks = again.result()
+            self.absorb(chunks)
+        finally:
+            self.flight.end_all(self.account.now)
+            self._resume = True
+            if cancelled:
+                raise asyncio.CancelledError

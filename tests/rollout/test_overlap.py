@@ -1,0 +1,255 @@
+"""Steps taken while generation goes on: nothing is lost and the bound holds whenever steps, updates and faults come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import EngineError, Prompt, RewardError, RolloutScheduler, Sample, StalenessError, Step
+from april.rollout.events import Chunk
+from april.rollout.journal import Journal
+from tests.rollout.test_journal import build as journalled
+from tests.rollout.test_journal import content, cut, numbers
+from tests.rollout.test_scheduler import SETTINGS, Counted, build, check_conservation, scheduler
+from tests.scripted_engine import ScriptedEngine, response
+
+PATIENCE = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=8, max_size=8)
+"""For each step: moments of training, and whether another step is taken before the weights are updated (below 3)."""
+
+
+async def passing(moments: int) -> None:
+    for _ in range(moments):
+        await asyncio.sleep(0)
+
+
+async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]) -> list[Step]:
+    """Take a step for each entry of `schedule`; two at a time are in training where it says so and the bound allows."""
+    steps = []
+    async with rollouts:
+        for moments, again in schedule:
+            try:
+                steps.append(await rollouts.take())
+            except StalenessError:
+                assert rollouts.trained > rollouts.version, "the bound always allows one more after an update"
+                await rollouts.swap()
+                steps.append(await rollouts.take())
+            await passing(moments)
+            while rollouts.trained > rollouts.version + (again < 3):
+                await rollouts.swap()
+    return steps
+
+
+@given(SETTINGS, PATIENCE)
+@settings(max_examples=100, deadline=None)
+def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
+    s: dict[str, object], schedule: list[tuple[int, int]]
+) -> None:
+    engine, rollouts = build(s)
+    steps = asyncio.run(overlapped(rollouts, schedule))
+    check_conservation(s, engine, rollouts, steps)
+    assert [step.version for step in steps] == list(range(8)), "a step is for the policy that trains on it"
+    if s["max_staleness"] is not None:
+        assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
+    stays = {(span.sample_id, span.before): span for step in steps for span in step.spans if span.after > span.before}
+    for step in steps:
+        for sample in (sample for group in step.groups for sample in group.samples):
+            place = 0
+            while place < sample.length:  # each stay goes on where the one before it ended
+                place = stays[sample.id, place].after
+
+
+@given(SETTINGS, st.integers(0, 120), st.integers(0, 30), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_cancelled_loses_nothing(s: dict[str, object], moments: int, training: int, swap: bool) -> None:
+    engine, rollouts = build(s)
+
+    async def main() -> list[Step]:
+        async with rollouts:
+            steps = [await rollouts.take()]
+            await passing(training)
+            task: asyncio.Task[Any] = asyncio.create_task(rollouts.swap() if swap else rollouts.take())
+            await passing(moments)
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled() and task.exception() is None and not swap:
+                steps.append(task.result())
+            while rollouts.trained > rollouts.version:
+                await rollouts.swap()
+            for _ in range(3):
+                steps.append(await rollouts.take())
+                await rollouts.swap()
+        return steps
+
+    steps = asyncio.run(main())
+    check_conservation(s, engine, rollouts, steps)
+    if s["max_staleness"] is not None:
+        assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
+
+
+async def test_generation_goes_on_beside_training_and_not_after_collect() -> None:
+    engine = ScriptedEngine(slots=2)
+    async with scheduler(engine, over_sampling_batch_size=12, max_staleness=4) as rollouts:
+        await rollouts.take()
+        before = rollouts.buffer.sampled_tokens
+        await passing(10)
+        assert rollouts.buffer.sampled_tokens > before
+        assert rollouts.in_flight
+        assert (rollouts.version, rollouts.trained) == (0, 1)
+        await rollouts.swap()
+        assert (rollouts.version, rollouts.trained) == (1, 1)
+        await passing(3)
+        step = await rollouts.collect()
+        assert step.version == 1
+        assert not rollouts.in_flight
+        before = rollouts.buffer.sampled_tokens
+        await passing(10)
+        assert rollouts.buffer.sampled_tokens == before
+
+
+async def test_with_no_staleness_allowed_it_is_synchronous() -> None:
+    engine = ScriptedEngine()
+    async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0) as rollouts:
+        for _ in range(4):
+            step = await rollouts.take()
+            assert step.off_policy_token_share == 0
+            await passing(20)
+            assert not len(rollouts.buffer)
+            with pytest.raises(StalenessError, match="update the weights before another step is taken"):
+                await rollouts.take()
+            await rollouts.swap()
+
+
+async def test_what_goes_wrong_beside_training_is_raised_by_the_next_take_and_not_by_the_update() -> None:
+    engine = ScriptedEngine()
+    bad = {"on": False}
+
+    async def score(prompt: Prompt, sample: Sample) -> float:
+        if bad["on"]:
+            raise ValueError("no such key")
+        return 1.0
+
+    async with scheduler(engine, reward=score) as rollouts:
+        await rollouts.take()
+        bad["on"] = True
+        await passing(200)
+        await rollouts.swap()
+        assert (rollouts.version, engine.version) == (1, 1)
+        with pytest.raises(RewardError, match="no such key"):
+            await rollouts.take()
+        assert not rollouts.in_flight
+        bad["on"] = False
+        assert len((await rollouts.take()).groups) == 3
+        await passing(3)
+        engine.dead = True
+        await passing(10)
+        with pytest.raises(EngineError, match="was killed"):
+            await rollouts.take()
+        engine.dead = False
+        engine._flight.clear()
+        await rollouts.swap()
+        assert len((await rollouts.take()).groups) == 3
+    assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+
+async def test_the_account_of_a_step_says_how_long_training_went_on_beside_it() -> None:
+    async with scheduler(ScriptedEngine(slots=20), max_staleness=3) as rollouts:
+        first = await rollouts.take()
+        assert first.training_seconds == 0
+        assert any(span.outcome == "running" for span in first.spans)
+        await asyncio.sleep(0.02)
+        await rollouts.swap()
+        step = await rollouts.take()
+    assert step.interrupted_at is not None
+    assert step.resumed_at is not None
+    assert step.update_seconds is not None
+    assert 0.02 <= step.training_seconds == step.interrupted_at <= step.resumed_at <= step.seconds
+    assert any(span.running for span in step.spans)
+
+
+@given(SETTINGS, st.integers(1, 4), st.integers(0, 30))
+@settings(max_examples=40, deadline=None)
+def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_after: int, training: int) -> None:
+    s = {**s, "auto": False}
+    engine, rollouts = build(s, prompts=Counted())
+
+    async def before() -> tuple[list[Step], dict[str, Any]]:
+        steps = []
+        async with rollouts:
+            for _ in range(stop_after):
+                steps.append(await rollouts.take())
+                await passing(training)
+                async with rollouts.paused():
+                    await rollouts.update_weights()
+                    state = json.loads(json.dumps(rollouts.state_dict()))
+                    saved.update(engine.ledger)
+                    saved.update({id: list(tokens) for id, tokens in engine.ledger.items()})
+        return steps, state
+
+    saved: dict[str, list[int]] = {}
+    steps, state = asyncio.run(before())
+    revived, again = build(s, prompts=Counted())
+    revived._rng.seed(99)
+    revived.ledger, revived.version = saved, stop_after
+    again.load_state_dict(state)
+    steps += asyncio.run(overlapped(again, [(training, 9)] * 4))
+    check_conservation(s, revived, again, steps)
+    if s["max_staleness"] is not None:
+        assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.booleans(), st.floats(0, 1), st.integers(0, 30))
+@settings(max_examples=15, deadline=None)
+def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
+    seed: int, failure_rate: float, filtered: bool, where: float, training: int
+) -> None:
+    """Whatever was handed over comes again as it was, from `take` and, for a run that overlaps no longer, `collect`."""
+    schedule = [(training, 9)] * 5
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal.sqlite"
+        with closing(Journal(path, delay=0)) as journal:
+            before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered), schedule))
+        records = [0, *numbers(path)]
+        cut(path, records[round(where * (len(records) - 1))])
+
+        with closing(Journal(path, delay=0)) as journal:
+            survived = journalled(journal, seed, failure_rate, filtered).state
+            everything: dict[str, list[int]] = {}
+            for event in journal.replay():
+                survived.apply(event)
+                if isinstance(event, Chunk):
+                    everything.setdefault(event.sample_id, []).extend(event.token_ids)
+            journal.position = 0
+            alternating = journalled(journal, seed, failure_rate, filtered)
+            handed_over = survived.buffer.trained.groups // 2
+            assert asyncio.run(replayed(alternating, handed_over)) == [content(step) for step in before[:handed_over]]
+            journal.position = 0
+            rollouts = journalled(journal, seed + 1, failure_rate, filtered)
+            engine: Any = rollouts.engine
+            engine.ledger = everything
+            after = asyncio.run(overlapped(rollouts, schedule))
+
+    assert [content(step) for step in after[:handed_over]] == [content(step) for step in before[:handed_over]]
+    assert all(step.staleness.max() <= 2 for step in after)
+    for group in [*(group for step in after for group in step.groups), *rollouts.buffer]:
+        assert group.prompt.metadata["number"] == group.id, "prompts are consumed once each, in order"
+        for sample in group.samples:
+            assert sample.response_ids == engine.ledger.get(sample.id, [])
+            assert sample.response_ids == response(sample.seed, 30)[: sample.length]
+    assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
+
+
+async def replayed(rollouts: RolloutScheduler, steps: int) -> list[dict[str, Any]]:
+    collected = []
+    for number in range(steps):
+        collected.append(content(await rollouts.collect()))
+        if number < steps - 1:
+            await rollouts.update_weights()
+    return collected
