@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -12,14 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april.engines.embedded import EmbeddedEngine
 from april.engines.member import State
 from april.engines.pool import EnginePool
 from april.engines.stream import StreamEngine, Tokens
 from april.engines.weights import WithdrawnError
-from april.rollout.engine import Capacity, Chunk, EngineError
+from april.engines.wrapped import WrappedEngine
+from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from tests.engines import architectures
 from tests.scheduling import scheduler_of
 
 SLOTS = 4
@@ -536,3 +540,58 @@ async def test_a_replica_whose_weights_have_been_trained_on_comes_back_with_the_
         await pool.update_weights(2, "two")
         assert (first.version, second.version) == (2, 2)
         assert pool.members[1].ready
+
+
+class Restarting(WrappedEngine):
+    """The embedded engine in a process of its own, as a pool sees one: it can be restarted with the model it began
+    with, and nobody hears of it."""
+
+    on_update: KVPolicy = "recompute"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(self._fresh())
+        self.name = name
+
+    def _fresh(self) -> EmbeddedEngine:
+        return EmbeddedEngine(architectures.model(), kv_cache_bytes=1 << 24, max_running=3)
+
+    def restart(self) -> None:
+        self.engine = self._fresh()
+
+    async def check(self) -> None: ...
+
+    async def learn(self) -> None: ...
+
+    async def abandon(self) -> list[Chunk]:
+        return await self.engine.interrupt()
+
+
+async def test_a_replica_that_was_restarted_with_old_weights_is_held_out_until_it_has_the_current_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two real engines; one of them goes back to the weights it began with, between two steps."""
+    policy = architectures.model()
+    architectures.perturb(policy, 1)
+    weights = dict(policy.state_dict())
+    stays, restarts = Restarting("the one that stays"), Restarting("the one that restarts")
+    prompts = (Prompt((1 + i % 20, 2, 3), str(i)) for i in itertools.count())
+    async with pool_of(stays, restarts, health_interval=30.0, update_timeout=30.0) as pool:
+        rollouts = scheduler_of(
+            pool,
+            prompts,
+            lambda prompt, sample: 0.0,
+            rollout_batch_size=4,
+            n_samples_per_prompt=2,
+            over_sampling_batch_size=8,
+            sampling=SamplingParams(24),
+        )
+        async with rollouts:
+            await rollouts.update_weights(weights)
+            restarts.restart()
+            for _ in range(3):
+                step = await rollouts.collect()
+                architectures.assert_behaviour(policy, [sample for group in step.groups for sample in group.samples])
+            assert "tokens of policy version 0 came where it was given 1" in caplog.text
+            while not all(member.ready for member in pool.members):
+                await asyncio.sleep(0.01)
+            assert restarts.engine.version == 1  # type: ignore[attr-defined]

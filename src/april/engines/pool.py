@@ -4,7 +4,8 @@ Invariants:
 - a sample in flight is in exactly one place: on one member, being moved, or waiting for a member to be ready;
 - the pool follows every token it hands out in a copy of the sample, so a sample goes on elsewhere from the last token
   that any replica streamed, whether or not it has been polled;
-- a member gets work only while it is ready, and it is ready only while it holds the current weights;
+- a member gets work only while it is ready, and it is ready only while it holds the current weights; what one samples
+  with others, because it was restarted and nobody has noticed, is not handed out;
 - a request that failed is handed on as such: when it is tried again is the caller's business, where is the pool's;
 - after `interrupt` no replica runs anything; only attempts to bring lost ones back outlive it, until `close`.
 """
@@ -234,6 +235,7 @@ class EnginePool:
         if sample is None:
             return
         try:
+            self._require_current(member, sample, chunk)
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
         except ValueError as nonsense:
             self._lose(member, f"it answered nonsense: {nonsense}")
@@ -251,6 +253,14 @@ class EnginePool:
         elif chunk.error is not None:
             del member.samples[sample.id]
             self._failed(member, sample, chunk.error)
+
+    def _require_current(self, member: Member, sample: Sample, chunk: Chunk) -> None:
+        """See that tokens are of the weights that the replica was given, if it was given any. With "keep", those that a
+        sample had when it was interrupted may come when it is resumed."""
+        if chunk.version == self.version or not chunk.token_ids or not self._versions.updated:
+            return
+        if member.replica.on_update == "recompute" or not sample.segments:
+            raise ValueError(f"tokens of policy version {chunk.version} came where it was given {self.version}")
 
     def _failed(self, member: Member, sample: Sample, error: str) -> None:
         """A request failed: that is handed on, and the replica is looked at."""

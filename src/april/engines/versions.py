@@ -50,7 +50,7 @@ class Versions:
         self._update_timeout = update_timeout
         self._patience = patience
         self._weights: Any = None
-        self._updated = False
+        self.updated = False
         """Members hold weights that they were given, if only by name: an engine may share the trainer's own."""
         self._updating = asyncio.Lock()
 
@@ -81,13 +81,13 @@ class Versions:
                     raise error
             errors = [(m, e) for m, e in zip(targets, results, strict=True) if isinstance(e, BaseException)]
             if not errors:
-                self.version, self._weights, self._updated = version, weights, True
+                self.version, self._weights, self.updated = version, weights, True
                 for member in targets:
                     member.become(State.READY)
                 return True
             for member in targets:
                 member.become(State.TORN, f"the update to version {version} failed")
-                if self._updated:
+                if self.updated:
                     self.bring_back(member)
         failed = "; ".join(f"{member.name}: {error}" for member, error in errors)
         raise EngineError(f"not all replicas took up weights {version}; failed: {failed}") from errors[0][1]
@@ -144,7 +144,7 @@ class Versions:
         try:
             async with asyncio.timeout(self._health_timeout):
                 await member.replica.learn()
-            if self._updated:
+            if self.updated:
                 await self._give(member, self.version, self._weights)
         except ReplicaGoneError as error:
             member.become(State.GONE, str(error))

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# A virtual environment with what slime 0.3.1 imports, for machines without a GPU, to test april's integration in:
+# .frameworks/slime by default. slime itself comes from its source (commit 624b824), which APRIL_SLIME_SOURCE names.
+#   scripts/setup_slime.sh [DIR]
+#   APRIL_SLIME_SOURCE=... .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
+source "$(dirname "$0")/environment.sh"
+cpu=$root/tests/servers/sglang_cpu
+environment "${1:-$root/.frameworks/slime}" scripts/setup_slime.sh tests/servers/sglang_cpu
+$pip install torch==2.13.0
+$pip install -r "$cpu/requirements.txt"
+$pip install transformers==5.12.1
+# Without dependencies: theirs are CUDA packages, and the list above is what remains of them on a CPU.
+$pip install --no-deps sglang==0.5.15.post1 torchvision==0.28.0
+cp -r "$cpu"/shims/* "$("$env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+$pip install "ray[default]==2.60.*" sglang-router==0.3.2 accelerate blobfile datasets httpx numba omegaconf openai pillow \
+  pylatexenc pyyaml qwen_vl_utils safetensors tensorboard wandb xxhash zstandard
+$pip install pytest pytest-asyncio hypothesis
+$pip install --editable "$root"
+ready
