@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl gpu lint format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl test-environments gpu lint \
+	format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
@@ -16,6 +17,7 @@ help:
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
+	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make docs          build the documentation's site, into build/site"
 	@echo "make lint          ruff, mypy and the import contract only"
 
@@ -54,6 +56,11 @@ test-verl:
 # Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.
 gpu:
 	$(PYTHON) benchmarks/gpu.py
+
+# Sets up an environment of its own first, under .frameworks: the packages pin older versions of what april is tested with.
+test-environments:
+	PYTHON=$(PYTHON) scripts/setup_environments.sh
+	$(TEST_ENV) .frameworks/environments/bin/python -m pytest tests/environments/test_adapters.py
 
 lint: setup
 	$(BIN)/ruff check .

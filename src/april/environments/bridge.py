@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import AddedToken
@@ -32,6 +33,8 @@ MARK = "APRIL0MARK"
 
 OTHER_ENDS = ("<|eom_id|>",)
 """Tokens that end a turn as well as the template's own: Llama's "end of message" before a tool answers."""
+KEPT = 4096
+"""Texts whose tokens are kept."""
 NO_TOKEN = AddedToken("\0")
 
 
@@ -101,6 +104,8 @@ class ChatBridge:
         self._arguments = dict(arguments or {}) | ({"tools": list(tools)} if tools else {})
         self._roles: set[str] = set()
         """Roles that the template is known to write."""
+        self._behind_text = lru_cache(KEPT)(lambda text: self._behind_turn(self._messages(text)))
+        """A template takes a third of a millisecond, and most environments repeat themselves."""
         self._refused: set[str] = set()
         self._said: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         behind = self._behind_turn([{"role": text_role, "content": MARK}])
@@ -130,7 +135,8 @@ class ChatBridge:
             return observation
         last = sample.segments[-1].token_ids[-1] if sample.segments else None
         try:
-            behind = self._behind_turn(self._messages(observation))
+            text = isinstance(observation, str)
+            behind = self._behind_text(observation) if text else self._behind_turn(self._messages(observation))
             if last == behind[0] or last in self._ends:
                 return behind[1:]
             if last in self._stops:

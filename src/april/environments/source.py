@@ -68,6 +68,8 @@ class EnvironmentSource:
             return self._make()
         except ToolError as error:
             raise ValueError(f"{self._named}: {error}") from None
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{self._named}: {error}") from None
         except Exception as error:  # whatever the user's class does when it is made
             given = json.dumps(dict(self.spec.params), default=str)
             raise ValueError(
