@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from april import Turn
+from april import EnvironmentLost, Turn
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.rollout.environment import checked, fingerprint
 
@@ -224,6 +225,38 @@ def test_openenv_in_this_process(tmp_path):
     steps = [checked(environment.step(turn(text))) for text in ("ab", "abc")]
     assert [(step.observation, step.reward, step.done) for step in steps] == [("AB", 2.0, False), ("ABC", 3.0, True)]
     environment.close()
+
+
+def test_openenv_behind_its_server(tmp_path, monkeypatch):
+    server = pytest.importorskip("openenv.core.env_server")
+    import uvicorn
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "echo_env.py").write_text(OPENENV)
+    import echo_env
+
+    app = server.create_fastapi_app(echo_env.Echo, echo_env.Say, echo_env.Heard)
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    serving = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=serving.run, args=([listening],))
+    thread.start()
+    try:
+        (tmp_path / "echo_client.py").write_text(CLIENT % listening.getsockname()[1])
+        environment = made(
+            "openenv:OpenEnvEnvironment",
+            make="echo_client:make",
+            action="echo_env:action",
+            observation="echo_env:say",
+        )
+        assert environment.reset(ROW, 9) == "seed 9"
+        step = checked(environment.step(turn("ab")))
+        assert (step.observation, step.reward, step.done) == ("AB", 2.0, False)
+    finally:
+        serving.should_exit = True
+        thread.join()
+    with pytest.raises(EnvironmentLost, match="the environment's server does not answer"):
+        environment.step(turn("x"))
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_extra(monkeypatch):

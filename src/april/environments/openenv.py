@@ -32,12 +32,12 @@ class OpenEnvEnvironment:
         self._action = load_object("params.action", action)
         self._observation = load_object("params.observation", observation)
         self.environment: Any = load_object("params.make", make)()
-        if hasattr(self.environment, "connect"):
-            self.environment.connect()
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
         known = inspect.signature(self.environment.reset).parameters
         episode = {"episode_id": prompt["id"]} if "episode_id" in known else {}
+        if hasattr(self.environment, "connect"):
+            self._called(self.environment.connect)
         begun = self._called(self.environment.reset, seed=seed, **episode)
         said: Observation = self._observation(self._parts(begun)[0])
         return said
@@ -57,8 +57,11 @@ class OpenEnvEnvironment:
     def _called(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
-        except (ConnectionError, TimeoutError) as error:
-            raise EnvironmentLost(f"the environment's server does not answer: {error}") from error
+        except Exception as error:
+            of_the_line = isinstance(error, OSError) or type(error).__module__.startswith("websockets.")
+            if of_the_line or "CAPACITY_REACHED" in str(error):
+                raise EnvironmentLost(f"the environment's server does not answer: {error}") from error
+            raise
 
     def _parts(self, result: Any) -> tuple[Any, Any, Any]:
         """Observation, reward, done: a client returns a result that holds the observation, an environment itself."""

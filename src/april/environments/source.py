@@ -7,8 +7,10 @@ Invariants:
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,9 @@ class EnvironmentSource:
         made = self._made()
         if isinstance(made, ToolEnvironment):
             self.tools = list(made.toolbox.schemas.values())
+        if not inspect.iscoroutinefunction(close := getattr(made, "close", None)) and close is not None:
+            with suppress(Exception):  # it has not begun: nothing is lost
+                close()
 
     def __reduce__(self) -> tuple[type[EnvironmentSource], tuple[EnvironmentSpec]]:
         return EnvironmentSource, (self.spec,)
