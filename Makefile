@@ -15,6 +15,7 @@ help:
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
+	@echo "make test-trl      test the integration in TRL with every setting that it takes"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
@@ -47,6 +48,9 @@ test-servers: setup
 
 test-ranks: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/ranks
+
+test-trl: setup
+	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/integrations/test_trl*.py
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:

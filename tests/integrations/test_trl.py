@@ -14,12 +14,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig
 
 from april.extras import install_command
 from april.integrations.requirement import require
 from april.integrations.trl import GRPOTrainer, PartialRollouts
-from april.integrations.trl_rollouts import STATE, ShuffledRows
+from april.integrations.trl_rollouts import STATE, ShuffledRows, StreamedRows
 from april.rollout.trajectory import Prompt
 from tests import tiny
 from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
@@ -43,7 +43,9 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
         "disable_tqdm": True,
     }
     own = {
-        key: settings.pop(key) for key in ("eval_dataset", "train_dataset", "tools", "rollout_func") if key in settings
+        key: settings.pop(key)
+        for key in ("eval_dataset", "train_dataset", "tools", "rollout_func", "peft_config")
+        if key in settings
     }
     return Watched(
         model=settings.pop("model", None) or tiny.model(),
@@ -257,7 +259,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"repetition_penalty": 1.1}, r"repetition_penalty = 1.1: .*leave it at 1"),
         ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: april does not know them"),
         ({"remove_unused_columns": True}, "remove_unused_columns = True"),
-        ({"train_dataset": rows().to_iterable_dataset()}, "train_dataset: a streamed dataset"),
+        ({"train_dataset": list(rows())}, "train_dataset is a list: pass a datasets.Dataset or IterableDataset"),
         ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),
         ({"tools": [len]}, "tools: not supported with april yet"),
         ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 5"),
@@ -268,7 +270,11 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"rollouts": {"urls": ("http://127.0.0.1:9",)}}, 'urls is set but engine = "embedded"'),
         ({"rollouts": {"engine": "vllm", "urls": ("127.0.0.1:9",)}}, 'write each as "http://host:port"'),
         ({"rollouts": {"engine": "vllm", "urls": "http://127.0.0.1:9"}}, "urls = 'http://127.0.0.1:9': .* tuple"),
-        ({"use_vllm": True}, r'use_vllm = True: .*PartialRollouts\(engine="vllm"\)'),
+        ({"use_vllm": True}, r'vllm_mode = "colocate": .*vllm_mode="server"'),
+        (
+            {"use_vllm": True, "vllm_mode": "server", "rollouts": {"engine": "sglang"}},
+            "use_vllm = True names the server",
+        ),
         ({"train_dataset": rows().rename_column("prompt", "question")}, 'no column "prompt", only question, answer'),
         ({"train_dataset": rows(0)}, "train_dataset: it has no rows"),
         ({"rollout_func": print}, "rollout_func: april generates the completions"),
@@ -286,10 +292,72 @@ def test_several_gpus_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytes
         trainer(tmp_path)
 
 
-def test_adapters_are_refused_in_one_line(tmp_path: Path) -> None:
-    model = get_peft_model(tiny.model(), LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"model: adapters \(PEFT\) are not supported"):
-        trainer(tmp_path, model=model)
+@pytest.mark.parametrize("config", [LoraConfig(use_dora=True), LoraConfig(modules_to_save=["lm_head"]), IA3Config()])
+def test_adapters_that_are_not_merged_are_refused_in_one_line(tmp_path: Path, config: Any) -> None:
+    config.target_modules = {"q_proj"}
+    if isinstance(config, IA3Config):
+        config.feedforward_modules = set()
+    with pytest.raises(
+        ValueError, match=r"peft_config: adapter 'default' .*only merges LoRA without use_dora"
+    ) as caught:
+        trainer(tmp_path, peft_config=config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_adapters_are_trained_and_generate(tmp_path: Path, beta: float) -> None:
+    """The engine draws from the policy with its adapters merged in; the parameters they are added to never change."""
+    before = {name: parameter.clone() for name, parameter in tiny.model().named_parameters()}
+    config = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    lora = trainer(tmp_path, peft_config=config, rollouts={"over_sampling_batch_size": 4}, max_steps=3, beta=beta)
+    lora.train()
+    for version, (groups, _) in enumerate(lora.batches):
+        versions = {v for group in groups for sample in group.samples for v in sample.versions.tolist()}
+        assert versions == {version}
+    lora.model.train()
+    output = lora._generate_and_score_completions(next(iter(lora.get_train_dataloader())))
+    ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+    mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+    with torch.no_grad():
+        own = lora._get_per_token_logps_and_entropies(lora.model, ids, mask, output["completion_ids"].shape[1])[0]
+        with lora.model.disable_adapter():
+            bare = lora._get_per_token_logps_and_entropies(lora.model, ids, mask, output["completion_ids"].shape[1])[0]
+    kept = output["completion_mask"].bool()
+    torch.testing.assert_close(output["old_per_token_logps"][kept], own[kept], rtol=1e-4, atol=1e-4)
+    assert (output["old_per_token_logps"] - bare)[kept].abs().max() > 1e-2
+    if beta:
+        torch.testing.assert_close(output["ref_per_token_logps"][kept], bare[kept], rtol=1e-5, atol=1e-5)
+    for name, parameter in lora.model.get_base_model().named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(parameter, before[name.replace(".base_layer", "")])
+    lora.close()
+
+
+def test_a_streamed_dataset_trains_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+    def run(resume: bool) -> Any:
+        streamed = trainer(tmp_path, train_dataset=rows().to_iterable_dataset(), save_strategy="steps", save_steps=2)
+        streamed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resume else None)
+        streamed.close()
+        return [[group.to_dict() for group in groups] for groups, _ in streamed.batches]
+
+    straight = run(resume=False)
+    assert len({group["id"] for batch in straight for group in batch}) == 16
+    assert run(resume=True) == straight[2:]
+
+
+def test_rows_of_a_stream_come_epoch_after_epoch_and_go_on_after_a_restart() -> None:
+    def drawn(stream: StreamedRows, count: int) -> list[int]:
+        return [next(stream).token_ids[0] for _ in range(count)]
+
+    def stream() -> StreamedRows:
+        return StreamedRows(rows(10).to_iterable_dataset(), lambda row: Prompt((row["answer"],)))
+
+    assert drawn(stream(), 25) == [n % 10 for n in range(25)]
+    for begun in (3, 10, 13):
+        first, second = stream(), stream()
+        drawn(first, begun)
+        second.load_state_dict(first.state_dict())
+        assert drawn(second, 12) == [n % 10 for n in range(begun, begun + 12)]
 
 
 def test_settings_of_another_kind_are_refused_in_one_line(tmp_path: Path) -> None:

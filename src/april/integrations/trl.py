@@ -3,7 +3,8 @@
 Invariants:
 - a training batch is N complete groups; the loss, the reward functions and the logs see the prompt and the columns of
   the row that a completion belongs to, never those of the row that the dataloader asked for;
-- the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them;
+- the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them; with
+  `use_vllm` and its importance sampling correction, that correction does;
 - evaluation generates for exactly the rows asked for, past what waits;
 - several processes are one job: one scheduler, one bound, one set of books, one `april.json` in a checkpoint;
 - a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
@@ -18,6 +19,7 @@ import inspect
 import json
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from april.integrations.trl_rollouts import (
 require("trl", "1.16", extra="trl")
 
 import trl  # noqa: E402
-from datasets import Dataset  # noqa: E402
+from datasets import Dataset, IterableDataset  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 __all__ = ["GRPOTrainer", "PartialRollouts"]
@@ -53,8 +55,16 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
 
     def __init__(self, *args: Any, partial_rollouts: PartialRollouts | None = None, **kwargs: Any) -> None:
         settings = partial_rollouts_of(partial_rollouts)
-        _refuse_arguments(inspect.signature(super().__init__).bind(*args, **kwargs).arguments)
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        _refuse_arguments(given)
+        config: Any = given.get("args")
+        served = config is not None and config.use_vllm
+        if served:
+            settings = _server_of(config, settings)
+            config.use_vllm = False  # TRL would set up a client and a process group of its own
         super().__init__(*args, **kwargs)
+        if served:
+            self.args.use_vllm = self.use_vllm = True
         _refuse_model(self)
         self._rollouts = Rollouts(self, settings)
         self.rollout_func = self._completions
@@ -68,8 +78,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             inputs = [dict(row) for row, _ in rollouts.rows]
         else:
             rollouts.evaluate(inputs, self.state.global_step)
+        self._last_loaded_step = self.state.global_step  # with use_vllm: the server has these weights
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
-        if training:
+        if training and not (self.use_vllm and self.vllm_importance_sampling_correction):
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
 
@@ -126,7 +137,7 @@ def how_to_go_on(directory: Path) -> str:
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet, before anything is loaded."""
-    for name in ("tools", "environment_factory", "peft_config", "rollout_func"):
+    for name in ("tools", "environment_factory", "rollout_func"):
         if arguments.get(name) is not None:
             reason = "april generates the completions" if name == "rollout_func" else "not supported with april yet"
             raise ValueError(f"{name}: {reason}; leave it out, or use trl.GRPOTrainer")
@@ -134,8 +145,6 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
         check_rows(dataset)
     if (args := arguments.get("args")) is not None:
         check_arguments(args)
-        if args.use_vllm:
-            raise ValueError('use_vllm = True: leave it out, and pass PartialRollouts(engine="vllm")')
         if args.generation_kwargs:
             raise ValueError("generation_kwargs: april does not know them; leave them out")
         if args.remove_unused_columns:
@@ -161,21 +170,43 @@ def _refuse_model(trainer: Any) -> None:
         raise ValueError(
             "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
         )
-    if hasattr(trainer.model, "peft_config"):
-        raise ValueError("model: adapters (PEFT) are not supported with april yet; merge them, or use trl.GRPOTrainer")
+    for name, config in getattr(trainer.model, "peft_config", {}).items():
+        if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
+            raise ValueError(
+                f"peft_config: adapter {name!r} ({config.peft_type.value}) is more than low-rank matrices: april only "
+                "merges LoRA without use_dora and modules_to_save"
+            )
+
+
+def _server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
+    """`use_vllm` as it is written: april drives that server."""
+    if args.vllm_mode != "server":
+        raise ValueError(
+            f'vllm_mode = "{args.vllm_mode}": april drives a vLLM server (vllm_mode="server"), or vLLM in this process '
+            'by PartialRollouts(engine="vllm-inproc") without use_vllm'
+        )
+    if args.vllm_structured_outputs_regex is not None:
+        raise ValueError("vllm_structured_outputs_regex: april draws from the policy itself; leave it out")
+    if settings.engine not in ("embedded", "vllm") or settings.urls:
+        raise ValueError(
+            f"use_vllm = True names the server already: leave engine = {settings.engine!r} and urls out of "
+            "PartialRollouts"
+        )
+    host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
+    url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
+    return replace(settings, engine="vllm", urls=(url,))
 
 
 def check_rows(dataset: Any) -> None:
     """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from."""
-    if not isinstance(dataset, Dataset):
-        raise ValueError("train_dataset: a streamed dataset is not supported yet: pass a datasets.Dataset")
-    if "prompt" not in dataset.column_names:
-        raise ValueError(
-            f'train_dataset: there is no column "prompt", only {", ".join(dataset.column_names) or "none"}'
-        )
-    if len(dataset) == 0:
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(f"train_dataset is a {type(dataset).__name__}: pass a datasets.Dataset or IterableDataset")
+    first = next(iter(dataset), None)
+    if first is None:
         raise ValueError("train_dataset: it has no rows")
-    for column, value in dataset[0].items():
+    if "prompt" not in first:
+        raise ValueError(f'train_dataset: there is no column "prompt", only {", ".join(first) or "none"}')
+    for column, value in first.items():
         try:
             json.dumps(value)
         except TypeError:

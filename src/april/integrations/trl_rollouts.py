@@ -18,6 +18,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from accelerate.utils import is_peft_model
+from datasets import Dataset, IterableDataset
 from numpy.typing import NDArray
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -34,6 +36,7 @@ from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
 from april.training.engines import engine_of
+from april.training.lora import Adapters
 from april.training.weights import transfer_of
 
 logger = logging.getLogger(__name__)
@@ -88,13 +91,16 @@ class Rollouts:
 
     def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
         args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
+        adapters = Adapters.of(model) if is_peft_model(model) else None
+        if adapters is not None:
+            model = model.get_base_model()
         dtype: Any = str(model.dtype).removeprefix("torch.")
         recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
         directory = Path(args.output_dir)
         self.job = Job()
         self.encode = encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
         self.group_size: int = trainer.num_generations
-        self.transfer = transfer_of(recipe, model, tokenizer, directory)
+        self.transfer = transfer_of(recipe, model, tokenizer, directory, adapters)
         self.rows: Sequence[Row] = ()
         """What the last call brought, in the order of the rows that TRL gets in this process."""
         self.groups: Sequence[Group] = ()
@@ -108,14 +114,15 @@ class Rollouts:
         self._stack = AsyncExitStack()
         self._hands: Hands | None = None
         try:
-            self.engine = self._engine(recipe, model, directory)
+            merged = adapters is not None and settings.engine == "embedded"
+            self.engine = self._engine(recipe, adapters.merged_model() if adapters and merged else model, directory)
             if self.job.leads:
                 assert self.engine is not None
                 batch_size = args.generation_batch_size // trainer.num_generations
                 self.adapter = RolloutAdapter(
                     self.engine,
                     settings.params(batch_size, trainer.num_generations, settings.max_staleness),
-                    extra=ShuffledRows(trainer.train_dataset, self.encode, args.seed),
+                    extra=extra_rows(trainer.train_dataset, self.encode, args.seed),
                     sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
                     seed=args.seed,
                 )
@@ -262,6 +269,47 @@ class ShuffledRows(Iterator[Prompt]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.drawn = state["drawn"]
+
+
+class StreamedRows(Iterator[Prompt]):
+    """The rows of a dataset that can only be read from its beginning, epoch after epoch, in the order it gives.
+
+    TRL shuffles a stream through a buffer of its own; these rows, which bring what is under way from N to N', are not.
+    """
+
+    def __init__(self, dataset: IterableDataset, encode: Callable[[Mapping[str, Any]], Prompt]) -> None:
+        self.dataset = dataset
+        self.encode = encode
+        self.drawn = 0
+        """Rows of this epoch."""
+        self.epoch = 0
+        self._rows: Iterator[Mapping[str, Any]] | None = None
+
+    def _read(self) -> Iterator[Mapping[str, Any]]:
+        self.dataset.set_epoch(self.epoch)
+        return iter(self.dataset.skip(self.drawn) if self.drawn else self.dataset)
+
+    def __next__(self) -> Prompt:
+        if self._rows is None:
+            self._rows = self._read()
+        row = next(self._rows, None)
+        if row is None:
+            self.epoch, self.drawn = self.epoch + 1, 0
+            self._rows = self._read()
+            row = next(self._rows)
+        self.drawn += 1
+        return self.encode(row)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.epoch, self.drawn, self._rows = state["epoch"], state["drawn"], None
+
+
+def extra_rows(dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed: int) -> Iterator[Prompt]:
+    """Rows beyond those that the dataloader asks for."""
+    return ShuffledRows(dataset, encode, seed) if isinstance(dataset, Dataset) else StreamedRows(dataset, encode)
 
 
 class Checkpoint(TrainerCallback):

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"lora.target_modules = {settings.target_modules}: {error}") from None
         self._model = model
+
+    @classmethod
+    def of(cls, wrapped: Any) -> Self:
+        """Those that a peft model has already: LoRA of any settings but DoRA, and nothing else trained."""
+        adapters = cls.__new__(cls)
+        adapters._wrapped, adapters._model = wrapped, wrapped.get_base_model()
+        return adapters
 
     def disabled(self) -> AbstractContextManager[None]:
         """Inside, the model computes what it computed before it had adapters."""
