@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl test-environments gpu lint \
-	format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl test-trackers test-environments gpu lint \ format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
@@ -19,6 +18,7 @@ help:
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
+	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
 	@echo "make docs          build the documentation's site, into build/site"
 	@echo "make lint          ruff, mypy and the import contract only"
 
@@ -65,6 +65,11 @@ gpu:
 test-environments:
 	PYTHON=$(PYTHON) scripts/setup_environments.sh
 	$(TEST_ENV) .frameworks/environments/bin/python -m pytest tests/environments/test_adapters.py
+
+# In an environment of their own, under .frameworks: nothing else of april's needs them.
+test-trackers:
+	PYTHON=$(PYTHON) scripts/setup_trackers.sh
+	$(TEST_ENV) .frameworks/trackers/bin/python -m pytest tests/reporting/test_trackers.py
 
 lint: setup
 	$(BIN)/ruff check .

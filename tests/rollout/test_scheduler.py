@@ -362,6 +362,28 @@ async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
         await run(scheduler(ScriptedEngine(), reward=hanging, reward_timeout=0.05), 1)
 
 
+async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -> None:
+    """The second sample's reward would never end; the first one's failure takes it along."""
+    ended = []
+
+    async def score(prompt: Prompt, sample: Sample) -> float:
+        if sample.group_id:
+            return 1.0
+        if sample.index == 0:
+            raise ValueError("no such judge")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(sample.id)
+        return 0.0
+
+    rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject")
+    async with rollouts:
+        await rollouts.collect()
+        assert ended == ["0.1"], "at once, not when the run ends"
+    assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
+
+
 async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_being_called() -> None:
     """More hang than there are threads; every other sample is scored all the same, until too many hang."""
     never, called = threading.Event(), Counter[str]()

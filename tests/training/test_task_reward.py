@@ -8,13 +8,18 @@ import pytest
 
 from april.config.settings import RolloutSettings
 from april.rollout.rewards import RewardError
+from april.rollout.threads import HangingError
 from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import TaskSpec
 from april.training.task_reward import Rewards
 
 FUNCTION = """
-import time
+import asyncio, time
+
+async def patient(response, answer):
+    await asyncio.sleep(1e9 if response == "hang" else 0)
+    return 2.0
 
 def score(response, answer):
     if response == "hang":
@@ -45,8 +50,8 @@ def groups(*responses: int) -> list[Group]:
     return made
 
 
-def rewards(**settings: Any) -> Rewards:
-    scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward="my_hanging_rewards:score"))
+def rewards(function: str = "score", **settings: Any) -> Rewards:
+    scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward=f"my_hanging_rewards:{function}"))
     return Rewards(scorer, Words(), RolloutSettings(**settings))
 
 
@@ -59,6 +64,21 @@ async def test_what_fails_in_evaluation_scores_0_and_is_counted_and_said_once(ca
     assert len(said) == 2
     assert any("'p1': TimeoutError" in line and "time limit of 1 s" in line for line in said)
     assert any("'p1': ZeroDivisionError" in line and "on_reward_error = 'zero'" in line for line in said)
+
+
+@pytest.mark.parametrize(("function", "value"), [("score", 1.0), ("patient", 2.0)])
+async def test_what_hangs_in_this_process_fails_at_its_time_limit_and_the_others_are_scored(
+    function: str, value: float
+) -> None:
+    async with rewards(function, reward_workers=0, on_reward_error="zero", reward_timeout=0.2) as subject:
+        assert await subject.score_groups(groups(0, 1, 0)) == [[value], [0.0], [value]]
+        (group,) = groups(1)
+        with pytest.raises(TimeoutError, match=r"time limit of 0.2 s .* leave out reward_workers = 0"):
+            await subject(group.prompt, group.samples[0])
+        assert subject.failures == {"TimeoutError": 2}
+        await subject.score_groups(groups(*[1] * 6))
+        with pytest.raises(HangingError, match=r"8 calls hang already: .* leave out reward_workers = 0"):
+            await subject(group.prompt, group.samples[0])
 
 
 async def test_a_failure_in_evaluation_that_is_to_stop_the_run_names_the_prompt():

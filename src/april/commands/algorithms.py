@@ -1,6 +1,9 @@
-"""`april algorithms`: the algorithms and corrections that a recipe can name, for people to read."""
+"""`april algorithms`: the algorithms, corrections and rewards that a recipe can name, for people to read."""
 
 from __future__ import annotations
+
+import inspect
+from types import ModuleType
 
 from rich.console import Console
 from rich.padding import Padding
@@ -9,8 +12,17 @@ from rich.text import Text
 from april.algorithms.catalogue import ALGORITHMS, CORRECTIONS, UNBOUNDED, Algorithm
 from april.commands.help import help_asked_for, wrapped
 from april.config.error import ConfigError
+from april.tasks import format, length
 
-USAGE = "usage: april algorithms\n\nThe algorithms and corrections a recipe can name, with settings and sources."
+USAGE = (
+    "usage: april algorithms\n\nThe algorithms, corrections and rewards a recipe can name, with settings and sources."
+)
+OWN = {
+    "task": "The data set's own scorer; for records math-verify.",
+    "math-verify": "1 if the answer is the reference answer by its meaning, else 0.",
+}
+PARTS = (format, length)
+"""Where ready-made parts of a reward are."""
 
 
 def run(args: list[str]) -> int:
@@ -25,7 +37,7 @@ def run(args: list[str]) -> int:
 
 
 def print_algorithms(console: Console | None = None) -> None:
-    """Print both lists, each entry with what it sets and where that was published."""
+    """Print the lists, each entry with what it sets and where that was published."""
     console = console or Console(highlight=False)
     console.print(Text("[algorithm] algorithm\n", style="bold"))
     for entry in ALGORITHMS.values():
@@ -45,6 +57,23 @@ def print_algorithms(console: Console | None = None) -> None:
         if bounds:
             console.print(Padding(Text(bounds), (0, 0, 0, 4)))
     console.print(Text("\ncorrection_max_age goes with each: older tokens carry no gradient."))
+    console.print(Text("\n[task] reward, or [task.rewards] with a weight for each of several\n", style="bold"))
+    for name, meaning in {**OWN, **{name: about for part in PARTS for name, about in _rewards(part)}}.items():
+        console.print(Text(name, style="bold cyan"))
+        console.print(Padding(Text(meaning), (0, 0, 0, 4)))
+    console.print(
+        Text("\nA function of your own is named in the same way, my_rewards:score, from the current directory.")
+    )
+
+
+def _rewards(part: ModuleType) -> list[tuple[str, str]]:
+    """The rewards that a module has, by the path that a recipe names, and the first paragraph about each."""
+    functions = inspect.getmembers(part, inspect.isfunction)
+    return [
+        (f"{part.__name__}:{name}", " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()))
+        for name, function in functions
+        if function.__module__ == part.__name__
+    ]
 
 
 def _settings(entry: Algorithm) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import tyro
 
+from april.commands.tables import TABLES
+
 HELP = {"-h", "--help"}
 NOISE = re.compile(r"\{None\}\||\{None,|\|?\{None\}| ?\(default: (None|''|)\)")
 """What a setting shows that may be left unset: its docstring says what that means."""
@@ -27,7 +29,7 @@ def parse(
         default: what the flags change; None for the defaults of `kind`.
         rest: whether arguments that are not of `kind` are returned beside it.
     """
-    given: dict[str, Any] = {} if default is None else {"default": default}
+    given: dict[str, Any] = {"registry": TABLES} | ({} if default is None else {"default": default})
     if help_asked_for(args):
         said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # tyro draws boxes if the encoding has them
         with redirect_stdout(said), suppress(SystemExit):

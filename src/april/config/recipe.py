@@ -80,11 +80,11 @@ class Recipe:
         )
 
     def fault_policy(self) -> FaultPolicy:
-        """What the scheduler does about faults. Reward processes keep their time limit themselves."""
+        """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
         rollout = self.rollout
         return FaultPolicy(
             on_reward_error=rollout.on_reward_error,
-            reward_timeout=rollout.reward_timeout if rollout.reward_workers == 0 else None,
+            reward_timeout=None,
             max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
         )
 

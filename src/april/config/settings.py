@@ -70,8 +70,8 @@ class RolloutSettings:
         on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
         reward_timeout: Seconds a reward may take.
         reward_workers: Processes that compute rewards beside generation, at most. One is there from the start, more
-            come as long as rewards wait. Unset: a few more than there are cores. 0 computes them in the run's own
-            process, which suits quick functions that cannot hang.
+            come as long as rewards wait. Unset: a few more than there are cores. 0 computes them in threads of the
+            run's own process, which suits quick functions that cannot hang: nothing can stop one that does.
         reward_memory_gb: Memory a reward process may take beyond what it holds after loading, in GB (on Linux);
             unset: no limit.
         reward_env: Environment variables that reward processes get although their names look like secrets; all

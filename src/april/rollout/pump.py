@@ -288,6 +288,7 @@ class Pump:
 
     def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
         """Start the rewards of samples that have finished, or of the groups that they complete."""
+        finished = [(sample, group) for sample, group in finished if group.id not in self._quarantined]
         if self.rewards.scope == "sample":
             for sample, group in finished:
                 self.rewards.finished(group, sample)
@@ -321,6 +322,7 @@ class Pump:
         """Leave a group out as soon as nothing of it runs."""
         self._quarantined.setdefault(group.id, Quarantine(group.id, group.prompt.id, reason, error))
         self.retries.forget(group.samples)
+        self.rewards.forget(group)
 
     async def settle(self) -> None:
         """Wait for the journal if it is far behind; then give what environments answered and the verdicts that arrived

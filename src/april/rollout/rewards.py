@@ -93,6 +93,12 @@ class RewardTasks:
                     if sample.finish is not None and sample.reward is None:
                         self._start(group, [sample])
 
+    def forget(self, group: Group) -> None:
+        """Stop what is computed for a group that is turned away; nothing of it arrives any more."""
+        for task in [task for task, scored in self._tasks.items() if scored is group]:
+            del self._tasks[task]
+            task.cancel()
+
     def _start(self, group: Group, samples: Sequence[Sample]) -> None:
         task = asyncio.create_task(self._score(group, samples), name=f"reward {samples[0].id}")
         self._tasks[task] = group

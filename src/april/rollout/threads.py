@@ -33,25 +33,42 @@ class Threads:
         self._most = most
         self._remedy = remedy
         self._free = asyncio.Semaphore(most)
+        self._runs: set[asyncio.Task[Any]] = set()
         self.hanging = 0
 
     async def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
-        """What the function returns, awaited if it can be.
+        """What the function returns, awaited if it can be. If this is cancelled, the function runs on, and counts among
+        the calls at a time until it ends.
 
         Raises:
-            TimeoutError: it took more than `timeout` seconds.
+            TimeoutError: it took more than `timeout` seconds; the wait for other calls to end does not count.
             HangingError: `most` calls hang.
         """
-        async with self._free:
-            value = await self._in_a_thread(function, args, timeout)
+        await self._free.acquire()
+        run = asyncio.create_task(self._run(function, args, timeout))
+        self._runs.add(run)
+        run.add_done_callback(self._ended)
+        value = await asyncio.shield(run)
         if inspect.isawaitable(value):
             async with asyncio.timeout(timeout):
                 value = await value
         return value
 
-    async def _in_a_thread(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
-        if self.hanging >= self._most:
-            raise HangingError(f"{self._most} calls hang already: {self._remedy}")
+    def _ended(self, run: asyncio.Task[Any]) -> None:
+        self._runs.discard(run)
+        if not run.cancelled():
+            run.exception()  # it has been seen, also where the call was cancelled and nobody asks
+
+    async def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
+        try:
+            if self.hanging >= self._most:
+                raise HangingError(f"{self._most} calls hang already: {self._remedy}")
+            async with asyncio.timeout(timeout):
+                return await self._in_a_thread(function, args)
+        finally:
+            self._free.release()
+
+    async def _in_a_thread(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
 
@@ -77,8 +94,7 @@ class Threads:
 
         threading.Thread(target=work, name=getattr(function, "__qualname__", "call"), daemon=True).start()
         try:
-            async with asyncio.timeout(timeout):
-                return await outcome
-        except (asyncio.CancelledError, TimeoutError):
+            return await outcome
+        except asyncio.CancelledError:
             self.hanging += outcome.cancelled()
             raise

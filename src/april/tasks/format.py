@@ -10,17 +10,17 @@ THOUGHT = re.compile(rf"\s*(<think>)?{SAID}</think>{SAID}", re.DOTALL)
 
 
 def boxed(response: str) -> float:
-    r"""The last line says something in \boxed{…}."""
+    r"""1 if the last line says something in \boxed{…}."""
     lines = response.strip().splitlines()
     return float(bool(lines) and re.search(r"\\boxed\{\s*[^\s}]", lines[-1]) is not None)
 
 
 def answered(response: str) -> float:
-    """One <answer>…</answer>, at the end."""
+    """1 if there is one <answer>…</answer>, at the end."""
     return float(ANSWERED.fullmatch(response) is not None)
 
 
 def thought(response: str) -> float:
-    """One <think>…</think> with something in it, then something more. Where the chat template writes <think> into the
-    prompt, the response begins inside it."""
+    """1 for one <think>…</think> with something in it, then something more. Where the chat template writes <think> into
+    the prompt, the response begins inside it."""
     return float(THOUGHT.fullmatch(response) is not None)

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from april.config.settings import RolloutSettings
-from april.rollout.rewards import RewardError
+from april.rollout.rewards import THREADS, RewardError
+from april.rollout.threads import Threads
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.tasks.isolation import STATM, RewardWorkers
 from april.tasks.task import Problem, Scorer
+
+REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,8 @@ class Rewards:
         self.scope = scorer.scope
         self._on_error = settings.on_reward_error
         self._workers = None if settings.reward_workers == 0 else _workers(scorer, settings)
+        self._threads = Threads(THREADS, REMEDY)
+        self._time_limit = settings.reward_timeout
         self.failures: Counter[str] = Counter()
 
     @property
@@ -49,13 +54,23 @@ class Rewards:
         responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
         lengths = [sample.policy_tokens for sample in samples]
         try:
-            if self._workers is None:
-                return self.scorer(problem, responses, lengths)
-            rewards: list[Reward] = await self._workers(problem, responses, lengths)
+            call = self._in_this_process if self._workers is None else self._workers
+            rewards: list[Reward] = await call(problem, responses, lengths)
             return rewards
         except Exception as error:
             self._count(problem, error)
             raise
+
+    async def _in_this_process(self, *args: Any) -> list[Reward]:
+        """In a thread, in which an async function gets an event loop of its own."""
+        try:
+            rewards: list[Reward] = await self._threads.call(self.scorer, args, self._time_limit)
+            return rewards
+        except TimeoutError:
+            raise TimeoutError(
+                f"the reward function ran past its time limit of {self._time_limit:g} s (rollout.reward_timeout) in "
+                f"this process; {REMEDY}"
+            ) from None
 
     def _count(self, problem: Problem, error: Exception) -> None:
         """Failures that do not stop the run are said aloud all the same: the first of a kind, the 10th, the 100th."""

@@ -2,13 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april import FixedAdmission, Prompt, Sample, Step
+from april import FixedAdmission, Prompt, Sample, SamplingParams, Step
+from april.rollout.admission.admission import Admission
+from april.rollout.admission.auto import AutoAdmission
+from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
 from april.rollout.step import Plan
+from april.rollout.trajectory import Group
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
 
@@ -48,6 +54,24 @@ def test_the_first_step_of_a_ramp_trains_on_every_group_that_was_begun() -> None
 
     assert sorted(asyncio.run(steps(1))[0]) == [0, 1, 2, 3]
     assert sorted(asyncio.run(steps(0))[0]) != [0, 1, 2, 3], "without a ramp the quick ones of eight come first"
+
+
+@pytest.mark.parametrize("before", ["fixed", "auto"])
+@pytest.mark.parametrize("after", ["fixed", "auto"])
+@pytest.mark.parametrize("ramps", [(3, 0), (3, 3), (0, 3)], ids=str)
+def test_a_run_goes_on_with_another_admission_than_it_was_begun_with(
+    before: str, after: str, ramps: tuple[int, int]
+) -> None:
+    def admission(kind: str, ramp_steps: int) -> Admission:
+        auto = AutoAdmission(ScriptedEngine(), LengthModel(64), 2, 3)
+        goal = FixedAdmission(9) if kind == "fixed" else auto
+        return RampedAdmission(goal, ramp_steps) if ramp_steps else goal
+
+    begun = admission(before, ramps[0])
+    begun.observe(Step(0, Plan(3), groups=[Group.start(0, Prompt((1,), "p"), 2, SamplingParams(), 0)]))
+    going_on = admission(after, ramps[1])
+    going_on.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert 3 <= going_on.plan(3).target <= 9
 
 
 def test_a_run_that_was_begun_without_a_ramp_goes_on_at_its_goal() -> None:

@@ -191,7 +191,7 @@ class AutoAdmission:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planned = None
-        if not state:
+        if "rates" not in state:
             return  # a run that goes on with N' chosen for it, and had it set before
         self.rates.load_state_dict(state["rates"])
         self.observed = RecentSteps(**state["observed"])

@@ -1,0 +1,47 @@
+"""Functions in threads: they never block the loop, and those that hang are counted and left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from april.rollout.threads import HangingError, Threads
+
+
+async def test_results_and_errors_come_back() -> None:
+    threads = Threads(2, "stop them")
+    assert await asyncio.gather(*(threads.call(pow, (2, n), None) for n in range(9))) == [2**n for n in range(9)]
+    with pytest.raises(ZeroDivisionError):
+        await threads.call(divmod, (1, 0), None)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.call(next, (iter(()),), None)
+
+
+async def test_calls_that_hang_are_left_behind_until_too_many_do() -> None:
+    threads, never = Threads(2, "stop them"), threading.Event()
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await threads.call(never.wait, (), 0.01)
+    assert threads.hanging == 2
+    with pytest.raises(HangingError, match="2 calls hang already: stop them"):
+        await threads.call(abs, (-1,), None)
+    never.set()
+    while threads.hanging:
+        await asyncio.sleep(0.001)
+    assert await threads.call(abs, (-1,), None) == 1, "those that hung have ended"
+
+
+async def test_a_cancelled_call_takes_up_its_thread_until_it_ends() -> None:
+    threads, go, running = Threads(1, "stop them"), threading.Event(), threading.Event()
+    first = asyncio.create_task(threads.call(lambda: (running.set(), go.wait()), (), None))
+    await asyncio.to_thread(running.wait)
+    first.cancel()
+    second = asyncio.create_task(threads.call(abs, (-1,), None))
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert not (await asyncio.wait([second], timeout=0.05))[0]
+    assert threads.hanging == 0, "it was cancelled, nobody knows that it hangs"
+    go.set()
+    assert await second == 1
