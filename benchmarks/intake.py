@@ -34,6 +34,7 @@ from record import save, spread
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
 from april.engines.pool import EnginePool
+from april.engines.servers.intake import Intake
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.journal import Journal
@@ -145,6 +146,9 @@ async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[st
     async with playing(kind, replicas, args.rate, processes) as (urls, servers):
         settings = {"vocab_size": VOCABULARY, **json.loads(args.settings)}
         engines = [await CONNECT[kind](url, **settings) for url in urls]
+        intakes = [Intake(f"intake process {i}") for i in range(args.intakes if replicas > 1 or args.always else 0)]
+        for engine_, intake in zip(engines, itertools.cycle(intakes), strict=False):
+            await engine_.read_in(intake)
         engine = EnginePool(engines)
         groups, size = replicas * SLOTS // 8, 8
         prompts = (Prompt((i, PROMPT, *range(2, PROMPT)), str(i)) for i in itertools.count())
@@ -166,6 +170,8 @@ async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[st
                     assert held == sampled == sent, f"{held} tokens arrived of {sampled} sampled, {sent} sent"
             journal.close()
         await engine.close()
+        for intake in intakes:
+            await intake.close()
     # The first run begins all requests; the later ones resume them, as steps of a run do.
     results = {name: spread([one[name] for one in runs[1:]]) for name in runs[0]}
     return {**results, "tokens_checked": held, "tokens_lost": sampled - held, "server_processes": processes}
@@ -181,6 +187,8 @@ async def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="processes that play back, at most")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="response budget")
     parser.add_argument("--settings", default="{}", help="of the clients, as JSON")
+    parser.add_argument("--intakes", type=int, default=2, help="processes that read the streams of many replicas")
+    parser.add_argument("--always", action="store_true", help="those of one replica as well")
     parser.add_argument("--dry", action="store_true", help="save nothing")
     args = parser.parse_args()
     results: dict[str, Any] = {}

@@ -74,7 +74,7 @@ def requests_of(engine: ServerEngine, samples: list[Sample]) -> tuple[str, list[
         Stream(s.id, f"bare-{s.id}", list(s.prompt_ids), s.sampling, s.seed, s.sampling.max_tokens, 0, 2**31)
         for s in samples
     ]
-    paths, bodies = zip(*(engine.request(stream) for stream in streams), strict=True)
+    paths, bodies = zip(*(engine.requests.request(stream) for stream in streams), strict=True)
     return paths[0], list(bodies)
 
 

@@ -35,6 +35,10 @@ class HTTPClient:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """In another process it has connections of its own."""
+        return {**self.__dict__, "_session": None}
+
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """The response as aiohttp gives it, to be entered with `async with`."""
         if self._session is None:

@@ -19,8 +19,10 @@ class StallWatch:
         self._heard = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def heard(self) -> None:
+    def heard(self) -> float:
+        """Something was heard; the time."""
         self._heard = asyncio.get_running_loop().time()
+        return self._heard
 
     def start(self) -> None:
         if self._timer is None:

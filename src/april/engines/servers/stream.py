@@ -63,6 +63,8 @@ class Stream:
     received: int = 0
     begun: int = 0
     """Tokens received before the request that runs now."""
+    events: int = 0
+    """Events that brought tokens."""
     sent: bool = False
     interrupted: bool = False
     """Whoever asked for it has had it stopped: how it ends is no failure."""
@@ -120,6 +122,7 @@ class Stream:
                         deliver(self, Chunk(self.sample_id, ids, logprobs, version))
                         ids, logprobs = [], []
                     version = self.version = named
+                self.events += bool(delta.token_ids)
                 if delta.token_ids and (not self.spans or self.spans[-1][0] != version):
                     self.spans.append((version, self.received))
                 ids.extend(delta.token_ids)

@@ -1,0 +1,136 @@
+"""The process of an `Intake`: reads servers' streams and sends what came of them, packed.
+
+    python -m april.engines.servers.intake_process FD
+
+with FD its end of a socket pair. It ends when the other end is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from typing import Any
+
+from april.engines.chunk_queue import ChunkQueue
+from april.engines.servers.client import FAILURES, HTTPClient, describe
+from april.engines.servers.dialect import Dialect
+from april.engines.servers.link import Link
+from april.engines.servers.packed import pack
+from april.engines.servers.requests import Order, ReadingSettings, Requests
+from april.rollout.engine import Chunk
+
+TOGETHER = 0.005
+"""Seconds that a chunk may wait for others to go with."""
+
+
+class Outbox(ChunkQueue):
+    """The chunks of one server that have not been sent yet."""
+
+    def __init__(self, backlog: int, process: Process) -> None:
+        super().__init__(backlog)
+        self._process = process
+
+    def put(self, chunk: Chunk) -> None:
+        super().put(chunk)
+        self._process.schedule()
+
+
+class Process(logging.Handler):
+    """What runs here: servers' requests by their keys, and the driver at the other end; what is logged goes there."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.ended = asyncio.Event()
+        self._link = Link(self._received, self.ended.set, self._flush)
+        self._servers: dict[int, tuple[Requests, Outbox, HTTPClient]] = {}
+        self._scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, own_end: socket.socket) -> None:
+        await asyncio.get_running_loop().create_connection(lambda: self._link, sock=own_end)
+        await self.ended.wait()
+
+    def schedule(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_later(TOGETHER, self._flush)
+
+    def _flush(self) -> None:
+        self._scheduled = False
+        if self._link.full:
+            return
+        several = [(key, pack(outbox.take())) for key, (_, outbox, _) in self._servers.items() if outbox]
+        if several:
+            self._link.send(("chunks", several))
+
+    def _received(self, message: Any) -> None:
+        match message:
+            case "submit", key, Order() as order:
+                self._servers[key][0].submit(order)
+            case "holds", key, version, salt:
+                self._servers[key][0].holds(version, salt)
+            case "forget", key, sample_ids if key in self._servers:
+                self._servers[key][0].forget(sample_ids)
+            case "call", number, key, what, arguments:
+                task = asyncio.create_task(self._answer(number, key, what, arguments))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, number: int, key: int, what: str, arguments: tuple[Any, ...]) -> None:
+        error = None
+        try:
+            chunks = await self._do(key, what, *arguments)
+            if chunks:
+                self._link.send(("chunks", [(key, pack(chunks))]))
+        except (*FAILURES, ValueError, LookupError, TypeError) as failure:
+            error = describe(failure)
+        self._link.send(("done", number, error))
+
+    async def _do(self, key: int, what: str, *arguments: Any) -> list[Chunk]:
+        match what:
+            case "open":
+                await self._close(key)
+                await self._open(key, *arguments)
+            case "interrupt":
+                return await self._servers[key][0].interrupt(*arguments)
+            case "abandon" if key in self._servers:
+                return await self._servers[key][0].abandon()
+            case "close":
+                await self._close(key)
+        return []
+
+    async def _open(
+        self, key: int, http: HTTPClient, dialect: Dialect, settings: ReadingSettings, vocab_size: int
+    ) -> None:
+        outbox = Outbox(settings.backlog, self)
+        requests = Requests(http, dialect, settings, queue=outbox)
+        requests.vocab_size = vocab_size
+        self._servers[key] = requests, outbox, http
+
+    async def _close(self, key: int) -> None:
+        if (server := self._servers.pop(key, None)) is not None:
+            requests, _, http = server
+            await requests.close()
+            await http.close()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.ended.is_set():
+            self._link.send(("log", record.name, record.levelno, record.getMessage()))
+
+
+async def main() -> None:
+    process = Process()
+    logger = logging.getLogger("april")
+    logger.addHandler(process)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+    await process.run(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
