@@ -117,11 +117,14 @@ class EngineSettings:
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
             free.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
-            sent together (one by one with on_update = keep). Finished samples show at once.
+            sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
+            as many tokens as a sample gets in half a second, which is what a lost connection may cost it.
         draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
             what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
         replicas: vllm, sglang: servers to start.
+        intake_processes: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
+            to 1,024 samples in flight, which the trainer reads itself, else one for each 4,096.
         server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
         server_args: vllm, sglang: more options of the servers that april starts.
         server_host: vllm, sglang: the address on which they listen. Other machines reach them only if it is none of
@@ -140,10 +143,11 @@ class EngineSettings:
     context_length: Positive[int] | None = None
     on_update: Literal["recompute", "keep"] = "recompute"
     kv_cache_gb: Positive[float] | None = None
-    stream_interval: Positive[int] = 8
+    stream_interval: Positive[int] | Literal["auto"] = "auto"
     draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
     replicas: Positive[int] = 1
+    intake_processes: NotNegative[int] | Literal["auto"] = "auto"
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"

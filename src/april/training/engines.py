@@ -55,7 +55,7 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
         context_length=settings.context_length,
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
         on_update=settings.on_update,
-        stream_interval=settings.stream_interval,
+        stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
         draft_tokens=settings.draft_tokens,
     )
 
@@ -74,6 +74,8 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     """Running servers by their URLs, or servers started here, as one pool: any of them may die and come back."""
     try:
         from april.engines.pool import EnginePool
+        from april.engines.servers.intake import Intake, processes_for
+        from april.engines.servers.server import ServerEngine
         from april.engines.servers.sglang import connect_sglang
         from april.engines.servers.vllm import connect_vllm
     except ModuleNotFoundError as error:
@@ -82,7 +84,13 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     connect = connect_vllm if settings.engine == "vllm" else connect_sglang
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
-    engines: list[Engine] = []
+    engines: list[ServerEngine] = []
+    intakes: list[Intake] = []
+
+    async def end_intakes() -> None:
+        await asyncio.gather(*(intake.close() for intake in intakes))
+
+    stack.push_async_callback(end_intakes)  # after the engines whose streams they read
     for url, process in places:
         key = os.environ.get(API_KEY)
         engine = await connect(
@@ -90,6 +98,13 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
         )
         stack.push_async_callback(engine.close)
         engines.append(engine)
+    count = settings.intake_processes
+    if count == "auto":
+        count = processes_for(sum(engine.capacity.slots for engine in engines), os.cpu_count() or 1)
+    intakes += [Intake(f"intake process {index}") for index in range(min(count, len(engines)))]
+    for index, engine in enumerate(engines):
+        if intakes:
+            await engine.read_in(intakes[index % len(intakes)])
     return EnginePool(engines)
 
 

@@ -16,6 +16,7 @@ KV caches of different versions never mix: every request names its weights in th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -30,6 +31,8 @@ from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity
 from april.rollout.trajectory import FinishReason, SamplingParams
+
+log = logging.getLogger(__name__)
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
@@ -88,6 +91,12 @@ class SGLang:
         model = await self._http.get("/model_info")
         server = await self._http.get("/server_info")
         state = server["internal_states"][0]
+        if server.get("incremental_streaming_output") is False:
+            log.warning(
+                "SGLang at %s repeats the whole response in every event, which takes this machine many times the work: "
+                "start it with --incremental-streaming-output",
+                self._http.url,
+            )
         self._workers = server.get("tp_size") or 1
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0
         capacity = Capacity(
