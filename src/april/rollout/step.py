@@ -168,6 +168,14 @@ class Step:
         return 0.0 if self.resumed_at is None or self.interrupted_at is None else self.interrupted_at
 
     @property
+    def stretches(self) -> list[list[Span]]:
+        """The stays of each stretch of generation, which a weight update in the midst of the step ends."""
+        middle = self.resumed_at
+        if middle is None:
+            return [self.spans]
+        return [[s for s in self.spans if s.start < middle], [s for s in self.spans if s.start >= middle]]
+
+    @property
     def resumed_samples(self) -> int:
         return sum(span.before > 0 and not span.running for span in self.spans)
 

@@ -33,8 +33,9 @@ class StepRecord:
     version: int
     target: int
     seconds: float
-    """Of `collect`."""
+    """Of `collect`; of the whole step where generation goes on beside training."""
     training_seconds: float
+    """In which the engines stood still, as in the weight update; both are part of `seconds` where they did not."""
     update_seconds: float
     consumed_tokens: int
     sampled_tokens: int
@@ -106,6 +107,11 @@ class Outcome:
         return rate(sum(step.sampled_tokens for step in self.counted), self.rollout_seconds)
 
     @property
+    def overall_tokens_per_second(self) -> float:
+        """Tokens handed to training, over everything."""
+        return rate(sum(step.consumed_tokens for step in self.counted), self.seconds)
+
+    @property
     def occupancy(self) -> float:
         collecting = sum(step.seconds for step in self.counted)
         return rate(sum(step.occupancy * step.seconds for step in self.counted), collecting)
@@ -143,6 +149,7 @@ def simulate(
     warm_up: int = 10,
     on_update: KVPolicy = "recompute",
     train_token_seconds: float = 0.0,
+    overlap: bool = False,
     resolution: float = 0.0,
     dynamic_filter: Callable[[Group], bool] | None = None,
     seed: int = 0,
@@ -156,7 +163,8 @@ def simulate(
         replicas: engines.
         warm_up: steps that rates and means leave out.
         on_update: what happens to the KV cache of unfinished samples when the weights change.
-        train_token_seconds: training time for each consumed token, in which the engines stand still.
+        train_token_seconds: training time for each consumed token.
+        overlap: generation goes on beside training; without it, the engines stand still.
         resolution: see `SimulatedEngine`.
         dynamic_filter: see `RolloutScheduler`.
         seed: of the samples.
@@ -167,7 +175,8 @@ def simulate(
     engine = SimulatedEngine(cost, workload, replicas, on_update, resolution)
     scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter)
     with _without_garbage_collection():
-        records = run(_collect(engine, scheduler, steps, train_token_seconds))
+        collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
+        records = run(collecting)
     return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
 
 
@@ -198,9 +207,7 @@ async def no_reward(prompt: Prompt, samples: Any) -> list[float]:
     return [0.0] * len(samples)
 
 
-async def _collect(
-    engine: SimulatedEngine, scheduler: RolloutScheduler, steps: int, train_token_seconds: float
-) -> list[StepRecord]:
+async def _alternate(scheduler: RolloutScheduler, steps: int, train_token_seconds: float) -> list[StepRecord]:
     loop = asyncio.get_running_loop()
     records = []
     async with scheduler:
@@ -211,6 +218,17 @@ async def _collect(
             before = loop.time()
             await scheduler.update_weights()
             records.append(StepRecord.of(step, training, loop.time() - before))
+    return records
+
+
+async def _overlap(scheduler: RolloutScheduler, steps: int, train_token_seconds: float) -> list[StepRecord]:
+    records = []
+    async with scheduler:
+        for _ in range(steps):
+            step = await scheduler.take()
+            records.append(StepRecord.of(step, 0.0, 0.0))
+            await asyncio.sleep(step.consumed_tokens * train_token_seconds)
+            await scheduler.swap()
     return records
 
 

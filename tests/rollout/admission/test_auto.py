@@ -211,9 +211,12 @@ def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
     """Beside a trainer that needs longer than generation, more groups under way buy only staleness."""
     targets = []
     for training_seconds in (0.0, 10_000.0):
-        admission = AutoAdmission(engine(), LengthModel(100), 4, 5, training_seconds=training_seconds)
+        admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
         for _ in range(3):
-            learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
+            step = a_step(np.random.default_rng(0), 6, 4, 100)
+            if training_seconds:
+                step.interrupted_at = step.resumed_at = step.seconds = training_seconds
+            learn(admission, step)
         targets.append(admission.plan(6).target)
     assert targets[1] == 6 < targets[0]
 

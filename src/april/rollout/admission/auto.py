@@ -57,7 +57,6 @@ class AutoAdmission:
         group_size: samples in a group.
         max_staleness: the bound; None for no bound.
         share: the part of the best forecast throughput that is enough.
-        training_seconds: time of the trainer for each step, where the engine goes on meanwhile; 0 if it stands still.
     """
 
     def __init__(
@@ -67,14 +66,12 @@ class AutoAdmission:
         group_size: int,
         max_staleness: int | None,
         share: float = 0.98,
-        training_seconds: float = 0.0,
     ) -> None:
         self.engine = engine
         self.lengths = lengths
         self.group_size = group_size
         self.max_staleness = max_staleness
         self.share = share
-        self.training_seconds = training_seconds
         self.rates = EngineRates()
         self.current: Plan | None = None
         self.observed = RecentSteps()
@@ -91,7 +88,8 @@ class AutoAdmission:
             self.current, self._planned = self._planned.result(), None
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.current)
-        self.rates.observe(step.spans, self.observed.prompt_tokens, self.engine.capacity.slots)
+        for spans in step.stretches:
+            self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity.slots)
         if not self.rates.known:
             return
         if self.observed.synchronous >= PATIENCE:
@@ -176,7 +174,7 @@ class AutoAdmission:
             rates,
             self.observed.interrupt_seconds,
             self.observed.update_seconds,
-            self.training_seconds,
+            self.observed.training_seconds,
         )
         return conditions, scale, steps
 

@@ -47,8 +47,8 @@ class Conditions:
         rates: what the engine's work costs.
         interrupt_seconds: what a step costs that interrupts something.
         update_seconds: what each weight update costs.
-        training_seconds: time of the trainer while the engine goes on: a step takes at least as long. 0 where
-            generation stands still meanwhile, for then no N' changes it.
+        training_seconds: time of the trainer while the engine goes on: a step takes at least as long, whatever N'. 0
+            where generation stands still meanwhile, for then no N' changes it.
     """
 
     lengths: Floats
@@ -100,7 +100,7 @@ class Conditions:
                 crowded = crowded_tokens(start, start + progress, self.slots, np.array([end]))
                 generation = self.rates.seconds(end, progress.sum(), crowded[0], read, prompts, again)
                 fixed = self.update_seconds + self.interrupt_seconds * bool((work > progress).any() and end > 0)
-                seconds += max(generation + fixed, self.training_seconds)
+                seconds += max(generation, self.training_seconds) + fixed
                 stale += float((version - begun[chosen]).mean())
                 sampled, depth = sampled + progress.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]

@@ -24,6 +24,8 @@ class RecentSteps:
     step_seconds: float = 0.0
     interrupt_seconds: float = 0.0
     update_seconds: float = 0.0
+    training_seconds: float = 0.0
+    """Of training beside generation; 0 if that stands still."""
     seconds_since_plan: float = 0.0
     synchronous: int = 0
     """Steps in a row with as many groups under way as a step trains on."""
@@ -40,14 +42,19 @@ class RecentSteps:
         if step.update_seconds is not None:
             seen = self.update_seconds
             self.update_seconds = self._mean(seen, step.update_seconds) if seen else step.update_seconds
+        beside = self._mean(self.training_seconds, step.training_seconds)
+        self.training_seconds = beside if self.training_seconds else step.training_seconds
         if step.interrupted_at is not None:
-            interrupt = max(step.seconds - step.reward_wait_seconds - step.interrupted_at, 0.0)
+            over = step.seconds - step.reward_wait_seconds
+            if step.resumed_at is not None:  # for the weight update in the midst of it
+                over = step.resumed_at - (step.update_seconds or 0.0)
+            interrupt = max(over - step.interrupted_at, 0.0)
             seen = self.interrupt_seconds
             self.interrupt_seconds = self._mean(seen, interrupt) if seen else interrupt
         self.seconds_since_plan += step.seconds
         self.synchronous = self.synchronous + 1 if step.target == len(step.groups) else 0
         if plan is not None and plan.consumed_tokens_per_second is not None:
-            seconds = step.seconds + (step.update_seconds or 0.0)
+            seconds = step.seconds + (0.0 if step.resumed_at is not None else step.update_seconds or 0.0)
             self.promised = RECENT * self.promised + plan.consumed_tokens_per_second * seconds
             self.brought = RECENT * self.brought + step.sampled_tokens * self.accepted
         self.steps += 1
