@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,11 @@ from april.training.ranks import joined
 ROOT = Path(__file__).parents[2]
 
 
-def start(function: str, world: int, directory: Path, **arguments: Any) -> list[subprocess.Popen[str]]:
+def start(function: str, world: int, directory: Path, /, **arguments: Any) -> list[subprocess.Popen[str]]:
     """Start `world` ranks that call `function(ranks, **arguments)`."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     common = {**os.environ, "PYTHONPATH": path, "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    common[RENDEZVOUS] = f"file://{directory / f'store-{world}'}"
+    common[RENDEZVOUS] = f"file://{tempfile.mkdtemp(dir=directory)}/store"
     command = [sys.executable, "-m", "tests.ranks.launch", function, json.dumps(arguments)]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return [
@@ -32,7 +33,7 @@ def start(function: str, world: int, directory: Path, **arguments: Any) -> list[
     ]
 
 
-def run(function: str, world: int, directory: Path, timeout: float = 300, **arguments: Any) -> list[str]:
+def run(function: str, world: int, directory: Path, timeout: float = 300, /, **arguments: Any) -> list[str]:
     """What each rank printed; all of them have to succeed."""
     processes = start(function, world, directory, **arguments)
     try:

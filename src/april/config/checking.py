@@ -123,6 +123,8 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             f'trainer.processes = {trainer.processes} with backend = "local", which is one process: choose "fsdp2", or '
             "leave backend out"
         )
+    if trainer.compute_dtype and not trainer.sharded:
+        yield f'trainer.compute_dtype = {trainer.compute_dtype!r} is a setting of backend = "fsdp2"; set model.dtype'
     if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):
         yield (
             f"model.device = {recipe.model.device!r} is one device, but each of {trainer.processes} processes needs "

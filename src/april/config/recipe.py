@@ -55,6 +55,11 @@ class Recipe:
     reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)
     """What is written, and where."""
 
+    @property
+    def engine_dtype(self) -> str:
+        """What engines compute in."""
+        return self.trainer.compute_dtype or self.model.dtype
+
     def rollout_params(self, partial_rollout: bool | None = None) -> RolloutParams:
         """What the scheduler is told. The reference's policy has no bound, trains on the groups that are complete
         first, and takes 2 N groups under way unless their number is set.

@@ -292,6 +292,8 @@ class TrainerSettings:
         backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
             optimizer state (PyTorch FSDP2). auto: local with one process, fsdp2 with more.
         processes: Processes that train together, ranks, which april starts on this machine; on GPUs one each.
+        compute_dtype: fsdp2: forward and backward in this type, and engines compute in it too; parameters, sums of
+            gradients and the optimizer stay of model.dtype. Unset: as model.dtype.
         rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
             started anew, and go on from the newest checkpoint and the journal.
         max_restarts: Such restarts without a training step done in between, after which the run ends.
@@ -299,6 +301,7 @@ class TrainerSettings:
 
     backend: Literal["auto", "local", "fsdp2"] = "auto"
     processes: Positive[int] = 1
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
     rank_timeout: Positive[float] = 300.0
     max_restarts: NotNegative[int] = 3
 

@@ -42,7 +42,7 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
     with joined(recipe.model.device, recipe.trainer.rank_timeout) as ranks:
         ranks.tell(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
-        with dismissing(Leader(learner, ranks)) as leader:
+        with dismissing(Leader(learner, ranks, recipe, directory)) as leader:
             yield leader, tokenizer
 
 

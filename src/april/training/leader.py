@@ -1,7 +1,7 @@
 """Rank 0 answers the training loop and leads the other ranks: each call there is a command for all.
 
 Invariants:
-- the ranks do the same calls with the same arguments in the same order;
+- the ranks do the same calls with the same arguments in the same order, whichever threads here they come from;
 - a command is done on all ranks or the ranks are done with: what one raises for a reason of its own ends them all;
 - after a command that failed nothing is said to the others any more.
 """
@@ -15,9 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from april.config.recipe import Recipe
 from april.rollout.step import Step
-from april.training.ranks import Ranks, translated
+from april.training.ranks import RankLostError, Ranks, translated
 from april.training.sharded import ShardedLearner
+from april.training.weights import transfer
 
 
 class Leader:
@@ -26,11 +30,14 @@ class Leader:
     Args:
         learner: rank 0's own part.
         ranks: all of them.
+        recipe: the run's.
+        directory: the run's, too.
     """
 
-    def __init__(self, learner: ShardedLearner, ranks: Ranks) -> None:
+    def __init__(self, learner: ShardedLearner, ranks: Ranks, recipe: Recipe, directory: Path) -> None:
         self._learner = learner
         self._ranks = ranks
+        self._transfer = transfer(recipe, self._tensors, self._save_weights, directory, ranks.device)
         self._lock = threading.Lock()
         self._broken = False
 
@@ -47,6 +54,7 @@ class Leader:
         return self._learner.served
 
     def train(self, step: Step, number: int) -> dict[str, float]:
+        self._transfer.withdraw()
         metrics: dict[str, float] = self._all("train", _trained_on(step), number)
         return metrics
 
@@ -54,7 +62,16 @@ class Leader:
         self._learner.interrupt()
 
     def weights(self, version: int) -> Any:
-        return self._all("weights", version)
+        if self.served is not None:
+            return self._all("refresh")  # its engine computes with the copy itself
+        return self._transfer.offer(version)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for names in self._learner.buckets():
+            yield from self._all("gather", names)
+
+    def _save_weights(self, directory: Path) -> None:
+        self._all("save_weights", directory)
 
     def save(self, directory: Path) -> None:
         self._all("save", directory)
@@ -64,6 +81,8 @@ class Leader:
 
     def _all(self, name: str, *arguments: Any) -> Any:
         with self._lock, translated():
+            if self._broken:
+                raise RankLostError("the ranks have lost one another")
             try:
                 self._ranks.tell((name, arguments))
                 return getattr(self._learner, name)(*arguments)

@@ -92,7 +92,7 @@ class LocalLearner:
     def _place(self) -> None:
         """Put the parameters where they are trained; whole until here, and checked."""
 
-    def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer:
+    def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
         return transfer_of(recipe, self.model, self.tokenizer, directory, self.adapters)
 
     def _frozen_copy(self) -> PolicyModel:
@@ -117,7 +117,7 @@ class LocalLearner:
         return self.adapters.merged_model() if self.adapters else self.model
 
     def weights(self, version: int) -> Any:
-        assert self._transfer is not None, "weights go to a run's directory"
+        assert self._transfer is not None, "weights go by a run's directory, and by way of the leader of ranks"
         return self._transfer.offer(version)
 
     def interrupt(self) -> None:

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
 from april.config.recipe import Recipe
-from april.engines.weights import SharedParameters, WeightTransfer
 from april.training.checkpoint import TRAINING
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
@@ -36,6 +35,8 @@ from april.training.recovery import Memory, is_out_of_memory
 from april.training.shards import write
 
 T = TypeVar("T")
+BUCKET_BYTES = 64 << 20
+"""Of whole parameters that are gathered at a time, as engines take them."""
 
 
 class MemoryShortage(Exception):
@@ -76,6 +77,7 @@ class ShardedLearner(LocalLearner):
         self, model: Any, recipe: Recipe, ranks: Ranks, tokenizer: Any = None, directory: Path | None = None
     ) -> None:
         self.ranks = ranks
+        self.dtype = getattr(torch, recipe.engine_dtype)
         self._generates = ranks.leads and recipe.engine.engine == "embedded"
         self._copy: Any = None
         super().__init__(model, recipe, tokenizer, directory)
@@ -85,27 +87,49 @@ class ShardedLearner(LocalLearner):
     def _place(self) -> None:
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
-            self._copy.requires_grad_(False).to(self.ranks.device)
+            self._copy.requires_grad_(False).to(self.ranks.device, self.dtype)
         for module in (self.policy, self.reference, self.critic):
             if module is not None:
-                shard(module, self.ranks)
+                shard(module, self.ranks, self.dtype)
 
-    def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer:
-        return SharedParameters()
+    def _way_to_engine(self, recipe: Recipe, directory: Path) -> None:
+        """The leader has it."""
 
     @property
     def served(self) -> Any:
-        """The leader's whole copy of the policy, which `weights` brings up to date."""
+        """The leader's whole copy of the policy, which `refresh` brings up to date."""
         return self._copy
 
-    @torch.no_grad()
-    def weights(self, version: int) -> Any:
+    def refresh(self) -> None:
+        """Bring the copy that an engine in the leader's process computes with up to the policy."""
         own = dict(self._copy.named_parameters()) if self._generates else {}
-        for name, make in self._sources().items():
-            tensor = whole(make())
-            if name in own:
-                own[name].copy_(tensor)
-        return super().weights(version) if self.ranks.leads else None
+        for names in self.buckets():
+            for name, tensor in self.gather(names):
+                if own:
+                    own[name].data.copy_(tensor)
+
+    def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
+        """The names of the parameters that engines know, as many at a time as have at most so many bytes."""
+        held, bucket = 0, list[str]()
+        for name, parameter in self._parameters().items():
+            size = parameter.numel() * self.dtype.itemsize
+            if bucket and held + size > most:
+                yield bucket
+                held, bucket = 0, []
+            bucket.append(name)
+            held += size
+        yield bucket
+
+    @torch.no_grad()
+    def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Parameters as engines take them: whole, on every rank, and of the engines' type, which is less to gather."""
+        sources = self._sources()
+        return [(name, whole(sources[name]().to(self.dtype))) for name in names]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """The policy's parameters by the names that engines know, where adapters are not merged in."""
+        named = self.model.named_parameters()
+        return {name.replace(".base_layer.", "."): p for name, p in named if "lora_" not in name}
 
     def _sources(self) -> dict[str, Callable[[], Tensor]]:
         """What makes each parameter that engines know, by its name; a shard of it on each rank."""
@@ -144,23 +168,38 @@ class ShardedLearner(LocalLearner):
             describe_policy(directory, self.model, self.tokenizer)
             (directory / TRAINING).mkdir(exist_ok=True)
         self.ranks.wait()
-        self.save_policy(directory)
+        self._write_policy(directory)
         self.save_state(directory, self.ranks.rank)
         self.ranks.wait()
 
-    def save_policy(self, directory: Path) -> None:
-        parameters = {name.replace(".base_layer.", "."): p for name, p in self.model.named_parameters()}
+    def save_weights(self, directory: Path) -> None:
+        """Write the policy for engines, of their type."""
+        if self.ranks.leads:
+            directory.mkdir(parents=True, exist_ok=True)
+            describe_policy(directory, self.model, self.tokenizer)
+        self.ranks.wait()
+        self._write_policy(directory, self.dtype)
+        self.ranks.wait()
+
+    @torch.no_grad()
+    def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         kept = {name: buffer for name, buffer in self.model.named_buffers() if name in self.model.state_dict()}
         sources = self._sources() | {name: buffer.detach for name, buffer in kept.items()}
-        policy = {name: tensor for name, tensor in {**parameters, **kept}.items() if name in sources}
-        write(directory, "model", policy, self.ranks.rank, lambda name: sources[name]())
+        tensors = {**self._parameters(), **kept}
+        write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype)
 
 
-def shard(module: nn.Module, ranks: Ranks) -> None:
-    """Shard a model over the ranks, layer by layer, in place. Gradients are summed, not averaged."""
+def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+    """Shard a model over the ranks, layer by layer, in place. Gradients are summed, not averaged.
+
+    Args:
+        dtype: what forward and backward compute in; gradients are summed in the parameters' own.
+    """
+    own = next(module.parameters()).dtype
+    mixed = MixedPrecisionPolicy(dtype, own, cast_forward_inputs=False) if dtype != own else MixedPrecisionPolicy()
     for layer in [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=ranks.mesh)
-    fully_shard(module, mesh=ranks.mesh)
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
+    fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)

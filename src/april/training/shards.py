@@ -60,6 +60,7 @@ def write(
     tensors: Mapping[str, Tensor],
     rank: int,
     make: Callable[[str], Tensor] | None = None,
+    dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write this rank's rows of `tensors`, which all ranks name alike; they are whole once every rank has returned.
@@ -69,9 +70,11 @@ def write(
         stem: files are called `<stem>.safetensors`, or by number with an index beside them, as transformers does.
         tensors: sharded ones as DTensors; others are the same on all ranks, and rank 0 writes them.
         make: gives what is written in the place of each, one after the other, of its shape, type and placement.
+        dtype: what floating point numbers are written as; as they are if None.
     """
     make = make or tensors.__getitem__
-    files = _layout(stem, tensors, file_bytes)
+    types = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
+    files = _layout(stem, tensors, types, file_bytes)
     for file in files:
         descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -79,7 +82,7 @@ def write(
                 os.ftruncate(descriptor, file.size)
                 os.pwrite(descriptor, file.header, 0)
             for name, begin in file.offsets.items():
-                for offset, rows in _own_rows(make(name), rank):
+                for offset, rows in _own_rows(make(name).to(types[name]), rank):
                     _write_all(descriptor, rows, begin + offset)
         finally:
             os.close(descriptor)
@@ -140,31 +143,31 @@ def opened(path: Path) -> Iterator[Any]:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
 
 
-def _layout(stem: str, tensors: Mapping[str, Tensor], file_bytes: int) -> list[File]:
+def _layout(stem: str, tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], file_bytes: int) -> list[File]:
     parts: list[list[str]] = [[]]
     held = 0
     for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.numel() * types[name].itemsize
         if parts[-1] and held + size > file_bytes:
             parts.append([])
             held = 0
         parts[-1].append(name)
         held += size
     if len(parts) == 1:
-        return [_file(f"{stem}.safetensors", parts[0], tensors)]
+        return [_file(f"{stem}.safetensors", parts[0], tensors, types)]
     return [
-        _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part, tensors)
+        _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part, tensors, types)
         for number, part in enumerate(parts, 1)
     ]
 
 
-def _file(name: str, parts: list[str], tensors: Mapping[str, Tensor]) -> File:
+def _file(name: str, parts: list[str], tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]) -> File:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0
     for part in parts:
         tensor = tensors[part]
-        begins[part], end = at, at + tensor.numel() * tensor.element_size()
-        entries[part] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        begins[part], end = at, at + tensor.numel() * types[part].itemsize
+        entries[part] = {"dtype": DTYPES[types[part]], "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from april.config.recipe import Recipe
-from april.engines.weights import InProcess, OnDisk, SharedParameters, WeightTransfer
+from april.engines.weights import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
 from april.training.lora import Adapters
 from april.training.policy import save_policy
 
@@ -17,26 +18,40 @@ from april.training.policy import save_policy
 def transfer_of(
     recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
 ) -> WeightTransfer:
-    """The way of the recipe.
+    """The recipe's way from a model in this process.
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
         adapters: those of the model, if it has any; they are merged in.
     """
-    settings = recipe.engine
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         if adapters:
             return adapters.merged()
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    if settings.engine == "embedded":
+    if recipe.engine.engine == "embedded":
         return InProcess(tensors) if adapters else SharedParameters()
-    if settings.engine == "vllm-inproc":
+    device = next(model.parameters()).device
+    return transfer(recipe, tensors, lambda path: save_policy(path, model, tokenizer, adapters), directory, device)
+
+
+def transfer(
+    recipe: Recipe, tensors: TensorSource, save: Callable[[Path], object], directory: Path, device: torch.device
+) -> WeightTransfer:
+    """The recipe's way to an engine that has a copy of its own.
+
+    Args:
+        tensors: gives the policy's tensors, which are on `device`.
+        save: writes the policy into a folder.
+        directory: the run's.
+    """
+    settings = recipe.engine
+    if settings.engine in ("embedded", "vllm-inproc"):
         return InProcess(tensors)
     if settings.weight_transfer == "disk":
-        return OnDisk(directory / "weights", lambda path: save_policy(path, model, tokenizer, adapters))
+        return OnDisk(directory / "weights", save)
     from april.engines.servers.broadcast import Broadcast
 
-    backend: Literal["gloo", "nccl"] = "nccl" if next(model.parameters()).device.type == "cuda" else "gloo"
+    backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
     return Broadcast(tensors, backend, settings.broadcast_address, settings.broadcast_interface)

@@ -1,0 +1,39 @@
+"""A checkpoint of two ranks goes on, to the bit, on any number of them, and in one process without ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from april.training.local import LocalLearner
+from tests import tiny
+from tests.ranks.checkpoints import fingerprint, policy
+from tests.ranks.launch import run
+from tests.ranks.updates import settings
+
+
+@pytest.mark.parametrize("case", ["ppo", "reference", "lora"])
+def test_a_checkpoint_goes_on_to_the_bit_on_another_number_of_ranks(case: str, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    run("tests.ranks.checkpoints:save", 2, tmp_path, case=case, directory=str(saved))
+    for world in (1, 3, 4):
+        run("tests.ranks.checkpoints:load", world, tmp_path, case=case, directory=str(saved))
+    alone = LocalLearner(policy(case, str(saved)), settings(case))
+    alone.load(saved)
+    assert fingerprint(alone) == json.loads((saved / "fingerprint.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+    merged = dict(alone.adapters.merged()) if alone.adapters else dict(alone.model.named_parameters())
+    for name, parameter in loaded.named_parameters():
+        torch.testing.assert_close(parameter, merged[name].detach(), atol=1e-6 if case == "lora" else 0, rtol=0)
+
+    there = tmp_path / "alone"
+    there.mkdir()
+    other = LocalLearner(policy(case, str(saved)), settings(case), tiny.tokenizer())
+    other.load(saved)
+    other.save(there)
+    (there / "fingerprint.json").write_text((saved / "fingerprint.json").read_text())
+    run("tests.ranks.checkpoints:load", 3, tmp_path, case=case, directory=str(there))
