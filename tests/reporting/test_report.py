@@ -101,10 +101,14 @@ def test_what_admission_chose_and_expected_is_shown(tmp_path: Path) -> None:
         record |= {
             "expected_consumed_tokens_per_second": 120.0,
             "response_length_expected": 80.0,
+            "over_sampling_batch_size": 12,
             "admission_reason": "the smallest N' expected to reach 97% of the best <that> the bound allows",
         }
+    traces[-1]["choices"] = [[8, 100.0, 0.0], [12, 12345.6, 0.754]]
     text = " ".join(page(write_run(tmp_path, metrics, traces, summary)).text)
     assert "Admission and lengths" in text
+    assert "What was expected of each N'" in text
+    assert "12 12.3k 0.75" in text
     assert "Last decision: the smallest N' expected to reach 97% of the best <that> the bound allows." in text
 
 

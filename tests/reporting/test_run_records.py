@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from april.reporting.metrics_log import MetricsLog, read_metrics
-from april.reporting.trace import chrome_trace, read_trace, write_chrome_trace
+from april.reporting.trace import chrome_trace, read_trace, waits, write_chrome_trace
+from april.rollout.step import Span
 from tests.reporting.conftest import simulate, write_run
 
 
@@ -73,3 +76,28 @@ def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_
         mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == lane)
         assert all(end <= start + 0.2 for (_, end), (start, _) in pairwise(mine))
     assert chrome_trace([])["traceEvents"]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 16))
+def test_a_sample_waits_until_a_slot_is_free_however_late_its_first_tokens_are_handed_out(
+    lengths: list[int], slots: int, interval: int
+) -> None:
+    """An engine of `slots` that draws a token a second, and hands out `interval` of them at once."""
+    free, spans, started = [0] * slots, [], []
+    for number, length in enumerate(lengths):
+        slot = free.index(min(free))
+        started.append(free[slot])
+        free[slot] += length
+        first = started[-1] + min(interval, length)
+        spans.append(Span(f"{number}.0", number, 0.0, 0, float(first), interval, float(free[slot]), length, "finished"))
+    assert waits(spans, slots) == started
+    spans.append(Span("late", 99, 0.0, 0, None, 0, 5.0, 0, "interrupted"))
+    assert waits(spans, slots) == [*started, None], "it never sampled a token"
+
+
+def test_what_sampled_was_running_before_whatever_the_order_in_which_slots_were_given() -> None:
+    first, jumped = (
+        Span("0.0", 0, 0.0, 0, 1.0, 1, 9.0, 9, "finished"),
+        Span("1.0", 1, 0.0, 0, 2.0, 1, 4.0, 3, "finished"),
+    )
+    assert waits([first, jumped], 1) == [0.0, 2.0]

@@ -20,8 +20,8 @@ from april.reporting.charts import (
     missing,
     stacked_chart,
 )
-from april.reporting.formats import clock, percent, seconds
-from april.reporting.html import Section, both_widths, row
+from april.reporting.formats import clock, compact, hundredths, percent, seconds
+from april.reporting.html import Section, both_widths, folded, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
 from april.reporting.timeline import LEGEND, timeline
@@ -145,7 +145,7 @@ def _timeline(run: Run) -> Section:
     return Section(
         "One step, sample by sample",
         f'<div class="steps">{legend}{select}</div>{"".join(parts)}',
-        "Each bar is a sample while it decoded, in the order in which samples got a slot, and the strip above counts "
+        "Each bar is a sample while it had a slot, in the order in which samples got one, and the strip above counts "
         "the slots at work. At the line the step had its groups: what was still decoding was interrupted with all its "
         "tokens kept, and goes on in the next step. Point at a bar to see its group.",
     )
@@ -252,11 +252,28 @@ def _admission(run: Run) -> Section:
             ("consumed tokens per second", line_chart("Expected and got", axis, speeds, y_range=(0, None))),
             ("mean response length, in tokens", line_chart("Mean length", axis, lengths, y_range=(0, None))),
         )
-        + f"<p>{escape(f'Last decision: {last}.')}</p>",
+        + f"<p>{escape(f'Last decision: {last}.')}</p>"
+        + _choices(run),
         "How many groups were kept under way, what that was expected to bring and what it brought. The last plot shows "
         "whether training sees the answers that the task has: the first steps lack the long ones, which are still "
         "unfinished; after that the two lines run together if nothing is biased against long answers.",
     )
+
+
+def _choices(run: Run) -> str:
+    """What was expected of each N' at the last decision."""
+    record = run.load(run.traced[-1]) if run.traced else {}
+    choices = record.get("choices")
+    if not choices:
+        return ""
+    taken = run.steps[-1].get("over_sampling_batch_size")
+    rows = "".join(
+        f"<tr{' class=chosen' * (target == taken)}><td>{target:,.0f}</td><td>{compact(rate)}</td>"
+        f"<td>{hundredths(stale)}</td></tr>"
+        for target, rate, stale in choices
+    )
+    head = "<tr><th>N'</th><th>expected consumed tokens/s</th><th>expected mean staleness</th></tr>"
+    return folded("What was expected of each N'", f'<div class="scroll"><table>{head}{rows}</table></div>')
 
 
 def _phases(run: Run) -> Section:

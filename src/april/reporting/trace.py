@@ -1,6 +1,9 @@
 """What every sample did in each step: `trace.jsonl` in the run directory, and the same as a Chrome trace.
 
 Times are seconds from the step's start, up to the moment the step was satisfied and what still ran was interrupted.
+
+When a sample got a slot, no engine says. What is known is when it was submitted, when its first tokens were handed out,
+and when slots became free; from these `waits` has the earliest moment, if slots are given in the order of submission.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class SpanRecord(TypedDict):
     after: int
     """Response tokens it had at the end."""
     queued: float | None
-    """Seconds in the engine's queue before it decoded; None if it never did."""
+    """Seconds until it had a slot, see `waits`; None if it never sampled a token."""
     outcome: StayOutcome
     resumed: bool
     """The sample came from the buffer rather than from a new prompt."""
@@ -53,6 +56,8 @@ class StepTrace(TypedDict):
     interrupt_at: float | None
     """When the step was satisfied and the rest interrupted; None if nothing was left to interrupt."""
     end: NotRequired[float]
+    choices: NotRequired[list[list[float]]]
+    """Of each N' that automatic admission thought about: N', expected consumed tokens/s, expected mean staleness."""
 
 
 class TraceWriter(StepLog):
@@ -71,13 +76,32 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
         "truncated": [sample.truncated for sample in samples],
         "tokens_by_age": step.tokens_by_age.tolist(),
         "slots": slots,
-        "spans": [_record(span) for span in step.spans],
+        "spans": [_record(span, queued) for span, queued in zip(step.spans, waits(step.spans, slots), strict=True)],
         "interrupt_at": step.interrupted_at,
         "end": step.seconds,
+        "choices": [list(one) for one in step.plan.alternatives],
     }
 
 
-def _record(span: Span) -> SpanRecord:
+def waits(spans: Sequence[Span], slots: int) -> list[float | None]:
+    """For each stay, in the order of submission, the seconds until it had a slot; None if it never sampled a token.
+
+    A sample runs from its submission if fewer than `slots` do, else from the moment at which the next slot became free;
+    and in any case before its first tokens were handed out, which with a long `stream_interval` is much later.
+    """
+    until: list[float] = []
+    waited: list[float | None] = []
+    for span in spans:
+        if span.queued is None:
+            waited.append(None)
+            continue
+        free = span.start if len(until) < slots else max(span.start, heapq.heappop(until))
+        heapq.heappush(until, span.end)
+        waited.append(min(free - span.start, span.queued))
+    return waited
+
+
+def _record(span: Span, queued: float | None) -> SpanRecord:
     waiting = span.queued is None and span.outcome == "interrupted"
     return {
         "sample": span.sample_id,
@@ -86,7 +110,7 @@ def _record(span: Span) -> SpanRecord:
         "end": round(span.end, 4),
         "before": span.before,
         "after": span.after,
-        "queued": None if span.queued is None else round(span.queued, 4),
+        "queued": None if queued is None else round(queued, 4),
         "outcome": "waiting" if waiting else span.outcome,
         "resumed": span.before > 0 and not span.running,
     }
@@ -160,7 +184,7 @@ def duration(record: StepTrace) -> float:
 
 
 def decoding_start(span: SpanRecord) -> float:
-    """When the sample left the queue; the end of the span if it never did."""
+    """When the sample had a slot; the end of the span if it never sampled a token."""
     return span["end"] if span["queued"] is None else min(span["start"] + span["queued"], span["end"])
 
 

@@ -8,9 +8,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from april.reporting.charts import WIDE, Axis, Series, line_chart
+from april.reporting.charts import HALF, WIDE, Axis, Series, line_chart
 from april.reporting.formats import compact, percent, seconds
-from april.reporting.html import Section, Tile, page, row
+from april.reporting.html import Section, Tile, both_widths, page, row
 from april.simulation.plan import Point
 
 COLUMNS: dict[str, Callable[[Point], str]] = {
@@ -65,16 +65,16 @@ def simulation_page(
         "mean staleness, in weight updates",
         [f"{p.name}: staleness {p.mean_staleness:.2f}" for p in partial],
     )
-    frontier = line_chart(
-        "Consumed tokens/s against mean staleness",
-        stale,
-        [
-            Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
-            Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
-            Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
-        ],
-        y_range=(0, None),
-        size=WIDE,
+    rates = [
+        Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
+        Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
+        Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
+    ]
+    frontier = both_widths(
+        *(
+            line_chart("Consumed tokens/s against mean staleness", stale, rates, y_range=(0, None), size=size)
+            for size in (WIDE, HALF)
+        )
     )
     others = row(
         ("Engine slots that decode", _over(partial, stale, "occupancy")),
