@@ -30,10 +30,13 @@ SYNCHRONOUS = replace(POINT, name="synchronous", synchronous=True)
 
 
 def test_the_frontier_is_drawn_for_a_phone_too() -> None:
-    page = simulation_page("a", "b", [SYNCHRONOUS, POINT], POINT, "", "")
+    page = simulation_page(
+        "a", "b", [SYNCHRONOUS, replace(POINT, mean_staleness=0.0), replace(POINT, mean_staleness=1.0)], POINT, "", ""
+    )
     wide, narrow = page.split('<div class="narrow">')
     assert 'viewBox="0 0 1112' in wide
     assert 'viewBox="0 0 540' in narrow
+    assert ">0.5</text>" in wide, "staleness is no whole number"
 
 
 def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:

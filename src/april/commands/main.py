@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
     "resume": ("DIR", "go on with a run that was stopped, or died"),
     "compare": ("RECIPE", "the same recipe synchronous and partial, side by side"),
+    "profile": ("RECIPE", "whether partial rollouts are worth it, by pure rollouts"),
     "calibrate": ("RECIPE", "measure the recipe's engine, for simulate"),
     "simulate": ("RECIPE", "what the recipe would do on a cluster, in virtual time"),
     "report": ("DIR", "write a run's HTML report anew"),

@@ -84,12 +84,15 @@ class Axis:
     Args:
         values: one per point.
         heads: what the pointer shows above a point's values.
+        time: values are seconds.
+        whole: only whole numbers are marked.
     """
 
     values: Sequence[float]
     title: str
     heads: Sequence[str]
     time: bool = False
+    whole: bool = True
 
     def scale(self, width: float, pad: float = 0.0) -> Scale:
         values = self.values or [0.0]
@@ -98,6 +101,8 @@ class Axis:
     def marks(self, scale: Scale, about: int = 6) -> list[tuple[float, str]]:
         if self.time:
             return [(scale(tick), clock(tick)) for tick in clock_ticks(scale.low, scale.high, about)]
+        if not self.whole:
+            return [(scale(tick), f"{tick:g}") for tick in ticks(scale.low, scale.high, about)]
         low, high = math.ceil(scale.low), math.floor(scale.high)
         return [(scale(tick), f"{tick:,.0f}") for tick in ticks(low, high, about, whole=True)]
 

@@ -94,7 +94,7 @@ th:first-child,td:first-child{text-align:left;padding-left:0}
 .text{text-align:left;white-space:normal;overflow-wrap:anywhere}
 footer{color:var(--soft);font-size:13px}
 @media(max-width:760px){main{padding:20px 12px}.tiles{grid-template-columns:repeat(2,1fr)}
-.broad{display:none}.narrow{display:block}
+.broad{display:none}.narrow{display:block}table{font-size:12px}th,td{padding:3px 4px}
 .timeline svg text{font-size:21px}.timeline svg text.note{stroke-width:6px}}
 @media print{:root,:root.dark{color-scheme:light;--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;
 --grid:#e5e5e5;--blue:#0072b2;--green:#009e73;--amber:#e69f00;--red:#c8371b;--purple:#a2508a;--wait:#c9c9cc;

@@ -262,8 +262,7 @@ def _admission(run: Run) -> Section:
 
 def _choices(run: Run) -> str:
     """What was expected of each N' at the last decision."""
-    record = run.load(run.traced[-1]) if run.traced else {}
-    choices = record.get("choices")
+    choices = run.load(run.traced[-1]).get("choices") if run.traced else None
     if not choices:
         return ""
     taken = run.steps[-1].get("over_sampling_batch_size")

@@ -24,7 +24,8 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -245,6 +246,36 @@ async def calibrate(
 
 async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:
     """Start the recipe's engine, measure it, and end it again."""
+    async with idle_engine(recipe) as idle:
+        with Console(stderr=True).status("") as status:
+            return await idle.calibrate(longest, repeats, status.update)
+
+
+@dataclass(frozen=True)
+class IdleEngine:
+    """The engine of a recipe on the recipe's policy, that nothing uses yet."""
+
+    recipe: Recipe
+    model: Any
+    tokenizer: Any
+    engine: Engine
+    update: Update
+
+    async def calibrate(self, longest: int, repeats: int, progress: Callable[[str], None]) -> Calibration:
+        return await calibrate(
+            self.engine,
+            self.update,
+            on_update=self.recipe.engine.on_update,
+            longest=longest,
+            repeats=repeats,
+            vocabulary=self.model.config.vocab_size,
+            progress=progress,
+        )
+
+
+@asynccontextmanager
+async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
+    """Start the recipe's engine, and end it afterwards."""
     from april.training.engines import engine_of
     from april.training.policy import load_policy
     from april.training.weights import transfer_of
@@ -258,16 +289,7 @@ async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibr
             async def update(version: int) -> None:
                 await engine.update_weights(version, transfer.offer(version))
 
-            with Console(stderr=True).status("") as status:
-                return await calibrate(
-                    engine,
-                    update,
-                    on_update=recipe.engine.on_update,
-                    longest=longest,
-                    repeats=repeats,
-                    vocabulary=model.config.vocab_size,
-                    progress=status.update,
-                )
+            yield IdleEngine(recipe, model, tokenizer, engine, update)
 
 
 def _median(runs: Sequence[Measured]) -> Measured:

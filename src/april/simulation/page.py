@@ -24,6 +24,10 @@ COLUMNS: dict[str, Callable[[Point], str]] = {
     "cost": lambda p: "" if p.cost_per_million_tokens is None else compact(p.cost_per_million_tokens),
 }
 """What is said of a setting; its cost only if GPUs have a price."""
+FRONTIER = (
+    "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older. The automatic "
+    "choice learns the lengths as it goes, and takes the least N' that costs little."
+)
 PRICED = "; cost of a million consumed tokens, training included"
 
 
@@ -52,7 +56,6 @@ def simulation_page(
         assumptions: what the figures rest on, in plain sentences.
     """
     synchronous, *partial = points
-    partial.sort(key=lambda point: point.mean_staleness)
     gain = chosen.consumed_tokens_per_second / synchronous.consumed_tokens_per_second - 1
     tiles = [
         Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
@@ -60,22 +63,7 @@ def simulation_page(
         Tile("Mean staleness", f"{chosen.mean_staleness:.2f}", f"{chosen.max_staleness} updates at most"),
         _last_tile(chosen),
     ]
-    stale = Axis(
-        [p.mean_staleness for p in partial],
-        "mean staleness, in weight updates",
-        [f"{p.name}: staleness {p.mean_staleness:.2f}" for p in partial],
-    )
-    rates = [
-        Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
-        Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
-        Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
-    ]
-    frontier = both_widths(
-        *(
-            line_chart("Consumed tokens/s against mean staleness", stale, rates, y_range=(0, None), size=size)
-            for size in (WIDE, HALF)
-        )
-    )
+    stale = _by_staleness(partial)
     others = row(
         ("Engine slots that decode", _over(partial, stale, "occupancy")),
         ("KV cache, at most", _over(partial, stale, "peak_kv")),
@@ -88,14 +76,13 @@ def simulation_page(
             *([Section("Before you trust this", "", hint)] if hint else []),
             Section(
                 "Throughput against staleness",
-                frontier,
-                "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older. "
-                "The automatic choice learns the lengths as it goes, and takes the least N' that costs little.",
+                frontier(points),
+                FRONTIER,
             ),
             Section("What fills the engines", others),
             Section(
                 "Every figure",
-                _table(points, chosen),
+                table_of(points, chosen),
                 "Consumed and generated tokens per second of rollout; seconds a step, training included; slots that "
                 "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used"
                 f"{PRICED if 'cost' in _columns(chosen) else ''}. In bold: {chosen.name}, the recommended setting.",
@@ -103,6 +90,33 @@ def simulation_page(
             Section("What this rests on", "", assumptions),
         ],
         "Written by april simulate. Simulated in virtual time, not measured.",
+    )
+
+
+def frontier(points: Sequence[Point]) -> str:
+    """Throughput against staleness, the first of `points` being the synchronous one."""
+    synchronous, *partial = points
+    axis = _by_staleness(partial)
+    rates = [
+        Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
+        Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
+        Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
+    ]
+    return both_widths(
+        *(
+            line_chart("Consumed tokens/s against mean staleness", axis, rates, y_range=(0, None), size=size)
+            for size in (WIDE, HALF)
+        )
+    )
+
+
+def _by_staleness(partial: list[Point]) -> Axis:
+    partial.sort(key=lambda point: point.mean_staleness)
+    return Axis(
+        [point.mean_staleness for point in partial],
+        "mean staleness, in weight updates",
+        [f"{point.name}: staleness {point.mean_staleness:.2f}" for point in partial],
+        whole=False,
     )
 
 
@@ -127,7 +141,8 @@ def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
     return line_chart(name, axis, [Series(name, values, "c-blue", dots=True)], y_format=percent, legend=False)
 
 
-def _table(points: Sequence[Point], chosen: Point) -> str:
+def table_of(points: Sequence[Point], chosen: Point) -> str:
+    """Every figure of every setting, the chosen one in bold."""
     columns = _columns(chosen)
     head = "".join(f"<th>{column}</th>" for column in ("", *columns))
     rows = (

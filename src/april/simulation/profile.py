@@ -1,0 +1,281 @@
+"""What a recipe's model does when nobody trains it, and what partial rollouts would gain on it.
+
+Pure rollouts of the recipe's own prompts, in synchronous steps, say how long responses are, how alike those of one
+prompt are, and how the end of a step leaves the engine empty. The same engine is then calibrated, and the scheduler
+tried on those lengths and costs in virtual time, at several N'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.reporting.trace import StepTrace, TraceWriter, decoding_start, duration, trace_of
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step, rate
+from april.simulation.calibration import Calibration, IdleEngine, idle_engine
+from april.simulation.cluster import Cluster
+from april.simulation.cost_model import CostModel
+from april.simulation.plan import Point, explore, recommended
+from april.simulation.recorded import read_recorded
+from april.simulation.run import no_reward
+from april.simulation.workload import Workload
+from april.tasks.build import build_task
+from april.tasks.prompts import PromptStream
+from april.tasks.task import Task
+
+LAST = 0.1
+"""The part of a step's samples that are its tail."""
+WORTH = 0.05
+"""A gain below this is not worth older data."""
+FULL = 0.9
+"""A share of slots at work that leaves little to gain."""
+ALIKE = 1.5
+"""The 99th percentile of the lengths over their median, below which they hardly vary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """The end of a synchronous step: what comes after all but `LAST` of its samples have finished.
+
+    Args:
+        step_seconds: of a whole step.
+        share: of the step's time.
+        occupancy: share of the slots that decode in it.
+        step_occupancy: and in the whole step.
+    """
+
+    step_seconds: float
+    share: float
+    occupancy: float
+    step_occupancy: float
+
+    @classmethod
+    def of(cls, steps: Sequence[StepTrace]) -> Tail:
+        """The mean over steps."""
+        rows = np.array([_tail(step) for step in steps])
+        seconds, tail, busy_tail, busy = rows.sum(axis=0).tolist()
+        slots = steps[0]["slots"]
+        return cls(
+            step_seconds=seconds / len(rows),
+            share=rate(tail, seconds),
+            occupancy=rate(busy_tail, tail * slots),
+            step_occupancy=rate(busy, seconds * slots),
+        )
+
+
+def _tail(step: StepTrace) -> tuple[float, float, float, float]:
+    """Seconds of the step and of its tail; slot-seconds that were used in the tail and in all."""
+    spans = [span for span in step["spans"] if span["queued"] is not None]
+    ends = np.sort([span["end"] for span in spans])
+    seconds, begins = duration(step), float(ends[int(np.ceil((1 - LAST) * len(ends))) - 1])
+    starts = [decoding_start(span) for span in spans]
+    in_tail = sum(max(0.0, span["end"] - max(start, begins)) for span, start in zip(spans, starts, strict=True))
+    busy = sum(span["end"] - start for span, start in zip(spans, starts, strict=True))
+    return seconds, seconds - begins, in_tail, busy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was found.
+
+    Args:
+        workload: the lengths that were seen, ascending, and the correlation of those of one prompt.
+        truncated: for each length, whether the budget ended it, shape [responses].
+        tail: of the synchronous steps.
+        consumed_tokens_per_second: of the synchronous steps, measured.
+        cost: of the engine, measured.
+        points: settings tried in virtual time, synchronous first.
+    """
+
+    workload: Workload
+    truncated: NDArray[np.bool_]
+    tail: Tail
+    consumed_tokens_per_second: float
+    cost: CostModel
+    points: list[Point]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array(self.workload.observed)
+
+    @property
+    def spread(self) -> float:
+        """The 99th percentile of the lengths over their median."""
+        return float(np.percentile(self.lengths, 99) / np.median(self.lengths))
+
+    @property
+    def chosen(self) -> Point:
+        return recommended(self.points)
+
+    @property
+    def gain(self) -> float:
+        """Expected consumed tokens/s of the recommended setting over those of synchronous rollouts."""
+        return rate(self.chosen.consumed_tokens_per_second, self.points[0].consumed_tokens_per_second)
+
+    @property
+    def off(self) -> float:
+        """How far the simulated synchronous rate is from the measured one, relative to it."""
+        return rate(self.points[0].consumed_tokens_per_second, self.consumed_tokens_per_second) - 1
+
+    @property
+    def worth_it(self) -> bool:
+        return self.gain >= 1 + WORTH
+
+    @property
+    def verdict(self) -> str:
+        """Whether partial rollouts are worth it, and why, in a sentence or two."""
+        if self.worth_it:
+            return (
+                f"Worth it: {self.chosen.name} is expected to bring {self.gain:.2f} times the consumed tokens/s of "
+                f"synchronous rollouts, at a mean staleness of {self.chosen.mean_staleness:.2f}."
+            )
+        return f"Not worth it: {self.gain - 1:+.0%} consumed tokens/s is the gain to expect. {self._why_not}"
+
+    @property
+    def _why_not(self) -> str:
+        cut = float(self.truncated.mean())
+        if cut > LAST:
+            return f"{cut:.0%} of the responses reach the budget, so the longest of them are all alike."
+        if self.spread < ALIKE:
+            return f"The lengths hardly vary: the 99th percentile is {self.spread:.2f} times the median."
+        if self.tail.step_occupancy >= FULL:
+            return f"A synchronous step has {self.tail.step_occupancy:.0%} of the slots at work as it is."
+        return "Fewer samples decoding make the engine's steps so much shorter that empty slots cost little."
+
+    def to_dict(self) -> dict[str, Any]:
+        lengths = self.lengths
+        return {
+            "verdict": self.verdict,
+            "worth_it": self.worth_it,
+            "gain": self.gain,
+            "lengths": {
+                "responses": len(lengths),
+                "mean": float(lengths.mean()),
+                **{f"p{p}": float(np.percentile(lengths, p)) for p in (10, 50, 90, 99)},
+                "max": int(lengths.max()),
+                "truncated_share": float(self.truncated.mean()),
+                "correlation_within_groups": self.workload.correlation,
+            },
+            "tail": vars(self.tail),
+            "measured_consumed_tokens_per_second": self.consumed_tokens_per_second,
+            "simulated_off_by": self.off,
+            "recommended": self.chosen.to_dict(),
+            "settings": [point.to_dict() for point in self.points],
+        }
+
+
+def profile(
+    recipe: Recipe,
+    output: Path,
+    steps: int,
+    simulated: int,
+    told: Callable[[str], None],
+) -> Profile:
+    """Profile a checked recipe. `output`, which is there, gets trace.jsonl, recipe.json and cost_model.json, from which
+    `april simulate` goes on.
+
+    Args:
+        steps: synchronous steps of pure rollouts.
+        simulated: steps of each setting in virtual time.
+        told: what is being done.
+
+    Raises:
+        ConfigError: the recipe does not fit its task or its model.
+        EngineError: the engine failed.
+    """
+    try:
+        task = build_task(recipe.task)
+    except ValueError as error:
+        raise ConfigError(f"task.{error}") from None
+    found, calibration, slots = asyncio.run(_measure(recipe, task, steps, told))
+    told("fitting the engine's costs")
+    cost = calibration.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")
+    cost.save(output / "cost_model.json")
+    (output / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2))
+    traces = _write(output, found, slots)
+    workload = read_recorded(output).workload
+    prompts = [len(group.prompt.token_ids) for step in found for group in step.groups]
+    workload = replace(workload, prompt_tokens=max(int(np.median(prompts)), 1))
+    points = []
+    cluster = Cluster(name=recipe.engine.engine, engines=1, cost=cost)
+    for point in explore(recipe, workload, cluster, simulated, simulated // 4):
+        points.append(point)
+        told(f"simulated: {point.name}, {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
+    timed = found[1:] or found  # the first step loads kernels and caches
+    order = np.argsort(np.concatenate([step["lengths"] for step in traces]), kind="stable")
+    return Profile(
+        workload=workload,
+        truncated=np.concatenate([step["truncated"] for step in traces])[order],
+        tail=Tail.of(traces[1:] or traces),
+        consumed_tokens_per_second=rate(
+            sum(step.consumed_tokens for step in timed), sum(step.seconds for step in timed)
+        ),
+        cost=cost,
+        points=points,
+    )
+
+
+def _write(output: Path, steps: Sequence[Step], slots: int) -> list[StepTrace]:
+    (output / "trace.jsonl").unlink(missing_ok=True)
+    traces = [trace_of(number, step, slots) for number, step in enumerate(steps, 1)]
+    with TraceWriter(output) as writer:
+        for trace in traces:
+            writer.write(trace)
+    return [StepTrace(**trace) for trace in traces]  # type: ignore[typeddict-item]
+
+
+async def _measure(
+    recipe: Recipe, task: Task, steps: int, told: Callable[[str], None]
+) -> tuple[list[Step], Calibration, int]:
+    told("loading the policy and starting the engine")
+    async with idle_engine(recipe) as idle:
+        found = []
+        async with _rollouts(recipe, task, idle) as rollouts:
+            await rollouts.load_weights()
+            for number in range(1, steps + 1):
+                told(f"synchronous step {number} of {steps}")
+                found.append(await rollouts.collect())
+        idle.engine.forget()
+        longest = max(int(max(sample.length for step in found for group in step.groups for sample in group.samples)), 8)
+        calibration = await idle.calibrate(min(longest, 512), 1, told)
+        return found, calibration, idle.engine.capacity.slots
+
+
+def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> RolloutScheduler:
+    """Synchronous steps of the recipe's prompts, which nobody scores."""
+    from april.training.policy import stop_tokens
+
+    rollout = recipe.rollout
+    room = idle.engine.capacity.context_length - rollout.max_response_length
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
+            f"of {idle.engine.capacity.context_length} tokens: lower it, or raise engine.context_length if the model "
+            "allows"
+        )
+    limit = min(rollout.max_prompt_length or room, room)
+    settings = (idle.tokenizer, recipe.training.seed, recipe.task.chat_template, limit)
+    try:
+        next(PromptStream(task, *settings))
+    except ValueError as error:
+        raise ConfigError(f"task: no prompt to roll out: {error}") from None
+    return RolloutScheduler(
+        idle.engine,
+        PromptStream(task, *settings),
+        no_reward,
+        recipe.rollout_params(partial_rollout=False),
+        sampling=recipe.sampling(stop_tokens(idle.model, idle.tokenizer)),
+        faults=recipe.fault_policy(),
+        reward_scope="group",
+        seed=recipe.training.seed,
+    )
