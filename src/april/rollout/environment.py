@@ -128,7 +128,16 @@ class Bridge(Protocol):
 
 class EnvironmentLost(Exception):
     """An environment is gone through no fault of the episode: its process died, its server does not answer. A new one
-    is made and brought to where the old one was."""
+    is made and brought to where the old one was.
+
+    Attributes:
+        own: whether the episode may have lost it itself: it was at work then. Else another's fault took it along, and
+            that is no attempt.
+    """
+
+    def __init__(self, message: str, own: bool = True) -> None:
+        super().__init__(message)
+        self.own = own
 
 
 class ObservationError(ValueError):

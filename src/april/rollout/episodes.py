@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -194,7 +193,8 @@ class Episodes:
         def failed(kind: Kind, reason: str) -> None:
             failures.append(Failure(kind, sample.id, group.prompt.id, reason))
 
-        for attempt in itertools.count():
+        attempt = 0
+        while True:
             began = asyncio.get_running_loop().time()
             try:
                 async with self._free:
@@ -210,11 +210,13 @@ class Episodes:
                 failed(kind, reason)
                 if kind != "environment" or policy.recovery != "restart" or not sample.transitions:
                     self._discard(sample.id)  # it stands as before the turn once it is made anew
+                if isinstance(error, EnvironmentLost) and not error.own:
+                    continue
                 lost = isinstance(error, EnvironmentLost) or not sample.transitions
                 if not lost or attempt >= policy.max_retries:
                     return self._given_up(sample, reason, seconds)
             await asyncio.sleep(policy.retry_delay * 2**attempt)
-        raise AssertionError
+            attempt += 1
 
     async def _answered(self, environment: Environment, sample: Sample, group: Group) -> Stepped:
         """One call of the environment, and what it means."""

@@ -20,9 +20,8 @@ import math
 import multiprocessing
 import os
 import pickle
-import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -32,16 +31,12 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from april.rollout.rewards import RewardError
+from april.rollout.secrets import forget_secrets
 
-SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-"""Names of environment variables that workers do not see."""
-SECRET_VALUE = re.compile(r"://[^/@\s]+:[^/@\s]+@")
-"""Values that workers do not see: addresses with a password in them."""
 STATM = Path("/proc/self/statm")
 """Where Linux says how large a process is; its first number is its address space in pages."""
 PATIENCE = 0.5
 """Seconds a call waits for a worker before another one is started."""
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class WorkerDied(RewardError):
@@ -226,10 +221,7 @@ _seconds: float | None
 
 def _initialise(function: bytes, time_limit: float | None, memory_limit: int | None, keep_env: Sequence[str]) -> None:
     global _function, _seconds
-    for name in secrets(os.environ):
-        if name not in keep_env:
-            del os.environ[name]
-    os.environ.update(dict.fromkeys(THREADS, "1"))
+    forget_secrets(keep_env)
     try:
         _function = pickle.loads(function)
     except Exception as error:  # a worker that fails to start is started again for ever: fail its calls instead
@@ -237,11 +229,6 @@ def _initialise(function: bytes, time_limit: float | None, memory_limit: int | N
     _seconds = time_limit if STATM.exists() else None
     if memory_limit is not None:
         _limit_memory(memory_limit)
-
-
-def secrets(environment: Mapping[str, str]) -> list[str]:
-    """The variables of an environment that look like secrets."""
-    return [name for name, value in environment.items() if SECRET.search(name) or SECRET_VALUE.search(value)]
 
 
 def _raising(error: Exception) -> Callable[..., Any]:

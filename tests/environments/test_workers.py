@@ -1,0 +1,75 @@
+"""Episodes whose environments live in worker processes, which die and hang."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from april import FinishReason, RolloutScheduler, Step
+from april.environments.workers import EnvironmentWorkers
+from april.rollout.episode_policy import EpisodePolicy
+from tests.rollout.test_episodes import build, check, run
+from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
+from tests.talking import World
+
+
+def one_step(make: Any, policy: EpisodePolicy | None = None, most: int = 2) -> tuple[Step, RolloutScheduler]:
+    async def collect() -> tuple[Step, RolloutScheduler]:
+        with EnvironmentWorkers(make, most) as workers:
+            rollouts = build(World(), policy, make=workers, over_sampling_batch_size=3)
+            (step,) = await run(rollouts, 1)
+            assert workers.processes <= most
+            return step, rollouts
+
+    return asyncio.run(collect())
+
+
+@pytest.mark.parametrize("make", [Sturdy, Asynchronous])
+def test_an_environment_in_a_process_says_the_same(make: Any) -> None:
+    step, _ = one_step(make)
+    for group in step.groups:
+        check(group)
+    assert not step.failures
+
+
+def test_environments_do_not_see_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "1")
+    step, _ = one_step(secret, most=1)
+    assert not step.failures
+
+
+def test_a_process_that_dies_costs_no_episode(tmp_path: Path) -> None:
+    """Those who lived in it are made anew in another process, and brought to where they were."""
+    step, rollouts = one_step(partial(Fragile, tmp_path, "die", ("0.0/1", "1.1/0", "2.0/0")))
+    for group in step.groups:
+        check(group)
+    assert {failure.kind for failure in step.failures} == {"environment lost"}
+    assert any("exit code -9" in failure.error for failure in step.failures)
+    assert rollouts.buffer.restarted.groups == 0
+
+
+def test_a_step_that_hangs_costs_its_own_episode_alone(tmp_path: Path) -> None:
+    policy = EpisodePolicy(step_timeout=4.0, on_error="end", retry_delay=0.0, max_retries=0)
+    step, _ = one_step(partial(Fragile, tmp_path, "hang", ("0.0/0",)), policy, most=1)
+    assert step.groups[0].samples[0].finish is FinishReason.FAILED
+    for group in step.groups[1:]:
+        check(group)
+    kinds = [failure.kind for failure in step.failures]
+    assert kinds.count("environment timeout") == 1
+
+
+@pytest.mark.parametrize(("deed", "error"), [("exit", "SystemExit: 3"), ("no such tool", "RuntimeError: no such tool")])
+def test_what_an_environment_raises_is_told(tmp_path: Path, deed: str, error: str) -> None:
+    step, _ = one_step(partial(Fragile, tmp_path, deed, ("0.0/0",)))
+    assert [(f.kind, f.error) for f in step.failures] == [("environment", error)]
+
+
+def test_an_environment_that_cannot_be_made_is_named() -> None:
+    from april.rollout.episodes import EpisodeError
+
+    with pytest.raises(EpisodeError, match="ImportError: no module of that name"):
+        one_step(missing, EpisodePolicy(max_retries=0))
