@@ -12,8 +12,8 @@ import pytest
 from april import FinishReason, RolloutScheduler, Step
 from april.environments.workers import EnvironmentWorkers
 from april.rollout.episode_policy import EpisodePolicy
-from tests.rollout.test_episodes import build, check, run
 from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
+from tests.rollout.test_episodes import build, check, run
 from tests.talking import World
 
 

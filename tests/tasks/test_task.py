@@ -43,9 +43,9 @@ def test_plain_text_becomes_a_user_message_only_when_asked(chat_tokenizer, chat_
 def test_the_system_prompt_goes_before_text_and_conversations():
     spec = TaskSpec("reasoning_gym", "gcd", system_prompt="Think.")
     first = {"role": "system", "content": "Think."}
-    assert spec.prompt("q") == [first, {"role": "user", "content": "q"}]
-    assert spec.prompt([{"role": "user", "content": "q"}]) == spec.prompt("q")
-    assert TaskSpec("reasoning_gym", "gcd").prompt("q") == "q"
+    assert spec.asked("q") == [first, {"role": "user", "content": "q"}]
+    assert spec.asked([{"role": "user", "content": "q"}]) == spec.prompt("q")
+    assert TaskSpec("reasoning_gym", "gcd").asked("q") == "q"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
 from april.rollout.account import RejectionError
 from april.rollout.engine import EngineError
+from april.rollout.episodes import EpisodeError
 from april.rollout.journal_file import JournalError
 from april.rollout.rewards import RewardError
 from april.rollout.staleness import StalenessError
@@ -27,6 +28,7 @@ from april.training.resume import RECIPE
 FAILURES = (
     RewardError,
     EngineError,
+    EpisodeError,
     RejectionError,
     StalenessError,
     CheckpointError,

@@ -22,7 +22,7 @@ from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
 from april.config.reading import messages, nearest
 from april.config.recipe import Recipe
-from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings
+from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings, EnvironmentSettings
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
@@ -65,6 +65,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _rollout_problems(recipe)
     yield from _training_problems(recipe)
     yield from _trainer_problems(recipe)
+    yield from _environment_problems(recipe)
     if problem := model_path_problem(recipe.model.path):
         yield problem
     for name in ("path", "eval_path"):
@@ -97,6 +98,21 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
         recipe.sampling()
     except ValueError as error:
         yield f"rollout.{error}"
+
+
+def _environment_problems(recipe: Recipe) -> Iterator[str]:
+    own, task = recipe.environment, recipe.task
+    if own.path and own.tools:
+        yield f"environment.tools = {own.tools!r}: path is set too; remove one of the two"
+    if not own.enabled:
+        if task.kind == "environment":
+            yield 'task.kind = "environment": name the environment, environment.path or environment.tools'
+        if own != EnvironmentSettings():
+            yield "environment.path is not set: name the environment, or remove the section's other settings"
+    elif task.kind == "environment" and own.reward != "environment":
+        yield f'environment.reward = "{own.reward}": task.kind = "environment" has no reward of its own'
+    elif own.reward == "environment" and (task.reward != "task" or task.rewards):
+        yield 'task.reward is set, but environment.reward = "environment": set that to "task" or "sum"'
 
 
 def _training_problems(recipe: Recipe) -> Iterator[str]:

@@ -44,6 +44,9 @@ def load_recipe(path: Path) -> Recipe:
         raise ConfigError("\n".join(_explain(path, text, problems) for problems in _by_setting(error))) from None
     recipe.model.path = _beside(path, recipe.model.path)
     data, held_out = (value and _beside(path, value) for value in (recipe.task.path, recipe.task.eval_path))
+    recipe.environment.path, recipe.environment.tools = (
+        _object_beside(path, name) for name in (recipe.environment.path, recipe.environment.tools)
+    )
     recipe.task = dataclasses.replace(recipe.task, path=data, eval_path=held_out)
     return recipe
 
@@ -52,6 +55,12 @@ def _beside(recipe: Path, name: str) -> str:
     """A path in a recipe: relative to the recipe's folder if it exists there, else as it is."""
     beside = os.path.join(recipe.parent, name)
     return os.path.realpath(beside) if name and os.path.exists(beside) else name
+
+
+def _object_beside(recipe: Path, name: str) -> str:
+    """`FILE.py:NAME` in a recipe: the file relative to the recipe's folder if it exists there."""
+    file, colon, names = name.partition(":")
+    return f"{_beside(recipe, file)}:{names}" if colon and file.endswith(".py") else name
 
 
 def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str]:

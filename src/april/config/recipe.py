@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from april.config.settings import (
     AlgorithmSettings,
     EngineSettings,
+    EnvironmentSettings,
     LoraSettings,
     ModelSettings,
     ReportingSettings,
@@ -24,6 +25,7 @@ from april.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
+from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.trajectory import SamplingParams
 from april.tasks.task import TaskSpec
@@ -42,6 +44,8 @@ class Recipe:
     """Problems and rewards."""
     rollout: Annotated[RolloutSettings, FLAT] = field(default_factory=RolloutSettings)
     """How responses are generated."""
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    """What answers the policy's turns."""
     engine: Annotated[EngineSettings, FLAT] = field(default_factory=EngineSettings)
     """What generates them."""
     algorithm: Annotated[AlgorithmSettings, FLAT] = field(default_factory=AlgorithmSettings)
@@ -102,6 +106,21 @@ class Recipe:
             top_k=rollout.top_k,
             min_p=rollout.min_p,
             stop_token_ids=tuple(sorted({*rollout.stop_token_ids, *stop_token_ids})),
+            max_turns=self.environment.max_turns if self.environment.enabled else 0,
+        )
+
+    def episode_policy(self) -> EpisodePolicy:
+        """What is done about environments that are slow, or fail."""
+        own = self.environment
+        return EpisodePolicy(
+            recovery=own.recovery,
+            on_error=own.on_env_error,
+            concurrency=own.concurrency,
+            reset_timeout=own.reset_timeout,
+            step_timeout=own.step_timeout,
+            deadline=own.episode_deadline,
+            max_retries=own.max_retries,
+            max_restarts=own.max_restarts,
         )
 
     def to_dict(self) -> dict[str, Any]:

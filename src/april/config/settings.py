@@ -6,8 +6,8 @@ nowhere else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from april.config.ranges import NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
 from april.rollout.params import MAX_STALENESS
@@ -101,6 +101,55 @@ class RolloutSettings:
     reward_workers: NotNegative[int] | None = None
     reward_memory_gb: Positive[float] | None = 4.0
     reward_env: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True)
+class EnvironmentSettings:
+    """What answers the policy's turns, in episodes; without path and tools a response is one turn, and nothing does.
+
+    Args:
+        path: The environment: FILE.py:NAME (relative to the recipe's folder first) or package.module:NAME.
+        tools: Instead of it, Python functions that are tools: FILE.py:NAME,NAME,…
+        params: What the environment is made with.
+        max_turns: Turns of an episode. The response budget (max_response_length) counts the policy's tokens of all of
+            them, the context everything.
+        reward: What an episode is rewarded with: the sum of what its environment gave (environment), the task's own
+            reward for the whole response (task), or both (sum).
+        recovery: How an environment is brought back, after a crash or a failure: by the same turns again, which must be
+            answered alike (replay), by what its state() said last (snapshot), by a reset alone (stateless), or not at
+            all: the episode begins again (restart).
+        on_env_error: When a step fails: tell the policy, and go on as if the turn had not been taken (observe); end the
+            episode with its rewards so far (end); leave its group out (reject).
+        concurrency: Environments that work at a time.
+        workers: Processes in which they live, at most. 0: in the run's own process, which suits quick environments that
+            cannot hang. Unset: as many as there are cores, at most 8.
+        reset_timeout: Seconds a reset may take, the start of a process included.
+        step_timeout: Seconds a step may take.
+        episode_deadline: Seconds that the environment of an episode may take over all its turns; unset: no limit.
+        max_retries: New environments that are tried for a turn whose environment was lost, and for a failed reset.
+        max_restarts: Times that an episode may begin again, before its group is left out.
+        env: Environment variables that workers get although their names look like secrets.
+    """
+
+    path: str = ""
+    tools: str = ""
+    params: dict[str, Any] = field(default_factory=dict)
+    max_turns: Positive[int] = 8
+    reward: Literal["environment", "task", "sum"] = "environment"
+    recovery: Literal["replay", "snapshot", "stateless", "restart"] = "replay"
+    on_env_error: Literal["observe", "end", "reject"] = "observe"
+    concurrency: Positive[int] = 64
+    workers: NotNegative[int] | None = None
+    reset_timeout: Positive[float] | None = 120.0
+    step_timeout: Positive[float] | None = 60.0
+    episode_deadline: Positive[float] | None = None
+    max_retries: NotNegative[int] = 3
+    max_restarts: NotNegative[int] = 3
+    env: tuple[str, ...] = ()
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.path or self.tools)
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,10 @@ def build_task(spec: TaskSpec) -> Task:
         from april.tasks.reasoning_gym import ReasoningGymTask
 
         return ReasoningGymTask(spec, SpecScorer(spec))
+    if spec.kind == "environment":
+        from april.tasks.episode import EpisodeTask
+
+        return EpisodeTask(spec)
     from april.tasks.records import RecordsTask
 
     return RecordsTask(spec, SpecScorer(spec))

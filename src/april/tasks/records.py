@@ -156,7 +156,7 @@ def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> P
     kept = record if spec.metadata_columns is None else spec.metadata_columns
     metadata = {name: record[name] for name in kept if name in record and name not in used}
     text = answer if answer is None or isinstance(answer, str) else json.dumps(answer)
-    return Problem(id, spec.prompt(prompt), text, metadata)
+    return Problem(id, spec.asked(prompt), text, metadata)
 
 
 def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:

@@ -91,9 +91,11 @@ class TaskSpec:
     """The settings a task is made from: plain data, so that a worker process can make its own.
 
     Args:
-        kind: where problems come from: a reasoning-gym dataset, or a file of records.
+        kind: where problems come from: a reasoning-gym dataset, a file of records, or the environment alone: every
+            episode begins with `prompt`, and what the environment's reset says.
         name: the reasoning-gym dataset.
         params: that dataset's own parameters.
+        prompt: what every episode begins with (kind environment).
         path: the records: a file, `.jsonl`, `.json` or `.parquet`; a data set on the Hugging Face hub, `owner/name`;
             or a directory in the hub's layout.
         subset: of a data set on the hub that has several (`main` of openai/gsm8k).
@@ -123,9 +125,10 @@ class TaskSpec:
         system_prompt: goes before every prompt as a system message.
     """
 
-    kind: Literal["reasoning_gym", "records"]
+    kind: Literal["reasoning_gym", "records", "environment"]
     name: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
+    prompt: str | None = None
     path: str | None = None
     subset: str | None = None
     split: str = "train"
@@ -153,7 +156,11 @@ class TaskSpec:
             if not condition:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: {rule}")
 
-        require(self.kind in ("reasoning_gym", "records"), "kind", 'must be "reasoning_gym" or "records"')
+        kinds = ("reasoning_gym", "records", "environment")
+        require(self.kind in kinds, "kind", 'must be "reasoning_gym", "records" or "environment"')
+        prompted = bool((self.prompt or "").strip())
+        require(self.kind != "environment" or prompted, "prompt", "give what episodes begin with")
+        require(self.kind == "environment" or self.prompt is None, "prompt", 'goes with kind = "environment"')
         require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
         require(self.kind != "records" or bool(self.path), "path", "give a file of records, or a data set of the hub")
         require(not self.rewards or self.reward == "task", "reward", "rewards are set too: give it a weight among them")
@@ -183,7 +190,7 @@ class TaskSpec:
         """Whether april compares with the answer itself."""
         return not OWN.isdisjoint(self.weights)
 
-    def prompt(self, prompt: str | Messages) -> str | Messages:
+    def asked(self, prompt: str | Messages) -> str | Messages:
         """`prompt` with the system prompt before it, where there is one."""
         if not self.system_prompt:
             return prompt

@@ -21,14 +21,17 @@ from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
 from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
+from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group
 from april.tasks.build import build_task
 from april.tasks.prompts import PromptStream
-from april.tasks.task import Task
+from april.tasks.task import ChatTemplate, Task
 from april.training.crew import leading
 from april.training.engines import engine_of
+from april.training.environment import World
+from april.training.episode_reward import EpisodeRewards
 from april.training.evaluation import Evaluation, held_out
 from april.training.learner import Learner
 from april.training.local import LocalLearner, objective_of
@@ -88,13 +91,17 @@ async def trainer_of(
             learner, tokenizer = _learner(recipe, directory, checkpoint)
         _say_what_is_clipped(recipe)
         limit = _prompt_limit(recipe, learner)
-        prompts, evaluated = _prompts(recipe, task, tokenizer, limit), _held_out(recipe, task, tokenizer, limit)
+        world = World(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
+        prompts = _prompts(recipe, task, tokenizer, limit, world)
+        evaluated = _held_out(recipe, task, tokenizer, limit, world)
         stack.enter_context(locked(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_delay)))
-        rewards = await stack.enter_async_context(Rewards(task.scorer, tokenizer, recipe.rollout))
+        rewards = _rewards(recipe, task, tokenizer)
+        await stack.enter_async_context(rewards)
         starting = progress.phase if progress else log.info
         engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
-        scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress)
+        episodes = stack.enter_context(world.episodes(engine.capacity.context_length)) if world else None
+        scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
         await stack.enter_async_context(scheduler)
         state = load(checkpoint, learner, scheduler) if checkpoint else None
         run_log = RunLog(
@@ -174,20 +181,34 @@ def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     return min(rollout.max_prompt_length or room, room)
 
 
-def _prompts(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None) -> PromptStream:
-    settings = (tokenizer, recipe.training.seed, recipe.task.chat_template, limit)
+def _template(recipe: Recipe, world: World | None) -> tuple[ChatTemplate, dict[str, Any] | None]:
+    """Which prompts go through the chat template, and what it is given beside them."""
+    return (world.chat_template, world.template_arguments) if world else (recipe.task.chat_template, None)
+
+
+def _prompts(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None, world: World | None) -> PromptStream:
+    template, arguments = _template(recipe, world)
+    settings = (tokenizer, recipe.training.seed, template, limit)
     try:
-        next(PromptStream(task, *settings))
+        next(PromptStream(task, *settings, template_arguments=arguments))
     except ValueError as error:
         raise ConfigError(f"task: no prompt to train on: {error}") from None
-    return PromptStream(task, *settings)
+    return PromptStream(task, *settings, template_arguments=arguments)
 
 
-def _held_out(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None) -> list[Any]:
+def _held_out(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None, world: World | None) -> list[Any]:
+    template, arguments = _template(recipe, world)
     try:
-        return held_out(task, tokenizer, recipe.task.chat_template, limit)
+        return held_out(task, tokenizer, template, limit, arguments)
     except ValueError as error:
         raise ConfigError(f"task: no prompt to evaluate on: {error}") from None
+
+
+def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> Rewards | EpisodeRewards:
+    own = recipe.environment
+    if not own.enabled or own.reward == "task":
+        return Rewards(task.scorer, tokenizer, recipe.rollout)
+    return EpisodeRewards(Rewards(task.scorer, tokenizer, recipe.rollout) if own.reward == "sum" else None)
 
 
 def _scheduler(
@@ -195,9 +216,10 @@ def _scheduler(
     learner: Learner,
     engine: Engine,
     prompts: PromptStream,
-    rewards: Rewards,
+    rewards: Rewards | EpisodeRewards,
     journal: Journal,
     progress: Progress | None,
+    episodes: Episodes | None,
 ) -> RolloutScheduler:
     published = algorithm(recipe.algorithm.algorithm).dynamic_sampling
     dynamic = published if recipe.rollout.dynamic_sampling is None else recipe.rollout.dynamic_sampling
@@ -213,6 +235,7 @@ def _scheduler(
         seed=recipe.training.seed,
         on_progress=_shown_on(progress) if progress else None,
         journal=journal,
+        episodes=episodes,
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, SamplingParams
 from april.tasks.task import ChatTemplate, Task, encode
+from april.training.episode_reward import EpisodeRewards
 from april.training.task_reward import Rewards
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Evaluation:
     """
 
     scheduler: RolloutScheduler
-    rewards: Rewards
+    rewards: Rewards | EpisodeRewards
     prompts: Sequence[Prompt]
     samples: int
     sampling: SamplingParams

@@ -1,0 +1,76 @@
+"""A recipe's environment: where its episodes live, and how turns become tokens."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.environments.bridge import TemplateError, bridge_of
+from april.environments.source import EnvironmentSource, EnvironmentSpec
+from april.environments.workers import EnvironmentWorkers
+from april.rollout.environment import Environment
+from april.rollout.episodes import Episodes
+from april.rollout.trajectory import Prompt
+from april.tasks.task import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+MOST = 8
+"""Worker processes, where the recipe does not say."""
+
+
+class World:
+    """What a recipe says of its environment, tried once.
+
+    Attributes:
+        chat_template: how prompts are encoded, so that turns can be put behind them.
+        template_arguments: what the chat template is given beside a prompt.
+
+    Raises:
+        ConfigError: the environment cannot be made, or turns cannot be bridged with this tokenizer.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
+        self.recipe = recipe
+        own = recipe.environment
+        try:
+            self._source = EnvironmentSource(EnvironmentSpec(own.path, own.tools, own.params))
+            stops = recipe.sampling(stop_token_ids).stop_token_ids
+            self._bridge = bridge_of(tokenizer, stops, recipe.task.chat_template, self._source.tools)
+        except TemplateError as error:
+            raise ConfigError(f"environment: {error}") from None
+        except ValueError as error:
+            raise ConfigError(f"environment.{error}") from None
+        arguments = getattr(self._bridge, "prompt_arguments", None)
+        self.template_arguments: dict[str, Any] | None = arguments and dict(arguments)
+        self.chat_template: ChatTemplate = recipe.task.chat_template if arguments is None else "always"
+
+    @contextmanager
+    def episodes(self, context_length: int) -> Iterator[Episodes]:
+        """The episodes of a run; their processes end with the block."""
+        own = self.recipe.environment
+        make: Callable[[], Environment] = self._source
+        policy = self.recipe.episode_policy()
+        workers = min(os.cpu_count() or 1, MOST) if own.workers is None else own.workers
+        if not workers:
+            yield Episodes(make, self._bridge, context_length, policy, row)
+            return
+        threads = -(-own.concurrency // workers)
+        with EnvironmentWorkers(make, workers, threads, own.env) as processes:
+            yield Episodes(processes, self._bridge, context_length, policy, row)
+
+
+def row(prompt: Prompt) -> dict[str, Any]:
+    """What an environment's `reset` is told of a problem: its record, flat."""
+    problem = prompt.metadata
+    return {
+        **problem.get("metadata", {}),
+        "id": prompt.id,
+        "prompt": problem.get("prompt"),
+        "answer": problem.get("answer"),
+    }

@@ -1,0 +1,48 @@
+"""What an episode is rewarded with: what its environment gave, turn by turn, with or without the task's own reward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.training.task_reward import Rewards
+
+
+class EpisodeRewards:
+    """Rewards of episodes; takes the place of a task's `Rewards`.
+
+    The reward's `info` is what the environment said with its last answer, and how many turns it answered.
+
+    Args:
+        task: the task's own reward, which is added; None for the environment's alone.
+    """
+
+    scope: Literal["sample"] = "sample"
+    waiting = 0
+
+    def __init__(self, task: Rewards | None = None) -> None:
+        self.task = task
+        self.failures: Counter[str] = Counter() if task is None else task.failures
+
+    async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
+        given = sum(transition.reward for transition in sample.transitions)
+        info: dict[str, Any] = dict(sample.transitions[-1].info) if sample.transitions else {}
+        if self.task is not None:
+            own = await self.task(prompt, sample)
+            given, info = given + own.value, {**info, **own.info, "environment": given}
+        return Reward(given, {**info, "turns": sample.turns})
+
+    async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
+        """The rewards of complete groups, for evaluation."""
+        return [[(await self(group.prompt, sample)).value for sample in group.samples] for group in groups]
+
+    async def __aenter__(self) -> EpisodeRewards:
+        if self.task is not None:
+            await self.task.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        if self.task is not None:
+            await self.task.__aexit__(*error)

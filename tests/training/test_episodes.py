@@ -1,0 +1,145 @@
+"""`april train` with an environment, as a user runs it; killed at any moment, it ends like the run that never died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from april.reporting.metrics_log import read_metrics
+from april.training.resume import JOURNAL
+from tests import tiny
+from tests.training.test_trainer import april, metrics
+
+ENVIRONMENT = '''
+import random
+
+from april import EnvStep
+
+
+class Echo:
+    """Says how many vowels it heard, and rewards them; ends by chance."""
+
+    def __init__(self, ending: float) -> None:
+        self.ending = ending
+
+    async def reset(self, prompt, seed):
+        self.rng = random.Random(seed)
+        return f"{prompt['id'][-1]}?"
+
+    async def step(self, turn):
+        vowels = sum(letter in "aeiou" for letter in turn.text.lower())
+        return EnvStep(f" {vowels}:", vowels / 8, self.rng.random() < self.ending, {"vowels": vowels})
+
+    def close(self):
+        pass
+'''
+RECIPE = """
+[model]
+path = "policy"
+[task]
+kind = "environment"
+prompt = "say"
+eval_size = 4
+correct_at = 1.0
+[environment]
+path = "echo.py:Echo"
+params = { ending = 0.2 }
+max_turns = 5
+workers = 0
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 3
+max_response_length = 48
+max_staleness = 2
+stop_token_ids = [20, 21, 22, 23]
+[engine]
+max_running = 12
+context_length = 128
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = 5
+learning_rate = 3e-3
+eval_samples = 2
+eval_interval = 3
+save_interval = 3
+threads = 1
+journal_delay = 0
+[reporting]
+output = "OUT"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    tiny.save(tmp_path / "policy")
+    (tmp_path / "echo.py").write_text(ENVIRONMENT)
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
+    return path
+
+
+def test_a_run_with_an_environment_trains_on_whole_episodes(recipe: Path, tmp_path: Path) -> None:
+    done = april("train", recipe)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["discarded_tokens"] == 0
+    lines = [line for line in read_metrics(tmp_path / "run") if "staleness_max" in line]
+    assert len(lines) == 5
+    assert all(line["staleness_max"] <= 2 for line in lines)
+    assert all(1 <= line["reward/turns"] <= 5 for line in lines)
+    assert max(line["reward/vowels"] for line in lines) > 0
+    assert max(line["samples_interrupted"] for line in lines) > 0
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe: Path, tmp_path: Path) -> None:
+    """Synchronous steps, so that which groups a step has does not depend on how long anything takes."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    flags = ["--no-partial-rollout", "--output"]
+    assert april("train", recipe, *flags, straight).returncode == 0
+    command = [sys.executable, "-m", "april", "train", str(recipe), *flags, str(killed)]
+    for more in (5, 30, 60):
+        before = written(killed)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and written(killed) < before + more:
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        command = [sys.executable, "-m", "april", "resume", str(killed)]
+    done = april("resume", killed)
+    assert done.returncode == 0, done.stderr
+    assert metrics(killed) == metrics(straight)
+
+
+def written(run: Path) -> int:
+    """Events that are in a run's journal."""
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{run / JOURNAL}?mode=ro", uri=True)) as journal:
+        return int(journal.execute("SELECT max(number) FROM records").fetchone()[0] or 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("echo.py:Echo", "echo.py:Ecco"), "environment.path"),
+        (("ending = 0.2", "endings = 0.2"), "endings"),
+        (("max_turns = 5", 'reward = "task"'), "environment.reward"),
+        (('path = "echo.py:Echo"', ""), "name the environment"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_one_line(recipe: Path, change: tuple[str, str], said: str) -> None:
+    recipe.write_text(recipe.read_text().replace(*change))
+    done = april("train", recipe)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
