@@ -44,7 +44,7 @@ def test_the_system_prompt_goes_before_text_and_conversations():
     spec = TaskSpec("reasoning_gym", "gcd", system_prompt="Think.")
     first = {"role": "system", "content": "Think."}
     assert spec.asked("q") == [first, {"role": "user", "content": "q"}]
-    assert spec.asked([{"role": "user", "content": "q"}]) == spec.prompt("q")
+    assert spec.asked([{"role": "user", "content": "q"}]) == spec.asked("q")
     assert TaskSpec("reasoning_gym", "gcd").asked("q") == "q"
 
 

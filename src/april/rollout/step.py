@@ -177,12 +177,15 @@ class Step:
 
     @property
     def resumed_samples(self) -> int:
-        return sum(span.before > 0 and not span.running for span in self.spans)
+        """Samples that went on from tokens they had when the step began."""
+        first = {span.sample_id: span for span in reversed(self.spans)}
+        return sum(span.before > 0 and not span.running for span in first.values())
 
     @property
     def interrupted_samples(self) -> int:
         """Samples stopped after at least one token; those that never left the engine's queue are not counted."""
-        return sum(span.outcome == "interrupted" and span.after > 0 for span in self.spans)
+        last = {span.sample_id: span for span in self.spans}
+        return sum(span.outcome == "interrupted" and span.after > 0 for span in last.values())
 
     @property
     def staleness(self) -> NDArray[np.int64]:
