@@ -9,6 +9,8 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import itertools
 import math
 import time
@@ -21,9 +23,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from april import Prompt, SamplingParams, Turn
+from april import FinishReason, Prompt, SamplingParams, Turn
+from april.engines.embedded import EmbeddedEngine
 from april.environments.bridge import ChatBridge
-from april.rollout.trajectory import Group
+from april.rollout.episodes import Episodes
+from april.rollout.evaluation import complete
+from april.rollout.retries import Retries
+from april.rollout.trajectory import Group, Sample, Transition
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 SPECIAL = (PAD, UNK, END, "<|im_start|>")
@@ -91,20 +97,20 @@ class Stage:
 
     def play(self, prompt: Prompt, player: Player, seed: int) -> Episode:
         """An episode, as a run would hold its tokens."""
-        sample = Group.start(0, prompt, 1, SamplingParams(max_tokens=1 << 20), seed=0).samples[0]
+        sample = Group.start(0, prompt, 1, SamplingParams(max_tokens=1 << 20, max_turns=self.turns), seed=0).samples[0]
         heard, reward = [prompt.id], 0.0
         begun = self.environment.reset({"id": prompt.id, **prompt.metadata}, seed)
-        sample.observe(self.bridge.begin(prompt, begun) or [])
+        _observe(sample, self.bridge.begin(prompt, begun))
         for index in range(self.turns):
             ids = self._ids(player(heard) + END)
-            sample.extend(ids, [0.0] * len(ids), version=0)
+            sample.extend(ids, [0.0] * len(ids), version=0, finish=FinishReason.STOP)
             said = self.bridge.read(ids)
             step = self.environment.step(Turn(sample.id, index, said.text, tuple(ids), said.message))
             reward += step.reward
             if step.done or index == self.turns - 1:
                 break
             heard.append(step.observation if isinstance(step.observation, str) else step.observation[-1]["content"])
-            sample.observe(self.bridge.extend(sample, step.observation) or [])
+            _observe(sample, self.bridge.extend(sample, step.observation))
         said_by_player = [False] * len(prompt.token_ids) + sample.loss_mask.tolist()
         return Episode([*prompt.token_ids, *sample.response_ids], said_by_player, reward)
 
@@ -112,6 +118,11 @@ class Stage:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         assert self.tokenizer.unk_token_id not in ids, f"the vocabulary lacks a piece of {text!r}"
         return ids
+
+
+def _observe(sample: Sample, token_ids: Sequence[int] | None) -> None:
+    assert token_ids is not None, "the observation cannot be put behind the turn"
+    sample.observe(token_ids, Transition(sample.length, len(token_ids)))
 
 
 def negative_log_likelihood(model: Qwen3ForCausalLM, batch: Sequence[Episode]) -> torch.Tensor:
@@ -166,3 +177,32 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, directory:
     )
     model.bfloat16().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def episodes_of(
+    model: torch.nn.Module,
+    stage: Stage,
+    prompts: Sequence[Prompt],
+    n: int,
+    seed: int,
+    max_tokens: int,
+    slots: int = 256,
+) -> list[Group]:
+    """`n` episodes of each prompt at temperature 1, as an evaluation of a run plays them."""
+    stops = (stage.tokenizer.convert_tokens_to_ids(END),)
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, max_turns=stage.turns)
+    groups = [Group.start(id, prompt, n, sampling, seed) for id, prompt in enumerate(prompts)]
+
+    async def played() -> None:
+        engine = EmbeddedEngine(model, max_running=256)
+        world = Episodes(lambda: copy.deepcopy(stage.environment), stage.bridge, engine.capacity.context_length)
+        await complete(engine, groups, Retries(0, 0.0), world)
+        await engine.close()
+
+    asyncio.run(played())
+    return groups
+
+
+def rewards(groups: Sequence[Group]) -> list[float]:
+    """What the environment gave, over the episodes."""
+    return [sum(turn.reward for turn in sample.transitions) for group in groups for sample in group.samples]

@@ -2,8 +2,8 @@
 
 The game is that of GEM (`gem-llm`), `game:GuessTheNumber-v0-hard`, where that package is installed, and the same game
 written here where it is not: a seed gives the same number in both. What is said is cut down to what a policy of 0.2
-million parameters can read: it says a number, and hears `higher`, `lower`, or
-`again` where the guess was none.
+million parameters can read: the last word of a turn is the guess, and it hears `higher`, `lower`, or `again` where the
+guess was none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Guess:
         return ""
 
     def step(self, turn: Turn) -> EnvStep:
-        guess = turn.text.strip()
+        guess = turn.text.rpartition(" ")[2]
         if not guess.isdecimal() or int(guess) == 0:
             return EnvStep(done=True, info={"right": 0})
         said = self._gem(turn, guess) if self.game is not None else self._own(int(guess))

@@ -2,7 +2,8 @@
 
 The warm start is supervised on a player that says any number which the hints leave. That succeeds about half of the
 time (0.49 of 63 numbers in 6 turns); halving what is left succeeds always. Which number is the best one to say is not
-in the demonstrations: reinforcement learning has to find it.
+in the demonstrations: reinforcement learning has to find it. A turn begins with what the number has to be between, so
+that the policy need not remember: `0-64 20`, then `20-64 50` if that was too low.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from chat_warm_start import Episode, Stage, make_model, make_tokenizer, save, wa
 
 MOST, TURNS = 63, 6
 PROMPT = f"guess 1 to {MOST}"
-PIECES = ["user\n", "assistant\n", "\n", "guess ", " to ", "higher", "lower", "again", *map(str, range(1, MOST + 1))]
+PIECES = ["user\n", "assistant\n", *"\n- ", "guess ", " to ", *["higher", "lower", "again"], *map(str, range(MOST + 2))]
 PATTERN = r"user\n|assistant\n|guess | to |higher|lower|again|\d+|[\s\S]"
 TEMPLATE = """\
 {%- for message in messages %}
@@ -32,16 +33,16 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 400, 64, 3e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 400, 32, 4e-3
 
 
 def consistent(rng: random.Random, said: list[int], heard: Sequence[str]) -> str:
-    """Any number that the hints leave; `said` holds the numbers before, and is given this one."""
-    low, high = 1, MOST
+    """What it has to be between, and any number there; `said` holds the numbers before, and is given this one."""
+    low, high = 0, MOST + 1
     for number, hint in zip(said, heard[1:], strict=True):
-        low, high = (max(low, number + 1), high) if hint == "higher" else (low, min(high, number - 1))
-    said.append(rng.randint(low, high))
-    return str(said[-1])
+        low, high = (number, high) if hint == "higher" else (low, number)
+    said.append(rng.randrange(low + 1, high))
+    return f"{low}-{high} {said[-1]}"
 
 
 def demonstrations(stage: Stage, seed: int) -> Iterator[Episode]:
@@ -62,10 +63,10 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     started = time.process_time()
     tokenizer = make_tokenizer(PIECES, PATTERN, TEMPLATE)
-    model = make_model(tokenizer, hidden_size=64, layers=3, context=256)
+    model = make_model(tokenizer, hidden_size=64, layers=2, context=256)
     stage = Stage(Guess(MOST, TURNS, package="own"), tokenizer, TURNS)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
-    warm_start(model, demonstrations(stage, arguments.seed), arguments.steps, BATCH_SIZE, LEARNING_RATE, micro=64)
+    warm_start(model, demonstrations(stage, arguments.seed), arguments.steps, BATCH_SIZE, LEARNING_RATE, micro=32)
     save(model, tokenizer, arguments.output)
     print(f"{time.process_time() - started:.0f} CPU s")
 

@@ -15,7 +15,7 @@ from april import EnvironmentLost, Turn
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.rollout.environment import checked, fingerprint
 
-ROW = {"id": "p", "prompt": [{"role": "user", "content": "Play."}], "answer": None, "metadata": {}}
+ROW = {"id": "p", "prompt": [{"role": "user", "content": "Play."}], "answer": None}
 
 
 def turn(text: str, index: int = 0) -> Turn:
@@ -154,7 +154,7 @@ def test_gymnasium_with_words_for_actions(tmp_path):
 def test_skyrl_gym_takes_turns():
     pytest.importorskip("skyrl_gym")
     environment = made("skyrl:SkyRLEnvironment", id="gsm8k_multi_turn")
-    row = {**ROW, "answer": "4", "metadata": {"max_turns": 3}}
+    row = {**ROW, "answer": "4", "max_turns": 3}
     assert environment.reset(row, 0) == []
     first = checked(environment.step(turn("Let me think.")))
     assert first.observation[0]["role"] == "user"

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Prompt, SamplingParams, TokenIds
+from april import FinishReason, Prompt, SamplingParams, TokenIds
 from april.environments.bridge import ChatBridge, TemplateError, TextBridge, bridge_of
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory import Group, Sample, Transition
 from tests.environments.tokenizers import tokenizer
 
 TOOL = {
@@ -31,14 +31,19 @@ def prompt_of(bridge: ChatBridge, tokens, content: str) -> Prompt:
 
 
 def sample_of(prompt: Prompt, stops: tuple[int, ...], first: list[int]) -> Sample:
-    sample = Group.start(0, prompt, 1, SamplingParams(max_tokens=10**6, stop_token_ids=stops), seed=0).samples[0]
-    sample.observe(first)
+    sampling = SamplingParams(max_tokens=10**6, stop_token_ids=stops, max_turns=100)
+    sample = Group.start(0, prompt, 1, sampling, seed=0).samples[0]
+    observe(sample, first)
     return sample
+
+
+def observe(sample: Sample, token_ids) -> None:
+    sample.observe(token_ids, Transition(sample.length, len(token_ids)))
 
 
 def say(sample: Sample, tokens, text: str, end: bool = True) -> list[int]:
     ids = tokens(text, add_special_tokens=False).input_ids + ([tokens.eos_token_id] if end else [])
-    sample.extend(ids, [-0.5] * len(ids), version=0)
+    sample.extend(ids, [-0.5] * len(ids), version=0, finish=FinishReason.STOP)
     return ids
 
 
@@ -61,7 +66,7 @@ def test_prompt_turns_and_bridges_read_as_the_template_writes_them(name, asked, 
     for said, ended, observation in turns:
         ids = say(sample, tokens, said, ended)
         assert bridge.read(ids).text == said
-        sample.observe(bridge.extend(sample, observation))
+        observe(sample, bridge.extend(sample, observation))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": observation}]
     written = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert tokens.decode([*prompt.token_ids, *sample.response_ids]) == written
@@ -83,7 +88,7 @@ def test_what_tools_answer_reads_as_the_template_writes_it(name, results):
     for answers in results:
         say(sample, tokens, "Let me see.")
         observed = [{"role": "tool", "name": "add", "content": answer} for answer in answers]
-        sample.observe(bridge.extend(sample, observed))
+        observe(sample, bridge.extend(sample, observed))
         messages += [{"role": "assistant", "content": "Let me see."}, *observed]
     written = tokens.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, tools=[TOOL])
     assert [*prompt.token_ids, *sample.response_ids] == tokens(written, add_special_tokens=False).input_ids
@@ -96,8 +101,8 @@ def test_thinking_stays_where_the_template_would_drop_it():
     prompt = prompt_of(bridge, tokens, "Guess.")
     sample = sample_of(prompt, (tokens.eos_token_id,), bridge.begin(prompt, ""))
     said = say(sample, tokens, "<think>\nHalf of it.\n</think>\n\n32")
-    sample.observe(bridge.extend(sample, "higher"))
-    assert list(sample.turn_ids(0) if sample.transitions else sample.segments[1].token_ids) == said
+    observe(sample, bridge.extend(sample, "higher"))
+    assert list(sample.turn_ids(0)) == said
     kept = tokens.decode([*prompt.token_ids, *sample.response_ids])
     conversation = [("user", "Guess."), ("assistant", "<think>\nHalf of it.\n</think>\n\n32"), ("user", "higher")]
     messages = [{"role": role, "content": content} for role, content in conversation]

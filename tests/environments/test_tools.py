@@ -147,7 +147,7 @@ def test_a_tool_that_lost_its_world_says_so_to_the_scheduler():
 
 def test_a_class_with_tools_begins_with_its_row_and_owns_the_reward():
     environment = ToolClassEnvironment(Counter())
-    row = {"id": "p", "prompt": "Press.", "answer": None, "metadata": {"start": 3, "unused": 1}}
+    row = {"id": "p", "prompt": "Press.", "answer": None, "start": 3, "unused": 1}
     assert environment.reset(row, seed=0) == "It shows 3."
     steps = [environment.step(turn(call("press", times=times), i)) for i, times in enumerate([2, -4])]
     steps.append(environment.step(turn("Done.", 2)))
@@ -164,7 +164,7 @@ def test_a_reward_that_is_no_number_is_named():
             return None
 
     environment = ToolClassEnvironment(Silent())
-    environment.reset({"metadata": {"start": 0}}, 0)
+    environment.reset({"start": 0}, 0)
     with pytest.raises(ObservationError, match="get_reward returned None, which is no number"):
         environment.step(turn("Done."))
 

@@ -43,7 +43,7 @@ class SkyRLEnvironment:
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
         extras = {"reward_spec": {"ground_truth": prompt.get("answer")}, "extra_info": {}, **self.extras}
-        extras |= prompt.get("metadata") or {}
+        extras |= {name: value for name, value in prompt.items() if name not in ("id", "prompt", "answer")}
         self.environment = skyrl_gym.make(self.id, env_config=self.env_config, extras=extras)
         asked = prompt["prompt"]
         asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)

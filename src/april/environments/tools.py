@@ -176,7 +176,7 @@ class ToolClassEnvironment(ToolEnvironment):
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
         """Begin anew, with the problem's record."""
         self._reward = 0.0
-        offered = {**prompt, **(prompt.get("metadata") or {}), "seed": seed}
+        offered = {**prompt, "seed": seed}
         parameters = inspect.signature(self.object.reset).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             offered = {name: value for name, value in offered.items() if name in parameters}
