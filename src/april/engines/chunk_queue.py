@@ -21,6 +21,9 @@ class ChunkQueue:
 
     Args:
         backlog: chunks kept for a slow reader before writers that ask for room have to wait.
+
+    Attributes:
+        full: writers have to wait for `space`.
     """
 
     def __init__(self, backlog: int = 4096) -> None:
@@ -28,24 +31,25 @@ class ChunkQueue:
         self._chunks: list[Chunk] = []
         self._arrived = asyncio.Event()
         self._space = asyncio.Event()
-        self._space.set()
         self._draining = 0
+        self._look()
 
     def __len__(self) -> int:
         return len(self._chunks)
 
     def put(self, chunk: Chunk) -> None:
-        self._chunks.append(chunk)
-        self._arrived.set()
-        if len(self._chunks) >= self._backlog and not self._draining:
-            self._space.clear()
+        chunks = self._chunks
+        if not chunks:
+            self._arrived.set()
+        chunks.append(chunk)
+        if len(chunks) >= self._backlog:
+            self._look()
 
     def take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
         """What waits, of the named samples if some are named."""
         taken, left = parted(self._chunks, sample_ids)
         self._chunks = left
-        if len(left) < self._backlog:
-            self._space.set()
+        self._look()
         return taken
 
     async def ready(self) -> None:
@@ -58,9 +62,13 @@ class ChunkQueue:
         """Let the reader see that something else has changed."""
         self._arrived.set()
 
-    @property
-    def full(self) -> bool:
-        return not self._space.is_set()
+    def _look(self) -> None:
+        """See whether writers have to wait."""
+        self.full = len(self._chunks) >= self._backlog and not self._draining
+        if self.full:
+            self._space.clear()
+        else:
+            self._space.set()
 
     async def space(self) -> None:
         """Wait until the reader has caught up."""
@@ -69,13 +77,12 @@ class ChunkQueue:
     @contextmanager
     def drain(self) -> Iterator[None]:
         self._draining += 1
-        self._space.set()
+        self._look()
         try:
             yield
         finally:
             self._draining -= 1
-            if len(self._chunks) >= self._backlog and not self._draining:
-                self._space.clear()
+            self._look()
 
 
 def parted(chunks: list[Chunk], sample_ids: Container[str] | None) -> tuple[list[Chunk], list[Chunk]]:

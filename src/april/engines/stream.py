@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
-from april.rollout.engine import Capacity, Chunk
+from april.rollout.engine import Capacity, Chunk, make_chunk
 from april.rollout.trajectory import FinishReason, Sample
 
 Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
@@ -64,7 +64,7 @@ class StreamEngine:
                         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
                         put(Chunk(id, token_ids, logprobs, self.version, finish))
                         return
-                    put(Chunk(id, token_ids, logprobs, self.version))
+                    put(make_chunk((id, token_ids, logprobs, self.version, None, None, False)))
                     if queue.full:
                         await queue.space()
                 put(Chunk(id, (), (), self.version, FinishReason.STOP))

@@ -14,8 +14,9 @@ Invariants every engine keeps:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 from april.rollout.trajectory import FinishReason, Sample
@@ -40,6 +41,10 @@ class Chunk(NamedTuple):
     finish: FinishReason | None = None
     error: str | None = None
     recovered: bool = False
+
+
+make_chunk: Callable[[tuple[Any, ...]], Chunk] = partial(tuple.__new__, Chunk)
+"""`Chunk._make` at half its cost, for engines that make millions."""
 
 
 @dataclass(frozen=True, slots=True)

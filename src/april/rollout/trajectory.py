@@ -252,7 +252,8 @@ class Sample:
         if count:
             segments = self.segments
             if segments and (last := segments[-1]).version == version:
-                if last.__class__ is Segment and not (total := sum(logprobs)) - total:  # without a call
+                # The common case without a call: of what is finite, its difference from itself is 0.
+                if last.__class__ is Segment and not (one := logprobs[0] if count == 1 else sum(logprobs)) - one:
                     last.token_ids.extend(token_ids)
                     last.logprobs.extend(logprobs)
                 else:
