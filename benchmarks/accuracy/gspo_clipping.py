@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save
 
+HERE = Path(__file__).parent
 PUBLISHED = ("--algorithm", "gspo")
 WIDE = (*PUBLISHED, "--eps-low", "0.03", "--eps-high", "0.04")
 ARMS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from april.commands.arguments import read_options, read_recipe
 from april.commands.failure import fail
+from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.comparison import compare_runs, run_record
 
@@ -21,12 +23,16 @@ from april.reporting.comparison import compare_runs, run_record
 @dataclass(kw_only=True)
 class Options:
     """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
-    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way."""
+    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way.
+
+    With --ratios the arms are synchronous, and partial rollouts at each N'/N: throughput against memory."""
 
     output: Path = Path("runs/compare")
     """Where the runs and compare.json are kept. Runs that are already complete there are not run again."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds; each is one run per arm."""
+    ratios: tuple[float, ...] = ()
+    """N'/N of partial rollouts to compare, as 1.5 2 3, in the place of the recipe's own N'."""
     target_reward: float = 0.8
     """Held-out reward whose time is compared."""
 
@@ -55,7 +61,10 @@ class ArmRun:
 def run(args: list[str]) -> int:
     """`april compare RECIPE [OPTIONS] [FLAGS OF april train]`."""
     path, options, flags = read_options(Options, "april compare", args)
-    arms = arms_of(read_recipe([path, *flags], "april compare"))
+    recipe = read_recipe([path, *flags], "april compare")
+    arms = arms_at(recipe, options.ratios) if options.ratios else arms_of(recipe)
+    for own in arms.values():
+        read_recipe([path, *flags, *own], "april compare")  # before any of them runs
     records = []
     for each in _runs(arms, options, flags):
         if not each.summary.is_file():
@@ -81,13 +90,39 @@ def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     }
 
 
+def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
+    """Synchronous, and partial at each N'/N; all at the recipe's slots.
+
+    Raises:
+        ConfigError: a ratio is below 1.
+    """
+    for ratio in ratios:
+        if not 1 <= ratio < float("inf"):
+            raise ConfigError(f"--ratios {ratio:g}: N' is at least N, so give 1 or more")
+    slots = ["--max-running", str(recipe.engine.max_running)]
+    partial = {
+        f"N'/N = {ratio:g}": [
+            "--partial-rollout",
+            "--over-sampling-batch-size",
+            str(round(ratio * recipe.rollout.rollout_batch_size)),
+            *slots,
+        ]
+        for ratio in ratios
+    }
+    return {"synchronous": ["--no-partial-rollout", *slots], **partial}
+
+
 def _runs(arms: dict[str, list[str]], options: Options, flags: Sequence[str]) -> Iterator[ArmRun]:
     """Every arm with every seed, the arms of one seed one after the other."""
     for seed in options.seeds:
         for arm, own in arms.items():
-            directory = options.output / f"{arm.replace(', ', '-').replace(' ', '-')}-{seed}"
+            directory = options.output / f"{_file_name(arm)}-{seed}"
             place = ["--seed", str(seed), "--output", str(directory), "--if-exists", "rename"]
             yield ArmRun(arm, seed, directory, (*flags, *own, *place))
+
+
+def _file_name(arm: str) -> str:
+    return re.sub(r"[^\w.]+", "-", arm.replace("N'/N = ", "ratio "))
 
 
 def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:

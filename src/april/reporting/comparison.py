@@ -28,8 +28,13 @@ ROWS = {
     "off_policy_token_share": False,
     "discarded_tokens": False,
     "slots": False,
+    "buffer_bytes": True,
+    "kv_cache_bytes": True,
+    "resident_bytes": True,
 }
 """The metrics that are compared, and whether a ratio to the first arm makes sense."""
+
+MEMORY = {"buffer_bytes", "kv_cache_bytes", "resident_bytes"}
 
 
 def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, target: float) -> dict[str, Any]:
@@ -66,6 +71,8 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
     for arm in arms:
         table.add_column(arm, justify="right")
     for name, ratio in ROWS.items():
+        if name in MEMORY and not any(record.get(name) for record in records):
+            continue  # an engine that does not say what it holds
         title, form = METRICS[name].label, METRICS[name].form
         cells, ratios = [], []
         for arm in arms:

@@ -48,6 +48,14 @@ def seconds(value: float) -> str:
     return f"{value:.3g} s" if abs(value) < 100 else f"{value:,.0f} s"
 
 
+def size(value: float) -> str:
+    """Bytes, in units of a thousand: 12 MB."""
+    for limit, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
 def clock(value: float) -> str:
     """Seconds as 0:42, 12:05 or 3:07:00."""
     minutes, rest = divmod(round(value), 60)

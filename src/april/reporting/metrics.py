@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from april.reporting.formats import Format, clock, compact, hundredths, percent, seconds, tenths, thousandths, whole
+from april.reporting.formats import (
+    Format,
+    clock,
+    compact,
+    hundredths,
+    percent,
+    seconds,
+    size,
+    tenths,
+    thousandths,
+    whole,
+)
 
 
 class Over(StrEnum):
@@ -132,6 +143,12 @@ TABLE: Sequence[Metric] = (
         ("train_seconds", "training", seconds, SUM),
         ("eval_seconds", "evaluation", seconds, SUM),
         ("reward_wait_seconds", "waiting for rewards", seconds, SUM),
+    ),
+    *_section(
+        "memory",
+        ("buffer_bytes", "buffered responses, in memory", size, MAX),
+        ("kv_cache_bytes", "keys and values, most held", size, MAX),
+        ("resident_bytes", "resident memory, peak", size, MAX),
     ),
     *_section(
         FAILURES,

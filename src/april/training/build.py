@@ -158,8 +158,8 @@ def _say_what_is_clipped(recipe: Recipe) -> None:
     if recipe.rollout.partial_rollout and objective.clips_older_policies:
         log.warning(
             "%s clips the ratio of a whole response to a range made for updates within one step (eps_low = %g); with "
-            "correction = %r the ratio is against the policy that sampled it, and about 40 %% of the tokens of steps with "
-            'older ones are clipped: set correction = "geometric", or eps_low = 0.03 and eps_high = 0.04',
+            "correction = %r the ratio is against the policy that sampled it, and about 40 %% of the tokens of steps "
+            'with older ones are clipped: set correction = "geometric", or eps_low = 0.03 and eps_high = 0.04',
             objective.algorithm.title,
             objective.algorithm.eps_low,
             objective.correction,

@@ -27,6 +27,7 @@ from april.rollout.step import Step
 from april.training.checkpoint import CheckpointError
 from april.training.evaluation import Evaluation
 from april.training.learner import Learner
+from april.training.memory import memory_of
 from april.training.run_state import RunState
 from april.training.stop import StopSignals
 from april.training.worker import Worker
@@ -119,6 +120,7 @@ class Trainer:
         )
         await self.scheduler.update_weights(await self._undisturbed(self.learner.weights, step.version + 1))
         measured = {**learned, "train_seconds": self.clock() - began, **self._rollout_metrics()}
+        measured |= memory_of(step, self.scheduler.engine)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 
     def _rollout_metrics(self) -> dict[str, Any]:

@@ -127,6 +127,11 @@ class EmbeddedEngine:
     def running(self) -> int:
         return len(self._admitted)
 
+    @property
+    def kv_cache_bytes(self) -> int:
+        """The most that keys and values have taken so far."""
+        return self._cache.peak_bytes
+
     def submit(self, sample: Sample) -> None:
         tokens = [*sample.prompt_ids, *sample.response_ids]
         limit = min(len(tokens) + sample.budget_left, self.capacity.context_length)

@@ -175,6 +175,8 @@ class KVCache(Generic[R]):
         self, shape: KVShape, context_length: int, budget: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.budget = budget
+        self.peak_bytes = 0
+        """The most that was allocated so far."""
         self.tiers: list[Tier[R]] = [Tier(length, shape, dtype, device) for length in tier_lengths(context_length)]
 
     def tier_for(self, length: int) -> Tier[R]:
@@ -228,6 +230,7 @@ class KVCache(Generic[R]):
             wanted = min(wanted, tier.rows + affordable)
         assert wanted > tier.used
         tier.resize(wanted)
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 
 
 def tier_lengths(context_length: int) -> list[int]:

@@ -1,0 +1,61 @@
+"""`april compare`: arms that a recipe is run in, and what they hold in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from april.commands.arguments import read_recipe
+from april.commands.compare import arms_at, arms_of
+from tests.commands.conftest import status
+
+April = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ratios", "1.5", "0.5"), "--ratios 0.5: N' is at least N"),
+        (("--ratios", "4"), "rollout.over_sampling_batch_size = 12"),
+        (("--ratios", "nan"), "--ratios nan"),
+        (("--steps", "0"), "training.steps = 0"),
+    ],
+)
+def test_a_mistake_is_found_before_anything_runs(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str], message: str
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    assert status("compare", "recipe.toml", *options) == 2
+    assert message in capsys.readouterr().err
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_every_arm_has_the_slots_of_the_recipe_or_as_many_as_samples(recipe: Path) -> None:
+    read = read_recipe([str(recipe)], "april compare")
+    assert list(arms_of(read)) == ["synchronous", "partial", "synchronous, unlimited slots"]
+    assert arms_of(read)["synchronous, unlimited slots"][-1] == str(6 * 3)
+    arms = arms_at(read, (1.5, 2))
+    assert list(arms) == ["synchronous", "N'/N = 1.5", "N'/N = 2"]
+    assert [flags[flags.index("--max-running") + 1] for flags in arms.values()] == ["12"] * 3
+    assert [read_recipe([str(recipe), *flags], "").rollout.over_sampling_batch_size for flags in arms.values()][1:] == [
+        4,
+        6,
+    ]
+
+
+def test_throughput_stands_beside_memory_for_each_ratio(recipe: Path, april: April) -> None:
+    flags = ("--steps", "1", "--eval-interval", "0", "--task.eval-size", "0")
+    done = april("compare", "recipe.toml", "--ratios", "2", "--seeds", "0", "--output", "out", "--", *flags)
+    assert done.returncode == 0, done.stderr
+    table = json.loads((recipe.parent / "out" / "compare.json").read_text())["table"]
+    synchronous, partial = table["synchronous"], table["N'/N = 2"]
+    assert synchronous["buffer_bytes"]["max"] == 0
+    assert partial["buffer_bytes"]["max"] > 0
+    assert partial["kv_cache_bytes"]["max"] > 0
+    assert min(synchronous["resident_bytes"]["min"], partial["resident_bytes"]["min"]) > 1e8
+    assert "resident memory" in done.stdout
+    assert (recipe.parent / "out" / "ratio-2-0" / "summary.json").is_file()
