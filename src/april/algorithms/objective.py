@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,8 @@ from april.algorithms.corrections import Correction, CorrectionKind, Diagnostics
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.algorithms.ratios import log_ratio
+from april.algorithms.turns import Turns, gae_over_turns, rewards_to_go, turn_advantages
+from april.rollout.trajectory import Sample
 
 
 class PolicyTerms(NamedTuple):
@@ -64,6 +66,8 @@ class Objective:
         bounds: of the correction, by the names `correct` gives them, in place of the published ones.
         entropy_coef: weight of the entropy bonus.
         value_clip: how far a value may move from its estimate before the update.
+        turn_discount: reward each turn of an episode with what comes from it on, discounted by this a turn; None
+            rewards the episode as a whole.
     """
 
     algorithm: Algorithm
@@ -72,6 +76,7 @@ class Objective:
     bounds: Mapping[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
     value_clip: float = 0.2
+    turn_discount: float | None = None
 
     @property
     def regularised(self) -> bool:
@@ -108,15 +113,19 @@ class Objective:
             return rewards
         return rewards + soft_overlong_penalty(lengths, self.budget, max(self.budget // 5, 1))
 
-    def with_advantages(self, batch: Batch, rewards: Tensor) -> Batch:
+    def with_advantages(self, batch: Batch, rewards: Tensor, samples: Sequence[Sample] = ()) -> Batch:
         """`batch` with an advantage of each sample or of each token, and with returns if there is a critic.
 
         Args:
             batch: all samples of the step, with what the objective needs of `reference`, `prox` and `values`.
             rewards: those trained on, [groups, samples].
+            samples: the batch's own, which know their turns; needed where turns are rewarded.
         """
         chosen, mask = self.algorithm, batch.mask
         penalty = self._penalty(batch)
+        if self.turn_discount is not None:
+            turns = Turns.of(samples, rewards.flatten(), mask.shape[1]).penalised(penalty)
+            return self._by_turn(batch, turns, rewards.shape[1], self.turn_discount)
         if chosen.value_head:
             assert batch.values is not None
             token_rewards = estimators.outcome_rewards(rewards.flatten(), mask) - penalty
@@ -128,6 +137,19 @@ class Objective:
             # A response is one action: its penalty is the sum over its tokens.
             penalised = rewards - penalty.sum(-1).view_as(rewards)
             advantages = estimators.ADVANTAGES[chosen.advantage](penalised).flatten()
+        return dataclasses.replace(batch, advantages=advantages)
+
+    def _by_turn(self, batch: Batch, turns: Turns, group_size: int, discount: float) -> Batch:
+        """`batch` with an advantage of each turn, at all of its tokens."""
+        chosen, mask = self.algorithm, batch.mask
+        if chosen.value_head:
+            assert batch.values is not None
+            advantages, returns = gae_over_turns(turns, batch.values, discount, chosen.lam)
+            return dataclasses.replace(batch, advantages=estimators.whiten(advantages, mask), returns=returns)
+        if chosen.advantage == "reinforce_plus_plus":
+            advantages = estimators.whiten(turns.spread(rewards_to_go(turns.rewards, discount)), mask)
+        else:
+            advantages = turn_advantages(turns, group_size, discount, estimators.ADVANTAGES[chosen.advantage])
         return dataclasses.replace(batch, advantages=advantages)
 
     def _penalty(self, batch: Batch) -> Tensor:

@@ -154,7 +154,7 @@ def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     yield from _correction_problems(settings)
-    for name in ("gamma", "gae_lambda"):
+    for name in ("gamma", "gae_lambda", "turn_discount"):
         if (value := getattr(settings, name)) is not None and value > 1:
             yield f"algorithm.{name} = {value}: must lie in [0, 1]"
 

@@ -228,6 +228,8 @@ class AlgorithmSettings:
         entropy_coef: Weight of an entropy bonus.
         gamma: ppo: discount; unset: as published.
         gae_lambda: ppo: λ of generalised advantage estimation; unset: as published.
+        turn_discount: With an environment: each turn's tokens are trained on its own and the later turns' rewards,
+            discounted by this a turn (by turn for ppo, too); unset: on the whole episode's reward.
         value_clip: ppo: how far a value may move from its estimate before the update; inf is no bound.
     """
 
@@ -247,6 +249,7 @@ class AlgorithmSettings:
     entropy_coef: float = 0.0
     gamma: NotNegative[float] | None = None
     gae_lambda: NotNegative[float] | None = None
+    turn_discount: NotNegative[float] | None = None
     value_clip: PositiveUnbounded[float] = 0.2
 
     @property

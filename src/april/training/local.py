@@ -165,7 +165,7 @@ class LocalLearner:
             batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch))
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
-        batch = self.objective.with_advantages(batch, self.rewards(step.groups))
+        batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
         if batch.prox is None and self.settings.updates_per_step > 1 and self.objective.asks_prox:
             signal = self.objective.carrying_signal(batch)
             batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch, signal))
@@ -351,7 +351,8 @@ def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:
     }
     chosen = resolve(settings.algorithm, correction, own)
     bounds = settings.correction_bounds
-    return Objective(chosen, budget, correction, bounds, settings.entropy_coef, settings.value_clip)
+    more = (settings.entropy_coef, settings.value_clip, settings.turn_discount)
+    return Objective(chosen, budget, correction, bounds, *more)
 
 
 def _drawn_from(rollout: RolloutSettings) -> tuple[float, Truncation]:
