@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-verl test-trackers test-environments gpu lint \
-	format docs clean
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-trl test-verl test-openrlhf test-trackers test-environments \
+	gpu lint format docs clean
 
 help:
 	@echo "make quickstart    set up .venv and train with active partial rollouts, into runs/quickstart"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
+	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
@@ -57,6 +58,11 @@ test-trl: setup
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
 	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_replicas.py
+
+# Sets up an environment of its own first, too, without what of OpenRLHF needs CUDA.
+test-openrlhf:
+	PYTHON=$(PYTHON) scripts/setup_openrlhf.sh
+	$(TEST_ENV) .frameworks/openrlhf/bin/python -m pytest tests/integrations/test_openrlhf.py
 
 # Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.
 gpu:

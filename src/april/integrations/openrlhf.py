@@ -1,0 +1,402 @@
+"""OpenRLHF with active partial rollouts: `python -m april.integrations.openrlhf` in place of
+`python -m openrlhf.cli.train_ppo_ray`, with the same flags.
+
+Invariants:
+- a step trains on `--rollout.batch_size` complete groups, each next to each other, every sample with its own prompt and
+  label; groups that OpenRLHF's filter turns away are replaced;
+- a sample is scored once, by OpenRLHF's own executor, while others generate;
+- prompts come from OpenRLHF's dataloader in its order, each once an episode; what it has given is under way here,
+  trained on, or turned away, and OpenRLHF's checkpoint holds it;
+- the engines have one set of weights from the moment that OpenRLHF has brought them there to the next time;
+- evaluation sees and changes nothing of what waits.
+
+Three names of OpenRLHF's are replaced where it looks for them: its vLLM actor, its trainer, and in that its generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from april.engines.pool import EnginePool
+from april.integrations.requirement import require
+from april.rollout.disk import as_json
+from april.rollout.engine import Engine
+from april.rollout.event_loop import EventLoop
+from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import FinishReason, Group, Prompt, Reward, Sample, SamplingParams
+
+require("openrlhf", "0.11", extra="openrlhf")
+
+import ray  # noqa: E402
+from openrlhf.trainer import ppo_trainer  # noqa: E402
+from openrlhf.trainer.ppo_utils import samples_generator  # noqa: E402
+from openrlhf.trainer.ray import vllm_engine  # noqa: E402
+from openrlhf.utils.agent import SingleTurnAgentExecutor  # noqa: E402
+
+from april.integrations.openrlhf_engine import RolloutActor, replicas, undecorated  # noqa: E402
+
+FORMAT = 1
+
+UNSUPPORTED = {
+    "train.async_enable": (
+        False,
+        "april carries unfinished samples over steps of its synchronous trainer: leave it out",
+    ),
+    "train.partial_rollout_enable": (False, "that is what april does: leave it out"),
+    "train.agent_func_path": (None, "april generates one turn a sample: leave it out"),
+    "data.max_images_per_prompt": (0, "april's prompts are text: leave it out"),
+}
+"""Settings under which OpenRLHF would do something else: the one value each may have, and what to do about another."""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What april is told beside OpenRLHF's own flags.
+
+    Args:
+        over_sampling_batch_size: `--april.over_sampling_batch_size`: groups under way (N'), or auto.
+        max_staleness: `--april.max_staleness`: the most weight updates between a group's first token and its step.
+    """
+
+    over_sampling_batch_size: Any = "auto"
+    max_staleness: int = MAX_STALENESS
+
+
+def params_of(args: Any, settings: Settings) -> RolloutParams:
+    """How many groups are under way, and how old they may be.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    return RolloutParams(
+        rollout_batch_size=args.rollout.batch_size,
+        n_samples_per_prompt=args.rollout.n_samples_per_prompt,
+        over_sampling_batch_size=settings.over_sampling_batch_size,
+        max_staleness=settings.max_staleness,
+        names={
+            "rollout_batch_size": "--rollout.batch_size",
+            "n_samples_per_prompt": "--rollout.n_samples_per_prompt",
+            "over_sampling_batch_size": "--april.over_sampling_batch_size",
+            "max_staleness": "--april.max_staleness",
+        },
+    )
+
+
+def check(args: Any, settings: Settings) -> None:
+    """Refuse settings under which rollouts would not be what they say, each by name.
+
+    Raises:
+        ValueError: names the setting and the remedy.
+    """
+    for name, (only, remedy) in UNSUPPORTED.items():
+        value = args
+        for part in name.split("."):
+            value = getattr(value, part, only)
+        if value != only:
+            raise ValueError(f"--{name} = {value}: {remedy}")
+    generated = getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size
+    if generated != args.rollout.batch_size:
+        raise ValueError(
+            f"--rollout.vllm_generate_batch_size = {generated}: april has its own (--april.over_sampling_batch_size); "
+            "leave it out"
+        )
+    if args.algo.advantage.is_correction_level == "off":
+        raise ValueError(
+            "--algo.advantage.is_correction_level off: some tokens are of older policies, which only the correction "
+            "accounts for: set it to token, or another"
+        )
+    params_of(args, settings)
+
+
+class Finished:
+    """A finished response, where OpenRLHF's executor asks an engine to generate one."""
+
+    def __init__(self, sample: Sample) -> None:
+        ids = sample.response_ids
+        logprobs = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, sample.logprobs, strict=True)]
+        reason = "length" if sample.finish is FinishReason.LENGTH else "stop"
+        self.output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:
+        return SimpleNamespace(outputs=[self.output])
+
+
+class Prompts(Iterator[Prompt]):
+    """OpenRLHF's prompts, episode after episode without a break."""
+
+    def __init__(self, dataloader: Any, encode: Any) -> None:
+        self.dataloader = dataloader
+        self.encode = encode
+        self.drawn = 0
+        self._rows: Iterator[Any] | None = None
+
+    def __next__(self) -> Prompt:
+        if self._rows is None:
+            self._rows = iter(self.dataloader)
+        row = next(self._rows, None)
+        if row is None:
+            self._rows = iter(self.dataloader)
+            row = next(self._rows)
+        _, (prompt,), (label,), (images,) = row
+        if images is not None:
+            raise ValueError("a prompt has images: april's prompts are text")
+        self.drawn += 1
+        made: Prompt = self.encode(prompt, label)
+        return made
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the dataloader is in OpenRLHF's checkpoint."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.drawn, self._rows = state["drawn"], None
+
+
+class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
+    """OpenRLHF's, with a scheduler between its prompts and its engines."""
+
+    def __init__(self, settings: Settings, generate_kwargs: Mapping[str, Any], **parts: Any) -> None:
+        super().__init__(**parts)
+        check(self.args, settings)
+        self.generate_kwargs = dict(generate_kwargs)
+        self.updated = True
+        """OpenRLHF has brought new weights to the engines since the last rollout."""
+        self._executor = SingleTurnAgentExecutor(getattr(self.args.reward, "remote_url", None))
+        self._steps = 0
+        """Steps taken in this episode."""
+        self._loop = EventLoop("april rollouts")
+        self._loop.run(self._set_up(settings))
+
+    async def _set_up(self, settings: Settings) -> None:
+        self.prompts = Prompts(self.prompts_dataloader, self._encode)
+        self.scheduler = RolloutScheduler(
+            EnginePool(list[Engine](replicas(self.vllm_engines))),
+            self.prompts,
+            self._score,
+            params_of(self.args, settings),
+            sampling=self._sampling(self.generate_kwargs),
+            dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
+            seed=self.args.train.seed,
+        )
+        self._taken = False
+        """A step was taken under the current version."""
+        self.step: Step | None = None
+        """The last one."""
+
+    def _sampling(self, kwargs: Mapping[str, Any]) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=kwargs.get("max_new_tokens") or kwargs["max_len"],
+            temperature=kwargs.get("temperature", 1.0),
+            top_p=kwargs.get("top_p", 1.0),
+            top_k=max(kwargs.get("top_k", -1), 0),
+        )
+
+    def _encode(self, prompt: str, label: Any) -> Prompt:
+        """As OpenRLHF's executor tokenizes it, and shortens it where it would leave a response no room."""
+        ids = self.tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
+        room = self.generate_kwargs["max_len"] - (self.generate_kwargs.get("max_new_tokens") or 1)
+        return Prompt(tuple(ids[-room:]), metadata={"prompt": prompt, "label": label})
+
+    async def _respond(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+        """What OpenRLHF's executor makes of a finished sample: its reward above all."""
+        kwargs = self.generate_kwargs
+        params = SimpleNamespace(max_tokens=kwargs.get("max_new_tokens"), logprobs=1)
+        response: dict[str, Any] = await self._executor.execute(
+            prompt=prompt.metadata["prompt"],
+            label=prompt.metadata["label"],
+            sampling_params=params,
+            max_length=kwargs["max_len"],
+            hf_tokenizer=self.tokenizer,
+            llm_engine=Finished(sample),
+        )
+        assert response["observation_tokens"] == [*sample.prompt_ids, *sample.response_ids]
+        return response
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
+        response = await self._respond(prompt, sample)
+        said = {name: response[name] for name in ("reward", "scores", "extra_logs")}
+        if self._executor.reward_endpoints and said["reward"] is None:
+            raise RuntimeError("OpenRLHF's executor got no reward (its log says why)")
+        info = json.loads(as_json(said))
+        value = info["reward"][0] if isinstance(info["reward"], list) else info["reward"]
+        return Reward(0.0 if value is None else float(value), info)
+
+    def _keep(self, group: Group) -> bool:
+        """OpenRLHF's filter by the mean score of a group."""
+        scores = [_number(sample.reward_info["scores"]) for sample in group.samples]
+        low, high = self.args.algo.dynamic_filtering_range
+        return bool(low < sum(scores) / len(scores) < high)
+
+    def _experiences(self, groups: Sequence[Group], kwargs: Mapping[str, Any]) -> list[Any]:
+        """As OpenRLHF makes them of its engines' responses."""
+        made = []
+        for group in groups:
+            for sample in group.samples:
+                prompt = len(sample.prompt_ids)
+                response = {
+                    "prompt": group.prompt.metadata["prompt"],
+                    "label": group.prompt.metadata["label"],
+                    "images": None,
+                    "mm_train_inputs": None,
+                    "observation_tokens": [*sample.prompt_ids, *sample.response_ids],
+                    "action_ranges": [(prompt, prompt + sample.length)],
+                    "rollout_log_probs": [0.0] * prompt + sample.logprobs.tolist(),
+                    "truncated": sample.finish is FinishReason.LENGTH,
+                    "reward": _number(sample.reward_info["reward"]),
+                    "scores": _number(sample.reward_info["scores"]),
+                    "extra_logs": {k: _number(v) for k, v in sample.reward_info["extra_logs"].items()},
+                }
+                made.append(self._process_response_into_experience(response, **kwargs))
+        return made
+
+    def _awake(self, what: str) -> None:
+        if self.args.vllm.enable_sleep:
+            vllm_engine.batch_vllm_engine_call(self.vllm_engines, what)
+
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
+        """A step's samples, the % of groups that the filter kept, prompts begun, and whether the episode is over."""
+        before = self.prompts.drawn
+        self._awake("wake_up")
+        try:
+            self._loop.run(self._catch_up())
+            step = self._loop.run(self.scheduler.collect())
+        finally:
+            self._awake("sleep")
+        self._taken = True
+        self.step = step
+        self._steps += 1
+        over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
+        if over:
+            self._steps = 0
+        kept = 100 * len(step.groups) / (len(step.groups) + len(step.rejections))
+        share = kept if self.args.algo.dynamic_filtering_enable else None
+        return self._experiences(step.groups, generate_kwargs), share, self.prompts.drawn - before, over
+
+    async def _catch_up(self) -> None:
+        """New weights after a step are a new version."""
+        if not self.updated:
+            return
+        if self._taken:
+            await self.scheduler.update_weights()
+        else:
+            await self.scheduler.load_weights()
+        self.updated = self._taken = False
+
+    def _generate_vllm(
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
+    ) -> tuple[list[Any], int, bool]:
+        """Evaluation: complete groups of exactly the prompts that come next."""
+        prompts, labels, _, over = samples_generator._collect_prompt_batch(dataloader_iter, num_prompts)
+        count = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
+        asked = [self._encode(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        groups = self._loop.run(self._evaluate(asked, count, self._sampling(generate_kwargs)))
+        return self._experiences(groups, generate_kwargs), len(asked), over
+
+    async def _evaluate(self, prompts: Sequence[Prompt], count: int, sampling: SamplingParams) -> list[Group]:
+        await self._catch_up()
+        groups = await self.scheduler.evaluate(prompts, count, sampling)
+        for group in groups:
+            for sample in group.samples:
+                reward = await self._score(group.prompt, sample)
+                sample.reward, sample.reward_info = reward.value, reward.info
+        return groups
+
+    def state_dict(self) -> str:
+        """What waits, for OpenRLHF's checkpoint."""
+        state = {"format": FORMAT, "steps": self._steps, "taken": self._taken, "scheduler": self.scheduler.state_dict()}
+        return as_json(state)
+
+    def load_state_dict(self, saved: str) -> None:
+        state = json.loads(saved)
+        if state["format"] != FORMAT:
+            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._steps, self._taken, self.updated = state["steps"], state["taken"], True
+
+
+def _number(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value
+
+
+class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
+    """OpenRLHF's trainer with april's generator, which is part of its checkpoints."""
+
+    samples_generator: Any
+
+    def __init__(self, settings: Settings, *args: Any, **generate_kwargs: Any) -> None:
+        super().__init__(*args, **generate_kwargs)
+        own = self.samples_generator
+        self.samples_generator = SamplesGenerator(
+            settings,
+            generate_kwargs,
+            strategy=own.strategy,
+            prompts_dataloader=own.prompts_dataloader,
+            eval_dataloader=own.eval_dataloader,
+            tokenizer=own.tokenizer,
+            vllm_engines=own.vllm_engines,
+        )
+
+    def broadcast_to_vllm(self) -> None:
+        super().broadcast_to_vllm()
+        self.samples_generator.updated = True
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = super().init_checkpoint_states()
+        if "april" in states:
+            self.samples_generator.load_state_dict(states["april"])
+        return states
+
+    def save_logs_and_checkpoints(
+        self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
+    ) -> None:
+        logs = {
+            **(logs_dict or {}),
+            **{f"april/{name}": v for name, v in self.samples_generator.step.metrics().items()},
+        }
+        states = {**(client_states or {}), "april": self.samples_generator.state_dict()}
+        super().save_logs_and_checkpoints(global_step, logs, states)
+
+
+class Standing:
+    """Stands where OpenRLHF looks for its trainer's actor class."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        return ray.remote(PPOTrainer).remote(self.settings, *args, **kwargs)
+
+
+def install(settings: Settings) -> None:
+    """Have OpenRLHF make april's actors and trainer in this process."""
+    vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
+    ppo_trainer.PPOTrainer = Standing(settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m april.integrations.openrlhf", allow_abbrev=False, add_help=False)
+    parser.add_argument("--april.over_sampling_batch_size", dest="over_sampling_batch_size", default="auto")
+    parser.add_argument("--april.max_staleness", dest="max_staleness", type=int, default=MAX_STALENESS)
+    own, theirs = parser.parse_known_args()
+    target = own.over_sampling_batch_size
+    install(
+        Settings(over_sampling_batch_size=target if target == "auto" else int(target), max_staleness=own.max_staleness)
+    )
+    sys.argv[1:] = theirs
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    # Not this copy of the module: what it defines goes to Ray's processes by its name.
+    from april.integrations import openrlhf
+
+    openrlhf.main()

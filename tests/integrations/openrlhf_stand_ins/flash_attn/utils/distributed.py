@@ -1,0 +1,3 @@
+"""Nothing here is called."""
+
+all_gather = None

@@ -1,0 +1,3 @@
+"""See `vllm`."""
+
+TokensPrompt = dict

@@ -1,0 +1,5 @@
+"""See `vllm`."""
+
+from types import SimpleNamespace
+
+RequestOutputKind = SimpleNamespace(DELTA="delta")
