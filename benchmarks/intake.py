@@ -44,6 +44,9 @@ TICKS = os.sysconf("SC_CLK_TCK")
 TOKENS = np.array([token_at(0, i) for i in range(PERIOD)])
 LOGPROBS = np.array([logprob_at(0, i) for i in range(PERIOD)], dtype=np.float32)
 PROMPT = 64
+SETTINGS = json.dumps({"stream_interval": 30, "patience": 300.0})
+"""30 is what "auto" takes at 60 tokens/s, and would not where the machine cannot play so many. Two cores that play
+16,384 streams back and read them are slow to answer: neither interrupts nor health checks are cut short for that."""
 
 
 def processor_seconds(pid: int) -> float:
@@ -113,17 +116,23 @@ async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> 
     """Generate for a while after warming up, then interrupt everything."""
     collecting = asyncio.create_task(scheduler.collect())
     began = time.perf_counter()
-    # Every stream is up and fast, and the first events, of a token each, are over.
-    while time.perf_counter() < began + seconds / 2 or scheduler.step_tokens < 8 * scheduler.in_flight:
+    # Every stream is up, and the first events, of a token each, are over.
+    before = {sample.id: sample.length for group in scheduler.buffer for sample in group.samples}
+
+    def under_way() -> bool:
+        samples = [sample for group in scheduler.buffer for sample in group.samples]
+        return len(samples) > 0 and all(sample.length > before.get(sample.id, 0) + 16 for sample in samples)
+
+    while time.perf_counter() < began + seconds / 2 or not under_way():
         await asyncio.sleep(0.2)
         assert not collecting.done(), collecting.exception()
     clients = [pid for pid in children() if pid not in others]
-    before = scheduler.step_tokens
+    tokens = scheduler.step_tokens
     wall, driver, client = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
     await asyncio.sleep(seconds)
     wall, driver = time.perf_counter() - wall, time.process_time() - driver
     client = sum(map(processor_seconds, clients)) - client
-    tokens = scheduler.step_tokens - before
+    tokens = scheduler.step_tokens - tokens
     streams = scheduler.in_flight
     began, used = time.perf_counter(), time.process_time()
     collecting.cancel()
@@ -149,7 +158,7 @@ async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[st
         intakes = [Intake(f"intake process {i}") for i in range(args.intakes if replicas > 1 or args.always else 0)]
         for engine_, intake in zip(engines, itertools.cycle(intakes), strict=False):
             await engine_.read_in(intake)
-        engine = EnginePool(engines)
+        engine = EnginePool(engines, health_timeout=120.0)
         groups, size = replicas * SLOTS // 8, 8
         prompts = (Prompt((i, PROMPT, *range(2, PROMPT)), str(i)) for i in itertools.count())
         params = RolloutParams(
@@ -186,7 +195,7 @@ async def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="measurements after the first, which is left out")
     parser.add_argument("--processes", type=int, default=2, help="processes that play back, at most")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="response budget")
-    parser.add_argument("--settings", default="{}", help="of the clients, as JSON")
+    parser.add_argument("--settings", default=SETTINGS, help="of the clients, as JSON")
     parser.add_argument("--intakes", type=int, default=2, help="processes that read the streams of many replicas")
     parser.add_argument("--always", action="store_true", help="those of one replica as well")
     parser.add_argument("--dry", action="store_true", help="save nothing")

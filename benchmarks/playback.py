@@ -123,8 +123,11 @@ class Replica:
         if sampled == stream.budget:
             self.end(stream, "length")
             return
+        first = not stream.sent
         self.send(stream, sampled, None)
-        self.clock.at(min(step + stream.interval, stream.start + stream.budget), stream)
+        # Streams begin together here, where those of a run have long been out of step.
+        ahead = 1 + stream.where % stream.interval if first else stream.interval
+        self.clock.at(min(step + ahead, stream.start + stream.budget), stream)
 
     def send(self, stream: Stream, sampled: int, reason: str | None) -> None:
         event = self.event(stream, sampled - stream.sent, reason)

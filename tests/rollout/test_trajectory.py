@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from array import array
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april import ENVIRONMENT, FinishReason, Group, Prompt, SamplingParams, Segment
+from april import ENVIRONMENT, Chunk, FinishReason, Group, Prompt, SamplingParams, Segment
+from april.rollout.records import encode
 from april.rollout.trajectory import Transition
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
@@ -140,3 +142,26 @@ def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
     sample.observe([], Transition(6, 0), FinishReason.DONE)
     with pytest.raises(ValueError, match="has finished"):
         sample.observe([1], Transition(6, 1))
+
+
+@given(CHUNKS, st.booleans())
+def test_packed_tokens_stay_packed_and_make_the_same_response(chunks: list[tuple[int, int]], mixed: bool) -> None:
+    """From arrays as from lists, and from both in turn: the same sample, journal records and saved state."""
+    group, packed = start(), start()
+    version, events, same = 0, [], []
+    for i, (n, growth) in enumerate(chunks):
+        version += growth
+        ids, logprobs = list(range(n)), [-0.1 * i for i in range(n)]
+        arrays = (array("i", ids), array("d", logprobs)) if not mixed or i % 2 else (ids, logprobs)
+        group.samples[0].extend(ids, logprobs, version)
+        packed.samples[0].extend(*arrays, version)
+        events.append(Chunk("7.0", ids, logprobs, version))
+        same.append(Chunk("7.0", *arrays, version))
+    assert list(encode(same, 1)) == list(encode(events, 1))
+    assert packed.to_dict() == group.to_dict()
+    assert packed.samples[0].response_ids == group.samples[0].response_ids
+    assert packed.samples[0].logprobs.tolist() == group.samples[0].logprobs.tolist()
+    if not mixed:
+        assert all(isinstance(segment.token_ids, array) for segment in packed.samples[0].segments)
+    with pytest.raises(ValueError, match="no finite number"):
+        packed.samples[0].extend(array("i", [1]), array("d", [float("nan")]), version)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Awaitable, Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -103,7 +104,7 @@ class EnginePool:
         return [member for member in self.members if member.ready]
 
     def submit(self, sample: Sample) -> None:
-        segments = [Segment(s.version, list(s.token_ids), list(s.logprobs)) for s in sample.segments]
+        segments = [Segment(s.version, array("i", s.token_ids), array("d", s.logprobs)) for s in sample.segments]
         self._place(replace(sample, segments=segments))
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health(), name="pool health")

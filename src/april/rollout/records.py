@@ -6,7 +6,9 @@ Invariant: `decode` gives what `encode` was given, to the last bit, or says why 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -41,8 +43,13 @@ def encode(events: Iterable[Event], first: int) -> Iterator[Record]:
 
 def _chunk_record(chunks: Sequence[Chunk], first: int) -> Record:
     body = [[c.sample_id, c.version, len(c.token_ids), c.finish] for c in chunks]
-    token_ids = np.array([token for c in chunks for token in c.token_ids], dtype="<i4")
-    logprobs = np.array([logprob for c in chunks for logprob in c.logprobs], dtype="<f8")
+    token_ids, logprobs = array("i"), array("d")
+    for chunk in chunks:
+        token_ids.extend(chunk.token_ids)
+        logprobs.extend(chunk.logprobs)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+        logprobs.byteswap()
     last = first + len(chunks) - 1
     return _sealed(last, first, "chunks", json.dumps(body), token_ids.tobytes(), logprobs.tobytes())
 

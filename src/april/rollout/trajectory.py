@@ -11,7 +11,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from math import isfinite
@@ -132,12 +133,13 @@ class Segment:
     """A run of tokens from one source.
 
     `version` is the policy version that sampled them, or ENVIRONMENT. `logprobs` has one entry per token: the
-    behaviour log-probability in nats for policy tokens, 0 for environment tokens.
+    behaviour log-probability in nats for policy tokens, 0 for environment tokens. Tokens that came packed, in arrays,
+    stay so: 12 bytes each instead of the 68 of objects in lists.
     """
 
     version: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    token_ids: MutableSequence[int] = field(default_factory=list)
+    logprobs: MutableSequence[float] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -263,6 +265,8 @@ class Sample:
                     raise ValueError(f"policy versions never go back, but {version} came")
                 kind: type[Segment] = getattr(token_ids, "segment", Segment)  # a simulation's tokens have their own
                 last = kind(version)
+                if isinstance(token_ids, array):
+                    last.token_ids, last.logprobs = array("i"), array("d")
                 last.extend(token_ids, logprobs)
                 segments.append(last)
             self.length += count

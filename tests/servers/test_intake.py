@@ -1,0 +1,81 @@
+"""Streams of real servers, read in a process of their own: as exact as in this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from april.engines.pool import EnginePool
+from april.engines.servers.intake import Intake
+from april.rollout.engine import KVPolicy
+from april.rollout.trajectory import SamplingParams
+from tests.servers.conftest import SLOTS, Connect, make_samples
+from tests.servers.test_engines import EXACT, absorb, error_by_version, finish, reach, submit
+from tests.servers.tiny import Oracle
+
+
+@pytest_asyncio.fixture
+async def intake() -> AsyncIterator[Intake]:
+    intake = Intake()
+    yield intake
+    await intake.close()
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_interrupted_and_resumed_under_new_weights(
+    connect: Connect,
+    intake: Intake,
+    oracles: list[Oracle],
+    models: list[Path],
+    on_update: KVPolicy,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = await connect(on_update=on_update, stream_interval="auto")
+    await engine.read_in(intake)
+    samples = make_samples(SLOTS + 4, SamplingParams(160, temperature=0.8))
+    for version in range(3):
+        if version:
+            await engine.update_weights(version, models[version])
+        submit(engine, samples)
+        if version < 2:
+            while sum(int((sample.versions == version).sum()) for sample in samples) < 100:
+                assert not absorb(await engine.poll(), samples)
+            absorb(await engine.interrupt(), samples)
+            assert await engine.poll() == []
+    await finish(engine, samples)
+    assert all(sample.length == 160 for sample in samples)
+    assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
+    if on_update == "recompute":
+        assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    else:  # until its first update a sample has seen keys and values of one policy only
+        for sample in samples:
+            first = int((sample.versions == sample.versions[0]).sum())
+            expected = oracles[sample.versions[0]].logprobs(sample)[:first]
+            assert np.abs(expected - sample.logprobs[:first]).max() < EXACT
+    # Every stream came to the end that the server counts, as many tokens, of the same versions.
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
+
+
+async def test_a_killed_process_costs_no_token(
+    connect: Connect, intake: Intake, oracles: list[Oracle], models: list[Path]
+) -> None:
+    engine = await connect()
+    await engine.read_in(intake)
+    pool = EnginePool([engine])
+    await pool.update_weights(0, models[0])
+    samples = make_samples(SLOTS, SamplingParams(160))
+    submit(pool, samples)
+    await reach(pool, samples, 30)
+    assert intake.process is not None
+    os.kill(intake.process.pid, signal.SIGKILL)
+    await finish(pool, samples)
+    assert intake.life == 2
+    assert all(sample.length == 160 for sample in samples)
+    assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
+    await pool.close()
