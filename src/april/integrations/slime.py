@@ -287,7 +287,10 @@ class Rollouts:
             raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
         vocab_size = local_vocab_size(self.args.hf_checkpoint)
         found = await asyncio.gather(
-            *(SlimeServer.connect(worker["url"], OneVersion, vocab_size=vocab_size) for worker in workers),
+            *(
+                SlimeServer.connect(worker["url"], OneVersion, vocab_size=vocab_size, stream_interval="auto")
+                for worker in workers
+            ),
             return_exceptions=True,
         )
         replicas = [replica for replica in found if isinstance(replica, SlimeServer)]
