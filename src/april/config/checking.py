@@ -146,6 +146,19 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             f"model.device = {recipe.model.device!r} is one device, but each of {trainer.processes} processes needs "
             'its own: name the kind alone, like "cuda"'
         )
+    if trainer.sharded and recipe.engine.own_process:
+        yield "engine.own_process = true is for one training process: with several, choose servers (vllm, sglang)"
+    if trainer.overlap is True:
+        if recipe.engine.engine in ("embedded", "vllm-inproc") and not recipe.engine.own_process:
+            yield (
+                f"trainer.overlap = true: engine.engine = {recipe.engine.engine!r} generates in the process that "
+                "trains; set engine.own_process = true (embedded), or choose servers (vllm, sglang)"
+            )
+        elif not recipe.overlaps:
+            yield (
+                "trainer.overlap = true: what is sampled during training is one update old when it is trained on; set "
+                "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
+            )
 
 
 def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
@@ -173,6 +186,8 @@ def _engine_problems(engine: EngineSettings) -> Iterator[str]:
             yield f'engine.urls has {url!r}: write each as "http://host:port"'
     if servers and not engine.urls and engine.server_python and shutil.which(engine.server_python) is None:
         yield f"engine.server_python = {engine.server_python!r}: no such interpreter"
+    if engine.own_process and engine.engine != "embedded":
+        yield f'engine.own_process is set but engine = "{engine.engine}": it is for "embedded"; remove it'
     if engine.engine == "vllm-inproc":
         if engine.on_update == "keep":
             yield 'engine.on_update = "keep": vLLM in this process computes anew only; use "recompute"'

@@ -88,6 +88,14 @@ class Recipe:
             admission_window=rollout.admission_window,
         )
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether generation goes on while a step is trained on: if it is asked for, or may be and can be."""
+        rollout, engine = self.rollout, self.engine
+        apart = engine.own_process or engine.engine in ("vllm", "sglang")
+        stale = rollout.partial_rollout and (rollout.policy == "april-paper" or rollout.max_staleness > 0)
+        return bool(self.trainer.overlap) and apart and stale
+
     def fault_policy(self) -> FaultPolicy:
         """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
         rollout = self.rollout

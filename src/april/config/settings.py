@@ -168,6 +168,7 @@ class EngineSettings:
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
             sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
             as many tokens as a sample gets in half a second, which is what a lost connection may cost it.
+        own_process: embedded: generate in a process of its own, on a copy of the policy; what trainer.overlap needs.
         draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
             what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
@@ -193,6 +194,7 @@ class EngineSettings:
     on_update: Literal["recompute", "keep"] = "recompute"
     kv_cache_gb: Positive[float] | None = None
     stream_interval: Positive[int] | Literal["auto"] = "auto"
+    own_process: bool = False
     draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
     replicas: Positive[int] = 1
@@ -338,7 +340,7 @@ class TrainingSettings:
 
 @dataclass(kw_only=True)
 class TrainerSettings:
-    """Which processes train it (docs/training.md).
+    """Which processes train it, and when (docs/training.md).
 
     Args:
         backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
@@ -346,6 +348,9 @@ class TrainerSettings:
         processes: Processes that train together, ranks, which april starts on this machine; on GPUs one each.
         compute_dtype: fsdp2: forward and backward in this type, and engines compute in it too; parameters, sums of
             gradients and the optimizer stay of model.dtype. Unset: as model.dtype.
+        overlap: Generation goes on while a step is trained on, and stops for the weight update alone; max_staleness
+            holds all the same. For engines with devices of their own: servers, or engine.own_process. Off: they take
+            turns. auto: on wherever it is possible.
         rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
             started anew, and go on from the newest checkpoint and the journal.
         max_restarts: Such restarts without a training step done in between, after which the run ends.
@@ -354,6 +359,7 @@ class TrainerSettings:
     backend: Literal["auto", "local", "fsdp2"] = "auto"
     processes: Positive[int] = 1
     compute_dtype: Literal["float32", "bfloat16"] | None = None
+    overlap: bool | Literal["auto"] = False
     rank_timeout: Positive[float] = 300.0
     max_restarts: NotNegative[int] = 3
 

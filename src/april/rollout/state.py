@@ -231,7 +231,7 @@ class RolloutState:
             "trained": self.trained,
             "buffer": self.buffer.state_dict(),
             "ready": list(self.ready),
-            "before": self._lengths,
+            "before": dict(self._lengths),
             "left": [asdict(span) for span in self._left],
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),

@@ -129,6 +129,7 @@ async def trainer_of(
             log=run_log,
             worker=await stack.enter_async_context(Worker()),
             signals=stack.enter_context(StopSignals()),
+            overlap=recipe.overlaps,
             progress=progress,
             clock=clock,
         )

@@ -19,6 +19,7 @@ from april.config.recipe import Recipe
 from april.config.settings import API_KEY, EngineSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
+from april.training.policy import device_of
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,9 @@ async def engine_of(
     settings = recipe.engine
     async with AsyncExitStack() as stack:
         engine: Engine
-        if settings.engine == "embedded":
+        if settings.own_process:
+            engine = await _own_process(recipe)
+        elif settings.engine == "embedded":
             engine = _embedded(settings, model)
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
@@ -57,6 +60,26 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
         on_update=settings.on_update,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
         draft_tokens=settings.draft_tokens,
+    )
+
+
+async def _own_process(recipe: Recipe) -> Engine:
+    from april.engines.embedded.process import EngineProcess, ProcessSettings
+
+    settings = recipe.engine
+    return await EngineProcess.start(
+        ProcessSettings(
+            model=str(Path(recipe.model.path).expanduser()),
+            dtype=recipe.model.dtype,
+            device=str(device_of(recipe.model)),
+            threads=recipe.training.threads,
+            max_running=settings.max_running,
+            context_length=settings.context_length,
+            kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+            on_update=settings.on_update,
+            draft_tokens=settings.draft_tokens,
+            stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
+        )
     )
 
 

@@ -1,7 +1,8 @@
 """What a run is between two steps, saved and loaded as one.
 
 Invariant: policy, optimizer, groups under way, the place in the journal and the log in a checkpoint are of the same
-moment; so whoever saves lets nothing train, sample or be logged until it is written.
+moment. So whoever captures it lets nothing be in flight, and whoever writes it lets nothing train or be logged until it
+is written; what is sampled meanwhile is in the journal behind the checkpoint.
 """
 
 from __future__ import annotations

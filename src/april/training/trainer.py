@@ -2,8 +2,9 @@
 
 Invariants:
 - one optimizer phase, one weight update and one policy version per step, in that order, never torn apart by a stop;
-- training and saving run in a thread of their own and the event loop goes on; while they do, nothing is in flight, so
-  an engine that shares the parameters computes nothing with them, and nothing that is saved moves;
+- training and saving run in a thread of their own and the event loop goes on; unless generation overlaps with them,
+  nothing is in flight meanwhile, so an engine that shares the parameters computes nothing with them;
+- what is saved is of one moment, in which nothing was in flight;
 - a run that stops or dies at any moment and is resumed trains on the same groups as one that did not;
 - nothing is trained on twice, and nothing sampled is lost: it is in the checkpoint, or in the journal that goes on
   from there.
@@ -48,6 +49,8 @@ class Trainer:
         log: records it. A run that is resumed goes on from its steps.
         worker: where training and saving happen.
         signals: how a user stops the run.
+        overlap: generation goes on while a step is trained on; the engine must not compute with the parameters that are
+            trained.
         progress: shows what the run is doing; nothing does if None.
         clock: seconds that only ever grow.
     """
@@ -60,6 +63,7 @@ class Trainer:
     log: RunLog
     worker: Worker
     signals: StopSignals
+    overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
 
@@ -95,7 +99,7 @@ class Trainer:
         if self.signals.requested.is_set():
             return None
         self._phase("rollout")
-        collecting = asyncio.create_task(self.scheduler.collect())
+        collecting = asyncio.create_task(self.scheduler.take() if self.overlap else self.scheduler.collect())
         stopping = asyncio.create_task(self.signals.requested.wait())
         try:
             await asyncio.wait((collecting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +122,7 @@ class Trainer:
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
         )
-        await self.scheduler.update_weights(await self._undisturbed(self.learner.weights, step.version + 1))
+        await self.scheduler.swap(await self._undisturbed(self.learner.weights, step.version + 1))
         measured = {**learned, "train_seconds": self.clock() - began, **self._rollout_metrics()}
         measured |= memory_of(step, self.scheduler.engine)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
@@ -142,19 +146,22 @@ class Trainer:
             self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
 
     async def _save(self) -> None:
-        """A checkpoint is finished once it is begun."""
+        """A checkpoint is finished once it is begun; generation may go on while it is written."""
         self._phase("saving")
         with self.signals.held():
-            await self._undisturbed(self.state.write, self.state.capture())
+            async with self.scheduler.paused():
+                captured = self.state.capture()
+            await self._undisturbed(self.state.write, captured)
             self.state.prune()
 
     async def _undisturbed(
         self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None
     ) -> T:
-        """`work` in the worker's thread, with nothing in flight until it is done."""
-        assert not self.scheduler.in_flight, "samples are in flight while the policy is trained or saved"
+        """`work` in the worker's thread, with nothing in flight until it is done unless generation overlaps with it."""
+        overlap = self.overlap
+        assert overlap or not self.scheduler.in_flight, "samples are in flight while the policy is trained or saved"
         done = await self.worker.run(work, *args, interrupt=interrupt)
-        assert not self.scheduler.in_flight, "samples were submitted while the policy was trained or saved"
+        assert overlap or not self.scheduler.in_flight, "samples were submitted while the policy was trained or saved"
         return done
 
     def _due(self, interval: int) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from april.config.recipe import Recipe
@@ -30,7 +31,7 @@ def transfer_of(
             return adapters.merged()
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    if recipe.engine.engine == "embedded":
+    if recipe.engine.engine == "embedded" and not recipe.engine.own_process:
         return InProcess(tensors) if adapters else SharedParameters()
     device = next(model.parameters()).device
     return transfer(recipe, tensors, lambda path: save_policy(path, model, tokenizer, adapters), directory, device)
@@ -47,6 +48,8 @@ def transfer(
         directory: the run's.
     """
     settings = recipe.engine
+    if settings.own_process:
+        return OnDisk(directory / "weights", lambda path: _save_tensors(path, tensors()))
     if settings.engine in ("embedded", "vllm-inproc"):
         return InProcess(tensors)
     if settings.weight_transfer == "disk":
@@ -55,3 +58,8 @@ def transfer(
 
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
     return Broadcast(tensors, backend, settings.broadcast_address, settings.broadcast_interface)
+
+
+def _save_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors}, directory / "model.safetensors")

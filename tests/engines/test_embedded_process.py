@@ -1,0 +1,82 @@
+"""The embedded engine in a process of its own: what comes out of it, and what becomes of it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from april import EngineError, Group, Prompt, RolloutParams, RolloutScheduler, SamplingParams
+from april.engines.embedded import EmbeddedEngine
+from april.engines.embedded.process import EngineProcess, ProcessSettings
+from tests import tiny
+
+
+async def no_reward(prompt: Prompt, samples: object) -> list[float]:
+    return [0.0] * 2
+
+
+async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_should(tmp_path: Path) -> None:
+    tiny.save(tmp_path / "policy")
+    engine = await EngineProcess.start(
+        ProcessSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_running=6)
+    )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+        policies = [{n: p + 0.05 * i * torch.randn_like(p) for n, p in parameters(model).items()} for i in range(3)]
+        own = EmbeddedEngine(model, context_length=128, max_running=6)
+        assert (engine.capacity.slots, engine.capacity.context_length) == (6, 128)
+        found = [await responses(each, policies, tmp_path) for each in (own, engine)]
+        assert found[0] == found[1]
+        save_file({"nothing": torch.zeros(1)}, tmp_path / "weights" / "model.safetensors")
+        with pytest.raises(EngineError, match="no parameter named"):
+            await engine.update_weights(9, tmp_path / "weights")
+
+        sample = Group.start(99, Prompt((5, 6)), 1, SamplingParams(max_tokens=100), seed=0).samples[0]
+        engine.submit(sample)
+        await engine.poll()
+        assert engine.process is not None
+        engine.process.kill()
+        await engine.process.wait()
+        await asyncio.sleep(0.1)
+        engine._take()
+        with pytest.raises(EngineError, match="has died"):
+            await engine.poll()
+        await engine.interrupt()
+        with pytest.raises(EngineError, match="has died"):
+            await engine.update_weights(9, tmp_path / "weights")
+    finally:
+        await engine.close()
+    assert engine.process.returncode is not None
+
+
+def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+async def responses(
+    engine: EmbeddedEngine | EngineProcess, policies: list[dict[str, torch.Tensor]], directory: Path
+) -> dict[str, object]:
+    """Synchronous steps, interrupts in the midst of them, and weights that change in between."""
+    prompts = (Prompt((5, 6, 7 + i % 5), str(i)) for i in range(100))
+    params = RolloutParams(rollout_batch_size=3, n_samples_per_prompt=2, partial_rollout=False)
+    sampling = SamplingParams(max_tokens=60, stop_token_ids=(20, 21))
+    said: dict[str, object] = {}
+    (directory / "weights").mkdir(exist_ok=True)
+    async with RolloutScheduler(engine, prompts, no_reward, params, sampling=sampling, reward_scope="group") as it:
+        for policy in policies:
+            collecting = asyncio.create_task(it.collect())
+            while not collecting.done() and it.step_tokens < 40:
+                await asyncio.sleep(0)
+            if not collecting.done():  # every token is kept, and the step goes on from there
+                collecting.cancel()
+                await asyncio.wait([collecting])
+            step = await (it.collect() if collecting.cancelled() else collecting)
+            said |= {s.id: (s.response_ids, list(s.versions), s.finish) for g in step.groups for s in g.samples}
+            save_file(policy, directory / "weights" / "model.safetensors")
+            await it.update_weights(directory / "weights" if isinstance(engine, EngineProcess) else policy)
+    return said

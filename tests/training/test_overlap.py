@@ -1,0 +1,97 @@
+"""Runs that train beside generation: real processes, signals, kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from april.config.checking import check_recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.reporting.metrics_log import read_metrics
+from tests import tiny
+from tests.training.test_trainer import RECIPE, april
+
+OVERLAP = ("--own-process", "--overlap", "True")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    tiny.save(tmp_path / "policy")
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
+    return path
+
+
+def test_a_run_that_overlaps_keeps_the_bound_and_loses_nothing_across_stops_and_kills(
+    small: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "april", "train", str(small), *OVERLAP, "--steps", "1000", "--eval-interval", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_step(run, 5, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    before = rollouts(run)
+
+    command = [sys.executable, "-m", "april", "resume", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_step(run, 8, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    stopped = read_metrics(run)[-1]["step"]
+    again = rollouts(run)
+    for step, was in before.items():
+        assert again[step] == was, "the steps since the checkpoint are trained on again as they were"
+
+    done = april("resume", run, "--steps", stopped + 2)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in read_metrics(run) if "staleness_max" in line]
+    assert [line["step"] for line in lines] == list(range(1, stopped + 3))
+    assert [line["policy_version"] for line in lines] == list(range(stopped + 2))
+    assert max(line["staleness_max"] for line in lines) <= 2
+    assert lines[-1]["discarded_tokens"] == 0
+    assert any(line["off_policy_token_share"] == 1 for line in lines[1:]), "whole groups are sampled beside training"
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(run)):
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+def rollouts(run: Path) -> dict[int, tuple[float, ...]]:
+    """What each step was trained on, as far as metrics tell."""
+    names = ("reward", "step_consumed_tokens", "staleness_mean", "off_policy_token_share")
+    return {line["step"]: tuple(line[name] for name in names) for line in read_metrics(run) if names[1] in line}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": {"overlap": True}}, r"generates in the process that trains; set engine\.own_process"),
+        (
+            {"trainer": {"overlap": True}, "engine": {"own_process": True}, "rollout": {"max_staleness": 0}},
+            "max_staleness = 1 or more",
+        ),
+        ({"engine": {"own_process": True, "engine": "vllm"}}, 'it is for "embedded"'),
+    ],
+)
+def test_overlap_that_cannot_be_is_refused(settings: dict[str, dict[str, object]], message: str) -> None:
+    recipe = Recipe()
+    for section, values in settings.items():
+        for name, value in values.items():
+            setattr(getattr(recipe, section), name, value)
+    with pytest.raises(ConfigError, match=message):
+        check_recipe(recipe)
