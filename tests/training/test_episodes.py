@@ -99,6 +99,11 @@ def test_a_run_with_an_environment_trains_on_whole_episodes(recipe: Path, tmp_pa
     assert all(1 <= line["reward/turns"] <= 5 for line in lines)
     assert max(line["reward/vowels"] for line in lines) > 0
     assert max(line["samples_interrupted"] for line in lines) > 0
+    assert all(line["turns_mean"] == pytest.approx(line["reward/turns"]) for line in lines)
+    assert all(line["environment_failures"] == 0 for line in lines)
+    assert all(line["environment_seconds"] > 0 for line in lines)
+    assert april("report", tmp_path / "run").returncode == 0
+    assert "waiting for its environment" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe: Path, tmp_path: Path) -> None:

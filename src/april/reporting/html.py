@@ -55,6 +55,7 @@ svg text.note{fill:var(--ink);paint-order:stroke;stroke:var(--card);stroke-width
 .marker{stroke:var(--ink);stroke-dasharray:2 3;fill:none;opacity:.65}
 .satisfied{stroke:var(--ink);stroke-width:1.5;fill:none}
 .wait{stroke:var(--wait);stroke-width:1;fill:none}
+.away{stroke:var(--purple);stroke-width:1.5;fill:none}
 svg rect{fill:var(--c)}
 .c-blue{--c:var(--blue)}.c-green{--c:var(--green)}.c-amber{--c:var(--amber)}.c-red{--c:var(--red)}
 .c-purple{--c:var(--purple)}.c-grey{--c:var(--grey)}.c-load{--c:var(--load)}.c-wait{--c:var(--wait)}

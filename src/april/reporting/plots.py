@@ -24,7 +24,7 @@ from april.reporting.formats import clock, compact, hundredths, percent, seconds
 from april.reporting.html import Section, both_widths, folded, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
-from april.reporting.timeline import LEGEND, timeline
+from april.reporting.timeline import AWAY, LEGEND, timeline
 
 MAX_POINTS = 400
 """Points along a plot's x axis; a longer run is drawn with several steps to a point."""
@@ -131,16 +131,18 @@ def _timeline(run: Run) -> Section:
     picks = pick_steps(run.traced)
     if not picks:
         return Section("One step, sample by sample", missing("Timeline"))
-    options, parts = [], []
+    options, parts, episodes = [], [], False
     for index, (step, reason) in enumerate(picks):
         facts = f"{step.interrupted} interrupted, {step.resumed} resumed"
         options.append(f'<option value="{step.step}">step {step.step}, {reason}: {facts}</option>')
-        drawing = timeline(run.load(step))
+        record = run.load(step)
+        episodes |= any(span["outcome"] == "turn" for span in record["spans"])
+        drawing = timeline(record)
         hidden = " hidden" if index else ""
         parts.append(
             f'<div class="timeline" data-step="{step.step}"{hidden}><div class="plot wide">{drawing}</div></div>'
         )
-    legend = legend_of([Series(name, [], style) for style, name in LEGEND])
+    legend = legend_of([Series(name, [], style) for style, name in (*LEGEND, *([AWAY] if episodes else ()))])
     select = f'<select id="pick" aria-label="step to show">{"".join(options)}</select>'
     return Section(
         "One step, sample by sample",

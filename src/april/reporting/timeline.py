@@ -24,6 +24,7 @@ LEGEND = (
     ("c-amber", "interrupted (a green start: had been resumed)"),
     ("c-wait", "waiting for a slot"),
 )
+AWAY = ("c-purple", "waiting for its environment")
 
 
 def timeline(record: StepTrace) -> str:
@@ -39,6 +40,7 @@ def timeline(record: StepTrace) -> str:
     body = [_axis(x, floor, height), _engine(record, x)]
     thick = pitch * (0.78 if pitch > 3 else 0.9)
     for row, sample in enumerate(rows):
+        body += _away(sample, x, ROWS_TOP + row * pitch + thick / 2)
         body += [_bar(span, x, ROWS_TOP + row * pitch, thick) for span in sample]
     if record["interrupt_at"] is not None:
         at = x(record["interrupt_at"])
@@ -62,6 +64,17 @@ def _rows(spans: Sequence[SpanRecord]) -> list[list[SpanRecord]]:
     for span in sorted(spans, key=order):
         rows.setdefault(span["sample"], []).append(span)
     return list(rows.values())
+
+
+def _away(sample: Sequence[SpanRecord], x: Scale, middle: float) -> list[str]:
+    """A line for each time in which the sample awaited its environment, up to its next turn, or the step's end."""
+    begins = sorted(span["start"] for span in sample)
+    lines = []
+    for span in (span for span in sample if span["outcome"] == "turn"):
+        until = next((start for start in begins if start >= span["end"]), x.high / 1.012)
+        shape = f"M{x(span['end']):g},{middle:.1f}H{x(until):g}"
+        lines.append(f'<path class="away" d="{shape}"><title>sample {span["sample"]}: its environment</title></path>')
+    return lines
 
 
 def _bar(span: SpanRecord, x: Scale, top: float, thick: float) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.buffer import Rejection
-from april.rollout.trajectory import ENVIRONMENT, Group
+from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group
 
 
 def rate(amount: float, seconds: float) -> float:
@@ -211,6 +211,26 @@ class Step:
         ages = self.tokens_by_age
         return float(ages[1:].sum() / max(ages.sum(), 1))
 
+    @property
+    def episode_metrics(self) -> dict[str, float]:
+        """Of the episodes trained on, and of the environments that failed meanwhile; nothing without an environment."""
+        samples = [sample for group in self.groups for sample in group.samples if sample.transitions]
+        kinds = Counter(failure.kind for failure in self.failures)
+        if not samples:
+            return {}
+        return {
+            "turns_mean": fmean(sample.turns for sample in samples),
+            "turns_max": max(sample.turns for sample in samples),
+            "environment_seconds": fmean(sum(one.seconds for one in sample.transitions) for sample in samples),
+            "environment_wait_seconds": self.environment_wait_seconds,
+            "step_environment_tokens": self.environment_tokens,
+            "environment_failures": kinds["environment"],
+            "environment_timeouts": kinds["environment timeout"],
+            "environments_lost": kinds["environment lost"],
+            "episodes_restarted": kinds["environment restart"],
+            "episodes_unbridged": sum(sample.finish is FinishReason.BRIDGE for sample in samples),
+        }
+
     def metrics(self) -> dict[str, float]:
         """The account of the step as numbers for a log: the names are the same wherever april runs."""
         return {
@@ -232,6 +252,7 @@ class Step:
             "generated_tokens_per_second": rate(self.sampled_tokens, self.seconds),
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
+            **self.episode_metrics,
             **self.reward_metrics,
         }
 
