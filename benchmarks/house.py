@@ -2,8 +2,9 @@
 
     python benchmarks/house.py BEFORE AFTER --pairs 5
 
-BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, on its own sources. A section
-is replaced in the JSON, the others stay. Rates are per second of processor time.
+BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, or `april` itself, on its own
+sources. A section is replaced in the JSON, the others stay. Rates are per second of processor time: those that a script
+prints by the clock of its process, the others by that of everything the command starts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -21,10 +23,16 @@ from pathlib import Path
 
 from record import machine, spread
 
-SECTIONS = {
+SECTIONS: dict[str, tuple[list[str], str]] = {
     "scheduler_throughput": (["scheduler_throughput.py", "--runs", "1", "--steps", "4"], r"^(.+?): ([\d,]+) chunks/s"),
+    "durability": (
+        ["durability.py", "--pairs", "1", "--steps", "1", "--warm-up", "1"],
+        r"'(consumed_tokens_per_second_with(?:out)?)': \{'median': ([\d.]+)",
+    ),
+    "quickstart": (["-m", "april", "train", "examples/gcd/recipe.toml", "--steps", "3", "--eval-interval", "0"], ""),
 }
-"""By section the command, and what finds a figure's name and value in what it prints; more is better."""
+"""By section the command, and what finds a figure's name and value in what it prints; without that, the figure is how
+often it could be run in a second. More is better."""
 PROCESSOR_TIME = """
 import runpy, sys, time
 time.perf_counter = time.process_time
@@ -40,15 +48,18 @@ def run(tree: Path, command: list[str], pattern: str) -> dict[str, float]:
         copy = Path(directory) / "benchmarks"
         shutil.copytree(tree / "benchmarks", copy, ignore=shutil.ignore_patterns("*.json"))
         environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-        script, *arguments = command
+        if pattern:
+            script, *arguments = command
+            arguments = ["-c", PROCESSOR_TIME, str(copy / script), *arguments]
+        else:
+            arguments = [*command, "--output", str(Path(directory) / "run")]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
-            [sys.executable, "-c", PROCESSOR_TIME, str(copy / script), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-            cwd=tree,
+            [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment, cwd=tree
         )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if not pattern:
+        return {"runs": 1 / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)}
     return {name: float(value.replace(",", "")) for name, value in re.findall(pattern, done.stdout, re.MULTILINE)}
 
 
