@@ -9,6 +9,30 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+RECIPE = """
+[model]
+path = "policy"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 4
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 3
+max_response_length = 48
+max_staleness = 2
+[engine]
+max_running = 12
+context_length = 256
+[training]
+steps = 6
+threads = 1
+[reporting]
+output = "OUT"
+"""
+"""A run of seconds; its model is in `policy` beside it, its output in `run`."""
+
 CHARACTERS = [chr(c) for c in range(32, 127)]
 
 
@@ -56,3 +80,15 @@ def save(directory: Path, **settings: Any) -> Path:
     model(**settings).save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
+
+
+def recipe(directory: Path, **added: str) -> Path:
+    """`RECIPE` and its model, in `directory`; `added` are more lines by section."""
+    save(directory / "policy")
+    text = RECIPE.replace("OUT", str(directory / "run"))
+    for section, lines in added.items():
+        head = f"[{section}]\n"
+        text = text.replace(head, head + lines) if head in text else text + head + lines
+    path = directory / "recipe.toml"
+    path.write_text(text)
+    return path

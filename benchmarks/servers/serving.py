@@ -19,7 +19,7 @@ from record import save as save_record
 from record import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
@@ -60,7 +60,7 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
             *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots)),
             *("--kv-cache-memory-bytes", str(2**29)),
         ]
-        return launch_vllm(model, log_dir=log_dir, python=python, arguments=arguments, environment=environment)
+        return launch_vllm(model, Launch(log_dir=log_dir, python=python, arguments=arguments, environment=environment))
     arguments = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
         *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--sleep-on-idle"),
@@ -68,7 +68,7 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
         *("--max-total-tokens", "131072", "--mem-fraction-static", "0.1"),
     ]
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    return launch_sglang(model, log_dir=log_dir, python=python, arguments=arguments, environment=environment)
+    return launch_sglang(model, Launch(log_dir=log_dir, python=python, arguments=arguments, environment=environment))
 
 
 def save(script: str, engine: str, results: Mapping[str, Any]) -> Path:

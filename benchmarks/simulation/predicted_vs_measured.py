@@ -127,7 +127,7 @@ async def engine_of(
         engine = EmbeddedEngine(model, max_running=slots, context_length=CONTEXT, on_update=on_update)
         yield engine, None
         return
-    from april.engines.servers.launch import launch_sglang, launch_vllm
+    from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
 
@@ -142,14 +142,16 @@ async def engine_of(
         # No prefill is split over steps: with a seed of its own, such a request ended the CPU engine.
         arguments += ["--kv-cache-memory-bytes", str(2**27), "--max-num-batched-tokens", "32768"]
         environment["VLLM_CPU_OMP_THREADS_BIND"] = core
-        server, connect = launch_vllm(weights, arguments=arguments, environment=environment, **common), connect_vllm
+        how = Launch(arguments=arguments, environment=environment, **common)
+        server, connect = launch_vllm(weights, how), connect_vllm
     else:
         arguments = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
         arguments += ["--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--dtype", "float32"]
         arguments += ["--max-total-tokens", "32768", "--mem-fraction-static", "0.1", "--skip-tokenizer-init"]
         arguments += ["--max-running-requests", str(slots), "--context-length", str(CONTEXT)]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(ROOT / "tests" / "servers" / "sglang_cpu")}
-        server, connect = launch_sglang(weights, arguments=arguments, environment=environment, **common), connect_sglang
+        how = Launch(arguments=arguments, environment=environment, **common)
+        server, connect = launch_sglang(weights, how), connect_sglang
     async with server as started:
         engine = await connect(started.url, on_update=on_update)
         try:

@@ -13,29 +13,6 @@ import pytest
 from april.commands.main import run
 from tests import tiny
 
-RECIPE = """
-[model]
-path = "policy"
-[task]
-kind = "reasoning_gym"
-name = "gcd"
-eval_size = 4
-[rollout]
-rollout_batch_size = 3
-over_sampling_batch_size = 6
-n_samples_per_prompt = 3
-max_response_length = 48
-max_staleness = 2
-[engine]
-max_running = 12
-context_length = 256
-[training]
-steps = 6
-threads = 1
-[reporting]
-output = "OUT"
-"""
-
 
 def status(*arguments: str) -> int:
     """The exit status of `april ARGUMENTS`, in this process."""
@@ -47,10 +24,7 @@ def status(*arguments: str) -> int:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    tiny.save(tmp_path / "policy")
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
-    return path
+    return tiny.recipe(tmp_path)
 
 
 @pytest.fixture

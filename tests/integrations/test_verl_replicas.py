@@ -13,7 +13,7 @@ pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_ve
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
-from april import Capacity, Chunk, FinishReason, Group, Prompt, Sample, SamplingParams
+from april import Capacity, Chunk, EngineError, FinishReason, Group, Prompt, Sample, SamplingParams
 from april.integrations.verl_replicas import CALLS, ReplicaEngine, capacity_of
 
 
@@ -134,6 +134,23 @@ async def test_replicas_are_given_no_more_calls_than_leave_room_for_an_abort() -
     assert {chunk.sample_id for chunk in await engine.interrupt()} == {first.id, third.id}
     await asyncio.sleep(0.01)
     assert len(client.asked) == 3, "a request was sent after the abort"
+    assert await engine.poll() == []
+
+
+async def test_an_abort_ends_every_request_so_some_samples_cannot_be_interrupted_without_the_others() -> None:
+    client = Gate()
+    engine = engine_of(client, calls=2)
+    mine = samples(3)
+    for sample in mine:
+        engine.submit(sample)
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="aborts all requests together: 1 samples in flight were not named"):
+        await engine.interrupt([mine[0].id])
+    assert await engine.interrupt([mine[2].id, "no such sample"]) == [], "it waited here"
+    for answer in client.answers:
+        answer.set_result(TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="aborted"))
+    chunks = await engine.interrupt([sample.id for sample in mine])
+    assert sorted(chunk.sample_id for chunk in chunks) == [mine[0].id, mine[1].id]
     assert await engine.poll() == []
 
 

@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from april.engines.servers.launch import Server, free_port, launch, launch_sglang, launch_vllm
+from april.engines.servers.launch import Launch, Server, free_port, launch, launch_sglang, launch_vllm
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
@@ -91,27 +91,23 @@ def start_by_hand(name: str, title: str, model: Path, log_dir: Path) -> Abstract
     port = free_port()
     command += [*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32", "--port", str(port)]
     own = str(ROOT / "src")  # where the server's environment finds april
-    return launch(name, command, port, log_dir, {**environment(0), **variables, "PYTHONPATH": own}, 900.0)
+    given = {**environment(0), **variables, "PYTHONPATH": own}
+    return launch(command, Launch(name=name, port=port, log_dir=log_dir, environment=given))
 
 
 def start_vllm(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
-    return launch_vllm(
-        model,
-        log_dir=log_dir,
-        python=python_of("vllm"),
-        arguments=[*SMALL["vllm"], "--skip-tokenizer-init", "--dtype", "float32"],
-        broadcast=True,
-        environment=environment(core),
-        **settings,
-    )
+    return launch_vllm(model, _small("vllm", log_dir, core, settings), broadcast=True)
 
 
 def start_sglang(model: Path, log_dir: Path, core: int = 0, **settings: Any) -> AbstractAsyncContextManager[Server]:
-    return launch_sglang(
-        model,
+    return launch_sglang(model, _small("sglang", log_dir, core, settings))
+
+
+def _small(name: str, log_dir: Path, core: int, settings: dict[str, Any]) -> Launch:
+    return Launch(
         log_dir=log_dir,
-        python=python_of("sglang"),
-        arguments=[*SMALL["sglang"], "--skip-tokenizer-init", "--dtype", "float32"],
+        python=python_of(name),
+        arguments=[*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32"],
         environment=environment(core),
         **settings,
     )

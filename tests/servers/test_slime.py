@@ -34,7 +34,7 @@ from slime.utils.types import Sample  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from april import EngineError  # noqa: E402
-from april.engines.servers.launch import Server, launch_sglang  # noqa: E402
+from april.engines.servers.launch import Launch, Server, launch_sglang  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
@@ -53,8 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    async with launch_sglang(
-        models[0],
+    how = Launch(
         log_dir=tmp_path_factory.mktemp("logs"),
         python=python_of("sglang"),
         arguments=[
@@ -64,7 +63,8 @@ async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -
             *("--mem-fraction-static", "0.1"),
         ],
         environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
-    ) as server:
+    )
+    async with launch_sglang(models[0], how) as server:
         yield server
 
 

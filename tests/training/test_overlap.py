@@ -16,17 +16,14 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.metrics_log import read_metrics
 from tests import tiny
-from tests.training.test_trainer import RECIPE, april
+from tests.training.test_trainer import ROLLOUT, TRAINING, april
 
 OVERLAP = ("--own-process", "--overlap", "True")
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    tiny.save(tmp_path / "policy")
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
-    return path
+    return tiny.recipe(tmp_path, rollout=ROLLOUT, algorithm="kl_coef = 0.0\n", training=TRAINING)
 
 
 def test_a_run_that_overlaps_keeps_the_bound_and_loses_nothing_across_stops_and_kills(

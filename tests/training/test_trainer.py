@@ -19,45 +19,22 @@ from april.reporting.faults import read_faults
 from april.reporting.metrics_log import read_metrics
 from tests import tiny
 
-RECIPE = """
-[model]
-path = "policy"
-[task]
-kind = "reasoning_gym"
-name = "gcd"
-eval_size = 4
-[rollout]
-rollout_batch_size = 3
-over_sampling_batch_size = 6
-n_samples_per_prompt = 3
-max_response_length = 48
-max_staleness = 2
+ROLLOUT = """
 stop_token_ids = [20, 21, 22, 23]
 reward_workers = 0
-[engine]
-max_running = 12
-context_length = 256
-[algorithm]
-kl_coef = 0.0
-[training]
-steps = 6
+"""
+TRAINING = """
 learning_rate = 3e-3
 eval_samples = 2
 eval_interval = 3
 save_interval = 3
-threads = 1
-[reporting]
-output = "OUT"
 """
 TIMES = ("seconds", "per_second", "occupancy")
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    tiny.save(tmp_path / "policy")
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE.replace("OUT", str(tmp_path / "run")))
-    return path
+    return tiny.recipe(tmp_path, rollout=ROLLOUT, algorithm="kl_coef = 0.0\n", training=TRAINING)
 
 
 def april(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -5,6 +5,9 @@ running sample gains one token a decode step, and who no longer fits the KV cach
 Nothing is done token by token: a replica goes from one event (a prefill ends, a sample finishes, the KV cache is full)
 to the next, and all replicas whose next event is due do so together, as NumPy rows.
 
+This file is longer than others because its arrays are one value: every method changes several of them together, and
+no part of them means anything alone.
+
 Invariants:
 - a sample's length is the workload's under the policy that samples its last token; the scheduler learns it when that is
   out;

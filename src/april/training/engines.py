@@ -135,7 +135,7 @@ async def _started(
     recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]
 ) -> list[Any]:
     """The servers that april starts, all at the same time."""
-    from april.engines.servers.launch import Server, launch_sglang, launch_vllm
+    from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
 
     settings = recipe.engine
     vllm = settings.engine == "vllm"
@@ -145,19 +145,19 @@ async def _started(
 
     launching = []
     for index in range(settings.replicas):
-        common: dict[str, Any] = {
-            "arguments": [*_limits(recipe, vllm), *settings.server_args],
-            "log_dir": directory / "servers",
-            "python": settings.server_python or sys.executable,
-            "ready_timeout": settings.ready_timeout,
-            "name": f"{settings.engine}-{index}",
-            "host": settings.server_host,
-            "api_key": os.environ.get(API_KEY),
-            "waiting": waiting,
-        }
-        if vllm:
-            common["broadcast"] = settings.weight_transfer == "broadcast"
-        launching.append((launch_vllm if vllm else launch_sglang)(recipe.model.path, **common))
+        how = Launch(
+            log_dir=directory / "servers",
+            name=f"{settings.engine}-{index}",
+            python=settings.server_python or sys.executable,
+            arguments=[*_limits(recipe, vllm), *settings.server_args],
+            host=settings.server_host,
+            api_key=os.environ.get(API_KEY),
+            ready_timeout=settings.ready_timeout,
+            waiting=waiting,
+        )
+        broadcast = settings.weight_transfer == "broadcast"
+        model = recipe.model.path
+        launching.append(launch_vllm(model, how, broadcast=broadcast) if vllm else launch_sglang(model, how))
     return await _all_entered(launching, stack)
 
 

@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 
 from april.engines.servers.address import is_loopback
-from april.engines.servers.launch import Server, free_port, launch, launch_sglang, launch_vllm
+from april.engines.servers.launch import Launch, Server, free_port, launch, launch_sglang, launch_vllm
 from april.rollout.engine import EngineError
 
 SERVER = """
@@ -34,7 +34,15 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 def start(tmp_path: Path, script: str, ready_timeout: float = 20.0, **settings: Any) -> Any:
     port = free_port()
     command = [sys.executable, "-c", script, str(port)]
-    return launch("toy", command, port, tmp_path / "run", {"A": "1"}, ready_timeout, **settings)
+    how = Launch(
+        name="toy",
+        log_dir=tmp_path / "run",
+        port=port,
+        environment={"A": "1"},
+        ready_timeout=ready_timeout,
+        **settings,
+    )
+    return launch(command, how)
 
 
 def child_of(log: Path) -> int:
@@ -90,12 +98,12 @@ async def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
-from april.engines.servers.launch import free_port, launch
+from april.engines.servers.launch import Launch, free_port, launch
 
 async def main():
     port = free_port()
     command = [sys.executable, "-c", {SERVER!r}, str(port)]
-    async with launch("toy", command, port, Path({str(tmp_path)!r}), {{}}, 20.0) as server:
+    async with launch(command, Launch(name="toy", port=port, log_dir={str(tmp_path)!r})) as server:
         print(server.process.pid, flush=True)
         await asyncio.sleep(600)
 
@@ -166,7 +174,7 @@ async def test_a_server_that_never_gets_ready(tmp_path: Path) -> None:
 
 async def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="toy could not be started"):
-        async with launch("toy", ["/nowhere/python"], 1, tmp_path, {}, 1.0):
+        async with launch(["/nowhere/python"], Launch(name="toy", port=1, log_dir=tmp_path)):
             pass
 
 
@@ -194,7 +202,8 @@ async def test_a_key_reaches_the_server_and_neither_its_log_nor_the_list_of_proc
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/server.py "$@"\n')
     python.chmod(0o700)
     key = "sk-sentinel"
-    async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0", api_key=key) as server:
+    how = Launch(log_dir=tmp_path / "run", python=python, host="0.0.0.0", api_key=key)
+    async with launch_it("m", how) as server:
         arguments = Path(f"/proc/{server.process.pid}/cmdline").read_bytes().split(b"\0")
         assert b"0.0.0.0" in arguments
         assert key.encode() not in b" ".join(arguments)
@@ -214,11 +223,10 @@ async def test_a_server_is_this_machines_own_unless_it_is_told_otherwise(
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{CONFESSION.replace(chr(39), '')}' \"$@\"\n")
     python.chmod(0o700)
-    async with launch_it("m", log_dir=tmp_path / "run", python=python) as server:
+    async with launch_it("m", Launch(log_dir=tmp_path / "run", python=python)) as server:
         assert "'--host', '127.0.0.1'" in server.log.read_text()
     with pytest.raises(ValueError, match=r"host = '0\.0\.0\.0': other machines reach a server there"):
-        async with launch_it("m", log_dir=tmp_path / "run", python=python, host="0.0.0.0"):
-            pass
+        Launch(log_dir=tmp_path / "run", python=python, host="0.0.0.0")
 
 
 def test_what_is_a_loopback_address() -> None:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import aiohttp
@@ -45,33 +45,69 @@ BACKOFF = 1.0
 """Seconds before a dead server is started again; twice as long after each further death in a row."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a server is started.
+
+    Args:
+        log_dir: the run directory; the log is `log_dir/<name>.log`.
+        name: of the log file, and in errors; by default the kind of server.
+        python: interpreter of the environment that the server is installed in.
+        arguments: more options of the server; they come last, so they win.
+        environment: more environment variables.
+        host: the address it listens on.
+        port: 0 takes a free one.
+        api_key: what it asks clients for; needed where `host` is reached from other machines.
+        ready_timeout: seconds the server may take until it answers.
+        restarts: deaths in a row after which it is started again, on its port.
+        waiting: called about every second while it starts, with the server and the seconds it has taken so far.
+
+    Raises:
+        ValueError: other machines reach `host`, and there is no key.
+    """
+
+    log_dir: str | Path
+    name: str = ""
+    python: str | Path = sys.executable
+    arguments: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_key: str | None = None
+    ready_timeout: float = 900.0
+    restarts: int = RESTARTS
+    waiting: Callable[[Server, float], None] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.api_key and not is_loopback(self.host):
+            raise ValueError(
+                f"host = {self.host!r}: other machines reach a server there: give it an api_key to ask for"
+            )
+
+    def settled(self, kind: str) -> Launch:
+        """With a name, and a port that nothing listens on."""
+        return replace(self, name=self.name or kind, port=self.port or free_port())
+
+    @property
+    def url(self) -> str:
+        return f"http://{reachable(self.host)}:{self.port}"
+
+    @property
+    def log(self) -> Path:
+        return Path(self.log_dir) / f"{self.name}.log"
+
+
 @dataclass(slots=True, eq=False)
 class Server:
     """A server that april runs.
 
     Args:
-        name: of the log file, and in errors.
         command: with all its options.
-        url: where it listens.
-        log: its log.
-        environment: more variables than this process has.
-        ready_timeout: seconds it may take until it answers.
-        health_path: where it answers 200 once it is ready.
-        api_key: what it asks clients for.
-        restarts: deaths in a row that it is started again after.
-        waiting: called about every second while it starts, with the server and the seconds it has taken.
+        how: settled.
     """
 
-    name: str
     command: Sequence[str]
-    url: str
-    log: Path
-    environment: Mapping[str, str]
-    ready_timeout: float
-    health_path: str = "/health"
-    api_key: str | None = None
-    restarts: int = RESTARTS
-    waiting: Callable[[Server, float], None] | None = None
+    how: Launch
     process: asyncio.subprocess.Process = field(init=False)
     """The leader of its process group, or that of the last one."""
     down: str | None = field(default=None, init=False)
@@ -80,6 +116,18 @@ class Server:
     """It died so often that it is not started again."""
     _said: int = field(default=0, init=False)
     """Where in its log this start begins."""
+
+    @property
+    def name(self) -> str:
+        return self.how.name
+
+    @property
+    def url(self) -> str:
+        return self.how.url
+
+    @property
+    def log(self) -> Path:
+        return self.how.log
 
     async def keep_running(self, started: asyncio.Event) -> None:
         """Run it until this is cancelled, or it is given up. `started` is set when it is ready for the first time.
@@ -97,11 +145,11 @@ class Server:
                 if not started.is_set():
                     raise
             deaths = 1 if clock() - began > STEADY else deaths + 1
-            if deaths > self.restarts:
+            if deaths > self.how.restarts:
                 self.given_up = True
                 log.error("%s; it is not started again, for it died %d times in a row", self.down, deaths)
                 return
-            log.warning("%s; it is started again, %d of %d", self.down, deaths, self.restarts)
+            log.warning("%s; it is started again, %d of %d", self.down, deaths, self.how.restarts)
             await asyncio.sleep(BACKOFF * 2 ** (deaths - 1))
 
     async def _live(self, started: asyncio.Event) -> None:
@@ -109,7 +157,7 @@ class Server:
         self._said = self.log.stat().st_size
         died = "died while starting"
         try:
-            async with process_group(self.command, self.log, self.environment, self.api_key) as self.process:
+            async with process_group(self.command, self.log, self.how.environment, self.how.api_key) as self.process:
                 if await self._ready():
                     self.down, died = None, "died"
                     started.set()
@@ -128,18 +176,18 @@ class Server:
             while not await self._healthy(session):
                 if self.process.returncode is not None:
                     return False
-                if clock() - began > self.ready_timeout:
-                    late = f"{self.name} was not ready after {self.ready_timeout:g} s (ready_timeout)"
+                if clock() - began > self.how.ready_timeout:
+                    late = f"{self.name} was not ready after {self.how.ready_timeout:g} s (ready_timeout)"
                     raise EngineError(late + self._last_words())
-                if self.waiting is not None and clock() - said >= 1.0:
+                if self.how.waiting is not None and clock() - said >= 1.0:
                     said = clock()
-                    self.waiting(self, said - began)
+                    self.how.waiting(self, said - began)
                 await asyncio.sleep(0.2)
         return True
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool:
         with suppress(aiohttp.ClientError, TimeoutError):
-            async with session.get(self.health_path) as response:
+            async with session.get("/health") as response:
                 return response.status == 200
         return False
 
@@ -152,56 +200,29 @@ class Server:
         return f"{f': {why}' if why else ''}; log: {self.log}"
 
 
-def launch_vllm(
-    model: str | Path,
-    *,
-    log_dir: str | Path,
-    python: str | Path = sys.executable,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    port: int = 0,
-    ready_timeout: float = 900.0,
-    name: str = "vllm",
-    host: str = "127.0.0.1",
-    api_key: str | None = None,
-    restarts: int = RESTARTS,
-    waiting: Callable[[Server, float], None] | None = None,
-    broadcast: bool = False,
-) -> AbstractAsyncContextManager[Server]:
-    """vLLM on `model`, with everything `connect_vllm` needs; the log is `log_dir/<name>.log`.
+def launch_vllm(model: str | Path, how: Launch, *, broadcast: bool = False) -> AbstractAsyncContextManager[Server]:
+    """vLLM on `model`, with everything `connect_vllm` needs.
 
     Args:
         model: directory or hub name.
-        log_dir: the run directory.
-        python: interpreter of the environment vLLM is installed in.
-        arguments: more options of the server; they come last, so they win.
-        environment: more environment variables.
-        port: 0 takes a free one.
-        ready_timeout: seconds the server may take until it answers.
-        name: of the log file, and in errors.
-        host: the address it listens on.
-        api_key: what it asks clients for; needed where `host` is reached from other machines.
-        restarts: deaths in a row after which it is started again, on its port.
-        waiting: called about every second while it starts, with the server and the seconds it has taken so far.
         broadcast: make the server able to take weights from an `april.engines.servers.broadcast.Broadcast`.
 
     Raises:
-        ValueError: other machines reach `host`, and there is no key.
         EngineError: the server died or did not become ready; with the cause and the path of its log.
     """
-    port = port or free_port()
+    how = how.settled("vllm")
     command = [
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--host", host, "--port", str(port)),
+        *(str(how.python), "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--host", how.host, "--port", str(how.port)),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         *("--seed", str(random.randrange(2**31))),  # its default is 0: replicas would draw the same numbers
-        *arguments,
+        *how.arguments,
     ]
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **(environment or {})}
-    if api_key:
-        variables["VLLM_API_KEY"] = api_key
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **how.environment}
+    if how.api_key:
+        variables["VLLM_API_KEY"] = how.api_key
     # The server's environment need not have april: it gets the one module it needs on a path of its own.
-    plugin = Path(log_dir).absolute() / f"{name}-plugin"
+    plugin = Path(how.log_dir).absolute() / f"{how.name}-plugin"
     plugin.mkdir(parents=True, exist_ok=True)
     shutil.copy(Path(__file__).with_name("vllm_worker.py"), plugin / "april_vllm_worker.py")
     path = [str(plugin), *filter(None, [variables.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
@@ -209,83 +230,45 @@ def launch_vllm(
     command += ["--worker-extension-cls", "april_vllm_worker.WorkerExtension"]
     if broadcast:
         command += ["--weight-transfer-config", '{"backend": "april"}']
-    return launch(
-        *(name, command, port, Path(log_dir), variables, ready_timeout),
-        host=host,
-        api_key=api_key,
-        restarts=restarts,
-        waiting=waiting,
-    )
+    return launch(command, replace(how, environment=variables))
 
 
 @asynccontextmanager
-async def launch_sglang(
-    model: str | Path,
-    *,
-    log_dir: str | Path,
-    python: str | Path = sys.executable,
-    arguments: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-    port: int = 0,
-    ready_timeout: float = 900.0,
-    name: str = "sglang",
-    host: str = "127.0.0.1",
-    api_key: str | None = None,
-    restarts: int = RESTARTS,
-    waiting: Callable[[Server, float], None] | None = None,
-) -> AsyncIterator[Server]:
-    """SGLang on `model`, with everything `connect_sglang` needs. Arguments and errors as of `launch_vllm`.
+async def launch_sglang(model: str | Path, how: Launch) -> AsyncIterator[Server]:
+    """SGLang on `model`, with everything `connect_sglang` needs. Errors as of `launch_vllm`.
 
     SGLang takes its key as an option or from a file of options, never from the environment: it gets a file that only
     this user can read, and that is gone when the block ends.
     """
-    port = port or free_port()
+    how = how.settled("sglang")
     command = [
-        *(str(python), "-m", "sglang.launch_server"),
-        *("--model-path", str(model), "--host", host, "--port", str(port)),
+        *(str(how.python), "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--host", how.host, "--port", str(how.port)),
         *("--incremental-streaming-output", "--skip-server-warmup"),
-        *arguments,
+        *how.arguments,
     ]
     with tempfile.TemporaryDirectory(prefix="april-") as directory:  # made so that only its owner can enter it
-        if api_key:
+        if how.api_key:
             options = Path(directory) / "options.yaml"
-            options.write_text(f"api-key: {json.dumps(api_key)}\n")
+            options.write_text(f"api-key: {json.dumps(how.api_key)}\n")
             command += ["--config", str(options)]
-        async with launch(
-            *(name, command, port, Path(log_dir), environment or {}, ready_timeout),
-            host=host,
-            api_key=api_key,
-            restarts=restarts,
-            waiting=waiting,
-        ) as server:
+        async with launch(command, how) as server:
             yield server
 
 
 @asynccontextmanager
-async def launch(
-    name: str,
-    command: Sequence[str],
-    port: int,
-    log_dir: Path,
-    environment: Mapping[str, str],
-    ready_timeout: float,
-    *,
-    health_path: str = "/health",
-    host: str = "127.0.0.1",
-    api_key: str | None = None,
-    restarts: int = RESTARTS,
-    waiting: Callable[[Server, float], None] | None = None,
-) -> AsyncIterator[Server]:
-    """Run any server that answers 200 at `health_path` once it is ready, and start it again if it dies."""
-    if not api_key and not is_loopback(host):
-        raise ValueError(f"host = {host!r}: other machines reach a server there: give it an api_key to ask for")
-    log_dir.mkdir(parents=True, exist_ok=True)
-    path = log_dir / f"{name}.log"
-    path.write_bytes(b"")
-    url = f"http://{reachable(host)}:{port}"
-    server = Server(name, command, url, path, environment, ready_timeout, health_path, api_key, restarts, waiting)
+async def launch(command: Sequence[str], how: Launch) -> AsyncIterator[Server]:
+    """Run any server that answers 200 at `/health` once it is ready, and start it again if it dies.
+
+    Args:
+        command: with all its options; nothing is added.
+        how: the port is the one that `command` names.
+    """
+    server = Server(command, how)
+    server.log.parent.mkdir(parents=True, exist_ok=True)
+    server.log.write_bytes(b"")
     started = asyncio.Event()
-    running = asyncio.create_task(server.keep_running(started), name=f"run {name}")
+    running = asyncio.create_task(server.keep_running(started), name=f"run {server.name}")
     ready = asyncio.create_task(started.wait())
     try:
         await asyncio.wait((running, ready), return_when=asyncio.FIRST_COMPLETED)
