@@ -3,7 +3,7 @@
 The warm start is supervised on a player that says any number which the hints leave. That succeeds about half of the
 time (0.49 of 63 numbers in 6 turns); halving what is left succeeds always. Which number is the best one to say is not
 in the demonstrations: reinforcement learning has to find it. A turn begins with what the number has to be between, so
-that the policy need not remember: `0-64 20`, then `20-64 50` if that was too low.
+that the policy need not remember: `00-64 20`, then `20-64 50` if that was too low.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from chat_warm_start import Episode, Stage, make_model, make_tokenizer, save, wa
 
 MOST, TURNS = 63, 6
 PROMPT = f"guess 1 to {MOST}"
-PIECES = ["user\n", "assistant\n", *"\n- ", "guess ", " to ", *["higher", "lower", "again"], *map(str, range(MOST + 2))]
-PATTERN = r"user\n|assistant\n|guess | to |higher|lower|again|\d+|[\s\S]"
+PIECES = ["user\n", "assistant\n", *"\n- ", "guess ", " to ", *["higher", "lower", "again"], *"0123456789"]
+PATTERN = r"user\n|assistant\n|guess | to |higher|lower|again|[\s\S]"
 TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 400, 32, 4e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 450, 24, 4e-3
 
 
 def consistent(rng: random.Random, said: list[int], heard: Sequence[str]) -> str:
@@ -42,7 +42,7 @@ def consistent(rng: random.Random, said: list[int], heard: Sequence[str]) -> str
     for number, hint in zip(said, heard[1:], strict=True):
         low, high = (number, high) if hint == "higher" else (low, number)
     said.append(rng.randrange(low + 1, high))
-    return f"{low}-{high} {said[-1]}"
+    return f"{low:02}-{high:02} {said[-1]:02}"
 
 
 def demonstrations(stage: Stage, seed: int) -> Iterator[Episode]:
@@ -66,7 +66,7 @@ def main() -> None:
     model = make_model(tokenizer, hidden_size=64, layers=2, context=256)
     stage = Stage(Guess(MOST, TURNS, package="own"), tokenizer, TURNS)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
-    warm_start(model, demonstrations(stage, arguments.seed), arguments.steps, BATCH_SIZE, LEARNING_RATE, micro=32)
+    warm_start(model, demonstrations(stage, arguments.seed), arguments.steps, BATCH_SIZE, LEARNING_RATE, micro=24)
     save(model, tokenizer, arguments.output)
     print(f"{time.process_time() - started:.0f} CPU s")
 
