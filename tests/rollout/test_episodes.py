@@ -417,6 +417,22 @@ async def test_evaluation_has_episodes_too() -> None:
         assert not [room for room in world.alive if room not in rollouts.episodes._live.values()]
 
 
+async def test_an_evaluation_leaves_the_runs_own_environments_alone() -> None:
+    """Also where none of them is at work at the moment."""
+    world = World(slowness=0)
+    async with build(world, partial_rollout=True) as rollouts:
+        await rollouts.collect()
+        while len(rollouts.episodes):  # their steps end beside training
+            await asyncio.sleep(0)
+        alive = set(world.alive)
+        assert alive
+        await rollouts.evaluate([Prompt((1, 2), "a")], 2)
+        assert alive <= world.alive
+        await rollouts.update_weights()
+        for group in (await rollouts.collect()).groups:
+            check(group)
+
+
 def test_plain_environments_run_in_threads() -> None:
     class Plain:
         def reset(self, prompt: Any, seed: int) -> TokenIds:

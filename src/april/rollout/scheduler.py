@@ -329,7 +329,8 @@ class RolloutScheduler:
         ]
         async with self.paused():
             retries = Retries(self.faults.max_retries, self.faults.retry_delay)
-            await complete(self.engine, groups, retries, self.episodes and self.episodes.apart())
+            apart = None if self.episodes is None else self.episodes.apart()  # one that does nothing now is falsy
+            await complete(self.engine, groups, retries, apart)
         return groups
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The examples' environments, bit by bit: what their policies were taught is what a run makes of them."""
+
+from __future__ import annotations
+
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from april.environments.source import EnvironmentSource, EnvironmentSpec
+from april.environments.tools import ToolEnvironment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """The make_checkpoint module of an example; those of two have one name."""
+    made = ("make_checkpoint", "env", "chat_warm_start")
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(str(EXAMPLES / name))
+        for module in made:
+            sys.modules.pop(module, None)
+        return __import__("make_checkpoint")
+
+    yield load
+    for module in made:
+        sys.modules.pop(module, None)
+
+
+def test_keeping_to_the_hints_wins_half_of_the_games(example):
+    guess = example("guess")
+    tokenizer = guess.make_tokenizer(guess.PIECES, guess.PATTERN, guess.TEMPLATE)
+    stage = guess.Stage(guess.Guess(guess.MOST, guess.TURNS, package="own"), tokenizer, guess.TURNS)
+    episodes = list(islice(guess.demonstrations(stage, seed=1), 600))
+    assert 0.42 < sum(episode.reward for episode in episodes) / 600 < 0.56
+    for episode in episodes[:50]:
+        said = tokenizer.decode([token for token, own in zip(episode.token_ids, episode.said, strict=True) if own])
+        assert 1 <= said.count("<|im_end|>") <= guess.TURNS
+        written = tokenizer.decode(episode.token_ids)
+        assert tokenizer(written, add_special_tokens=False).input_ids == episode.token_ids
+
+
+def test_halving_wins_every_game(example):
+    guess = example("guess")
+    tokenizer = guess.make_tokenizer(guess.PIECES, guess.PATTERN, guess.TEMPLATE)
+    stage = guess.Stage(guess.Guess(guess.MOST, guess.TURNS, package="own"), tokenizer, guess.TURNS)
+
+    def halve(heard):
+        low, high = 0, 64
+        for index, hint in enumerate(heard[1:]):
+            middle = (low + high) // 2
+            low, high = (middle, high) if hint == "higher" else (low, middle)
+            assert index < 6
+        return f"{low:02}-{high:02} {(low + high) // 2:02}"
+
+    prompt = stage.prompt(guess.PROMPT)
+    assert all(stage.play(prompt, halve, seed).reward == 1.0 for seed in range(100))
+
+
+def test_careful_players_find_the_divisor_with_the_tool(example):
+    gcd = example("gcd_tool")
+    tokenizer = gcd.make_tokenizer(gcd.pieces(), gcd.PATTERN, gcd.TEMPLATE)
+    tools = [gcd.schema_of(gcd.subtract)]
+    stage = gcd.Stage(ToolEnvironment({"subtract": gcd.subtract}), tokenizer, gcd.TURNS, tools)
+    for episode, problem in zip(gcd.demonstrations(stage, 0.0, 0, 30), gcd.problems(0, 30), strict=True):
+        written = tokenizer.decode(episode.token_ids)
+        assert tokenizer.unk_token not in written
+        assert written.endswith(f"<answer>{problem['answer']}</answer><|im_end|>")
+        assert tokenizer(written, add_special_tokens=False).input_ids == episode.token_ids
+    steps = sorted(gcd.careful_steps(*problem["metadata"]["numbers"]) for problem in gcd.problems(5, 2000))
+    assert 8 <= steps[1000] <= 16
+    assert 70 <= steps[1980] <= 120
+
+
+def test_the_slow_tool_takes_as_long_each_time_and_its_tail_is_heavy():
+    path = str(EXAMPLES / "gcd_tool" / "env.py")
+    source = EnvironmentSource(EnvironmentSpec(f"{path}:SlowSubtraction", params={"latency": 0.02, "tail": "heavy"}))
+    assert [tool["function"]["name"] for tool in source.tools] == ["subtract"]
+    one, other = source(), source()
+    one.reset({}, 7)
+    other.reset({}, 7)
+    seconds = [one.seconds(turn) for turn in range(2000)]
+    assert seconds == [other.seconds(turn) for turn in range(2000)]
+    assert 0.014 < sum(seconds) / 2000 < 0.026
+    assert max(seconds) > 10 * sorted(seconds)[1000]
