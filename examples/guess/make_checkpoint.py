@@ -9,19 +9,32 @@ that the policy need not remember: `00-64 20`, then `20-64 50` if that was too l
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from env import Guess
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from chat_warm_start import Episode, Stage, make_model, make_tokenizer, save, warm_start  # noqa: E402
+from chat_warm_start import (  # noqa: E402
+    Episode,
+    Stage,
+    episodes_of,
+    make_model,
+    make_tokenizer,
+    rewards,
+    save,
+    warm_start,
+)
 
 MOST, TURNS = 63, 6
 PROMPT = f"guess 1 to {MOST}"
@@ -53,13 +66,42 @@ def demonstrations(stage: Stage, seed: int) -> Iterator[Episode]:
         yield stage.play(prompt, lambda heard, said=said: consistent(rng, said, heard), rng.getrandbits(32))  # type: ignore[misc]
 
 
+def measure(directory: Path) -> dict[str, Any]:
+    """How often the policy in `directory` finds the number, in episodes as a run plays them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    stage = Stage(Guess(MOST, TURNS, package="own"), tokenizer, TURNS)
+    groups = episodes_of(model, stage, [stage.prompt(PROMPT)] * 100, n=4, seed=7, max_tokens=64)
+    won = rewards(groups)
+    turns = [sample.turns for group in groups for sample in group.samples]
+    return {
+        "success": sum(won) / len(won),
+        "episodes": len(won),
+        "turns_mean": sum(turns) / len(turns),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tokenizer and the warm-started policy of this example.")
     parser.add_argument("--output", type=Path, default=HERE / "model", help="directory for the model and tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="for the weights and the demonstrations")
+    parser.add_argument("--figures", type=Path, default=HERE / "checkpoint.json", help="file for what was measured")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimiser steps")
+    parser.add_argument("--measure", action="store_true", help="only measure the policy that is there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if not arguments.measure:
+        make(arguments)
+    settings = {"seed": arguments.seed, "steps": arguments.steps, "batch_size": BATCH_SIZE, "peak_lr": LEARNING_RATE}
+    figures = {"settings": settings, "numbers": MOST, "turns": TURNS, **measure(arguments.output)}
+    arguments.figures.write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures, indent=2))
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Teach a policy, and save it."""
     torch.manual_seed(arguments.seed)
     started = time.process_time()
     tokenizer = make_tokenizer(PIECES, PATTERN, TEMPLATE)

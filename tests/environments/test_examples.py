@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from april.commands.main import run
+from april.config.reading import load_recipe
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.tools import ToolEnvironment
 
@@ -86,3 +89,19 @@ def test_the_slow_tool_takes_as_long_each_time_and_its_tail_is_heavy():
     assert seconds == [other.seconds(turn) for turn in range(2000)]
     assert 0.014 < sum(seconds) / 2000 < 0.026
     assert max(seconds) > 10 * sorted(seconds)[1000]
+
+
+def test_the_guess_recipe_trains(tmp_path, capsys):
+    small = ["--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--task.eval-size", "4"]
+    recipe = str(EXAMPLES / "guess" / "recipe.toml")
+    code = run(["train", recipe, *small, "--steps", "2", "--output", str(tmp_path / "run"), "--trackers"])
+    assert code == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "reward" in line] == [1, 2]
+    assert all(0 <= line["reward"] <= 1 for line in lines if "reward" in line)
+
+
+def test_the_recipe_with_a_tool_is_read():
+    recipe = load_recipe(EXAMPLES / "gcd_tool" / "recipe.toml")
+    source = EnvironmentSource(EnvironmentSpec(tools=recipe.environment.tools))
+    assert [tool["function"]["name"] for tool in source.tools] == ["subtract"]
