@@ -48,8 +48,9 @@ def run(function: str, world: int, directory: Path, timeout: float = 300, /, **a
 def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
-    with joined("cpu", 60) as ranks:
-        function(ranks, **json.loads(sys.argv[2]))
+    arguments = json.loads(sys.argv[2])
+    with joined("cpu", 60, arguments.pop("replicas", 1)) as ranks:
+        function(ranks, **arguments)
 
 
 if __name__ == "__main__":

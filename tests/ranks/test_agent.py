@@ -1,130 +1,94 @@
-"""A run on two ranks from the command line: lost ranks, memory, signals, and who says what."""
+"""Ranks that are lost are started anew, all of them, and nobody is waited for in vain."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from april.reporting.metrics_log import last_step, read_metrics
-from april.training.checkpoint import checkpoints
-from tests import tiny
+from april.config.recipe import Recipe
+from april.training import agent
+from april.training.agent import Agent
 from tests.ranks.launch import ROOT
 
-RECIPE = """
-[model]
-path = "{model}"
-device = "cpu"
-[task]
-kind = "records"
-path = "{data}"
-eval_size = 2
-reward = "tests.ranks.rewards:even_characters"
-[rollout]
-rollout_batch_size = 4
-over_sampling_batch_size = 6
-n_samples_per_prompt = 4
-max_response_length = 24
-reward_workers = 0
-[engine]
-context_length = 256
-[algorithm]
-kl_coef = 0.0
-[training]
-steps = 4
-learning_rate = 1e-3
-eval_interval = 0
-eval_samples = 1
-save_interval = 2
-journal_delay = 0
-max_tokens_per_micro_batch = 512
-[trainer]
-processes = 2
-rank_timeout = 60
-[reporting]
-output = "{output}"
-trackers = []
-"""
+
+@pytest.fixture
+def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs ranks by a plan, a line for each of their lives; returns the exit status."""
+    monkeypatch.setattr(agent, "COMMAND", [sys.executable, "-m", "tests.ranks.stub"])
+    monkeypatch.setattr(agent, "GRACE_SECONDS", 1.0)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
+    recipe = Recipe()
+    recipe.reporting.output = str(tmp_path)
+    recipe.trainer.processes, recipe.trainer.rank_timeout = 2, 300.0
+
+    def run(*plan: list[str | int], **settings: Any) -> int:
+        for name, value in settings.items():
+            setattr(recipe.trainer, name, value)
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        return Agent(recipe).run()
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the recipe of a run in the folder of that name."""
-    base = tmp_path_factory.mktemp("ranks")
-    tiny.save(base / "policy", sharpness=1.0)
-    (base / "data.jsonl").write_text("\n".join(json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11)))
-
-    def made(name: str) -> Path:
-        path = base / f"{name}.toml"
-        path.write_text(RECIPE.format(model=base / "policy", data=base / "data.jsonl", output=base / name))
-        return path
-
-    return made
+def told(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "told.jsonl").read_text().splitlines()]
 
 
-def april(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    return subprocess.Popen(
-        [sys.executable, "-m", "april", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.mark.parametrize("status", [0, 1, 2, 130])
+def test_the_first_rank_says_how_the_run_ends(ends: Any, status: int, tmp_path: Path) -> None:
+    assert ends([status, "lost"]) == status
+    assert len(told(tmp_path)) == 2
 
 
-def rank_of(agent: subprocess.Popen[str], number: int) -> int:
-    """The process id of a rank."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            of_agent = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == agent.pid
-            if of_agent and f"RANK={number}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                return int(folder.name)
-        except (OSError, ValueError):
-            continue
-    raise AssertionError(f"rank {number} does not run")
+def test_the_others_may_end_before_the_first_one(ends: Any, tmp_path: Path) -> None:
+    assert ends([0, "done"]) == 0
+    assert len(told(tmp_path)) == 2
 
 
-def until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+@pytest.mark.parametrize("plan", [["waits", "killed"], ["killed", "waits"], ["lost", "killed"]])
+def test_a_rank_that_is_killed_is_named_and_all_start_anew(
+    ends: Any, plan: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(plan, [0, "done"]) == 0
+    assert f"rank {plan.index('killed')} was ended by SIGKILL; all ranks start anew" in capfd.readouterr().err
 
 
-def trained(directory: Path) -> list[dict[str, object]]:
-    """What does not depend on the clock of each step."""
-    names = ("loss", "grad_norm", "reward_mean", "entropy", "staleness_mean", "version")
-    return [{name: row[name] for name in names if name in row} for row in read_metrics(directory)]
+def test_a_rank_that_hangs_is_named_and_ended(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ends(["waits", "stopped"], [0, "done"], rank_timeout=4.0) == 0
+    said = capfd.readouterr().err
+    assert "rank 1 gave no sign of life for " in said
+    assert "rank 0" not in said
 
 
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Callable[[str], Path]) -> Path:
-    process = april("train", recipe("undisturbed"))
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    return recipe("undisturbed").with_suffix("")
+def test_a_rank_without_memory_makes_micro_batches_smaller(
+    ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(["lost", "memory"], [0, "done"]) == 0
+    assert "rank 1 ran out of memory; micro-batches have 4096 tokens from now on" in capfd.readouterr().err
+    assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192, 8192, 4096, 4096]
 
 
-def test_a_run_on_two_ranks_leaves_what_a_run_leaves(undisturbed: Path) -> None:
-    assert last_step(undisturbed) == 4
-    assert [path.name for path in checkpoints(undisturbed / "checkpoints")] == ["step-000002", "step-000004"]
-    assert all(row["grad_norm"] > 0 for row in read_metrics(undisturbed)[1:])
+def test_what_no_restart_mends_ends_the_run(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ends(["lost", "failed"]) == 1
+    assert "rank 1: OSError: the disk is full" in capfd.readouterr().err
 
 
-def test_a_rank_that_is_killed_costs_nothing(recipe: Callable[[str], Path], undisturbed: Path) -> None:
-    path = recipe("killed")
-    run = path.with_suffix("")
-    process = april("train", path)
-    until(lambda: last_step(run) == 3, process)
-    os.kill(rank_of(process, 1), signal.SIGKILL)
-    said, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, said
-    assert "rank 1 was ended by SIGKILL; all ranks start anew" in said
-    assert trained(run) == trained(undisturbed)
+def test_ranks_are_not_started_anew_for_ever(ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ends(*[["waits", "killed"]] * 3, max_restarts=2) == 1
+    assert "rank 1 was ended by SIGKILL; the ranks are not started anew" in capfd.readouterr().err
+    assert len(told(tmp_path)) == 6
+
+
+def test_a_step_between_two_losses_starts_the_count_again(ends: Any, tmp_path: Path) -> None:
+    assert ends(*[["trains", "killed"]] * 3, [0, "done"], max_restarts=1) == 0
+    assert len(told(tmp_path)) == 8
+
+
+def test_a_run_that_has_begun_is_resumed(ends: Any, tmp_path: Path) -> None:
+    (tmp_path / "recipe.json").write_text("{}")
+    assert ends(["waits", "killed"], [0, "done"]) == 0
+    assert [line["resume"] for line in told(tmp_path)] == [False, False, True, True]

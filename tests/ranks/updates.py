@@ -36,11 +36,20 @@ def settings(case: str) -> Recipe:
     return chosen
 
 
-def compare(ranks: Ranks, cases: list[str], **model: Any) -> None:
-    """Metrics and gradients to 1e-4, and parameters to 1e-6."""
+def compare(ranks: Ranks, cases: list[str], checkpointing: bool = False, **trainer: Any) -> None:
+    """Metrics and gradients to 1e-4, and parameters to 1e-6.
+
+    Args:
+        checkpointing: whether the ranks recompute activations.
+        trainer: settings of the section of that name.
+    """
     for case in cases:
-        sharded = ShardedLearner(_model(**model), settings(case), ranks)
-        alone = LocalLearner(_model(**model), settings(case))
+        chosen = settings(case)
+        chosen.training.gradient_checkpointing = checkpointing
+        for name, value in trainer.items():
+            setattr(chosen.trainer, name, value)
+        sharded = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
+        alone = LocalLearner(tiny.model(sharpness=1.0), settings(case))
         for number in (1, 2):
             found, expected = (learner.train(rollout(number), number) for learner in (sharded, alone))
             assert found.keys() == expected.keys()
@@ -63,5 +72,17 @@ def assert_same(sharded: ShardedLearner, alone: LocalLearner, case: str) -> None
                 assert float(error) <= 1e-4, (case, kind, name, float(error))
 
 
-def _model(**config: Any) -> torch.nn.Module:
-    return tiny.model(sharpness=1.0, **config)
+def half(ranks: Ranks) -> None:
+    """In bfloat16 the first update is that of one process up to rounding, and parameters stay in float32."""
+    chosen = settings("grpo")
+    chosen.trainer.compute_dtype = "bfloat16"
+    sharded = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
+    alone = LocalLearner(tiny.model(sharpness=1.0), settings("grpo"))
+    for learner in (sharded, alone):
+        learner.train(rollout(1), 1)
+    own = dict(sharded.model.named_parameters())
+    for name, parameter in alone.model.named_parameters():
+        gradient = whole(own[name].grad)
+        assert own[name].dtype == gradient.dtype == torch.float32
+        error = float((gradient - parameter.grad).norm() / (parameter.grad.norm() + 1e-3))
+        assert 0 < error < 0.2, (name, error)

@@ -19,6 +19,7 @@ from april.extras import missing_package
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
     "resume": ("DIR", "go on with a run that was stopped, or died"),
+    "memory": ("RECIPE", "what each process of a run will hold, by part"),
     "compare": ("RECIPE", "the same recipe synchronous and partial, side by side"),
     "profile": ("RECIPE", "whether partial rollouts are worth it, by pure rollouts"),
     "calibrate": ("RECIPE", "measure the recipe's engine, for simulate"),

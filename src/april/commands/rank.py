@@ -43,6 +43,8 @@ def main() -> int:
         report.say(lost=str(error))
         return LOST
     except ConfigError as error:
+        if not leads:  # what all ranks find wrong is said once
+            report.say(failed=str(error))
         return fail(str(error))
     except Exception as error:
         traceback.print_exc()

@@ -141,6 +141,13 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.compute_dtype and not trainer.sharded:
         yield f'trainer.compute_dtype = {trainer.compute_dtype!r} is a setting of backend = "fsdp2"; set model.dtype'
+    if trainer.processes % trainer.policy_replicas:
+        yield (
+            f"trainer.policy_replicas = {trainer.policy_replicas} does not divide processes = {trainer.processes}: "
+            "every copy of the policy takes as many ranks"
+        )
+    if trainer.cpu_offload and not trainer.sharded:
+        yield 'trainer.cpu_offload = true is a setting of backend = "fsdp2"'
     if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):
         yield (
             f"model.device = {recipe.model.device!r} is one device, but each of {trainer.processes} processes needs "

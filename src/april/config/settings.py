@@ -351,6 +351,10 @@ class TrainerSettings:
         overlap: Generation goes on while a step is trained on, and stops for the weight update alone; max_staleness
             holds all the same. For engines with devices of their own: servers, or engine.own_process. Off: they take
             turns. auto: on wherever it is possible.
+        policy_replicas: fsdp2: Copies of the sharded policy (HSDP): each is spread over as many ranks, and only
+            gradients go from copy to copy.
+        cpu_offload: fsdp2: Keep parameters, gradients and optimizer in the machine's memory, and update them there; a
+            layer is on the GPU while it computes.
         rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
             started anew, and go on from the newest checkpoint and the journal.
         max_restarts: Such restarts without a training step done in between, after which the run ends.
@@ -360,6 +364,8 @@ class TrainerSettings:
     processes: Positive[int] = 1
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     overlap: bool | Literal["auto"] = False
+    policy_replicas: Positive[int] = 1
+    cpu_offload: bool = False
     rank_timeout: Positive[float] = 300.0
     max_restarts: NotNegative[int] = 3
 

@@ -30,6 +30,7 @@ from april.reporting.metrics_log import last_step
 from april.training.rank_process import LINE, LOST, RENDEZVOUS
 from april.training.resume import RECIPE, check_run
 
+COMMAND = [sys.executable, "-m", "april.commands.rank"]
 GRACE_SECONDS = 20.0
 """That ranks have to end by themselves once one of them is gone."""
 
@@ -44,6 +45,8 @@ class RankProcess:
     heard: float
     """When it last gave a sign of life."""
     said: dict[str, Any] = field(default_factory=dict)
+    ended_here: bool = False
+    """The agent ended it, although it gave signs of life."""
     rest: bytes = b""
 
     def listen(self) -> None:
@@ -126,8 +129,8 @@ class Agent:
         if short:
             tokens = self._recipe.training.max_tokens_per_micro_batch = short[0].said["memory"]
             return f"rank {short[0].number} ran out of memory; micro-batches have {tokens} tokens from now on"
-        first = [rank for rank in self._ranks if rank.process.returncode != LOST] or self._ranks
-        return first[0].ending
+        # Those that ended by themselves, before those that only noticed, before those that had to be ended.
+        return min(self._ranks, key=lambda rank: (rank.ended_here, rank.process.returncode == LOST)).ending
 
     def _over(self, rank: RankProcess) -> bool:
         """Whether a rank is gone, hung, or in the case of the first one, done."""
@@ -154,6 +157,7 @@ class Agent:
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self._ranks):
             self._listen(0.1)
         for rank in self._ranks:
+            rank.ended_here = rank.process.poll() is None and "hung" not in rank.said
             rank.process.kill()
             rank.process.wait()
             rank.listen()
@@ -177,7 +181,7 @@ class Agent:
     def _start(self, number: int, place: Path, log: Any, told: str) -> RankProcess:
         line, theirs = os.pipe()
         process = subprocess.Popen(
-            [sys.executable, "-m", "april.commands.rank"],
+            COMMAND,
             env={**self._environment(), RENDEZVOUS: f"file://{place / 'store'}", "RANK": str(number)}
             | {"LOCAL_RANK": str(number), LINE: str(theirs)},
             stdin=subprocess.PIPE,

@@ -39,7 +39,7 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
     """
     if not is_rank():
         raise ConfigError('trainer.backend = "fsdp2" takes several processes: start the run by april train')
-    with joined(recipe.model.device, recipe.trainer.rank_timeout) as ranks:
+    with joined(recipe.model.device, recipe.trainer.rank_timeout, recipe.trainer.policy_replicas) as ranks:
         ranks.tell(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
         with dismissing(Leader(learner, ranks, recipe, directory)) as leader:
@@ -55,7 +55,7 @@ def following(recipe: Recipe) -> None:
     """
     if recipe.training.threads:
         torch.set_num_threads(recipe.training.threads)
-    with joined(recipe.model.device, recipe.trainer.rank_timeout) as ranks:
+    with joined(recipe.model.device, recipe.trainer.rank_timeout, recipe.trainer.policy_replicas) as ranks:
         learner, _ = _part(recipe, ranks, None, ranks.told())
         follow(learner, ranks)
 

@@ -87,7 +87,7 @@ class LocalLearner:
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
-                _checkpoint_layers(trunk)
+                checkpoint_layers(trunk)
 
     def _place(self) -> None:
         """Put the parameters where they are trained; whole until here, and checked."""
@@ -376,7 +376,8 @@ def _off_policy(met: Diagnostics) -> dict[str, float]:
     }
 
 
-def _checkpoint_layers(trunk: Any) -> None:
+def checkpoint_layers(trunk: Any) -> None:
+    """Have a model's layers recompute their activations in the backward pass."""
     trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for module in trunk.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Sums
+from april.config.error import ConfigError
 from april.training.rank_process import RENDEZVOUS
 
 FOREVER = timedelta(days=365)
@@ -39,7 +40,7 @@ class Ranks:
     """This process's place among the ranks. `join` makes one.
 
     Args:
-        mesh: all ranks; its dimension is called `shard`.
+        mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
         commands: the group over which the leader speaks, which may wait for long.
     """
 
@@ -90,14 +91,25 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, timeout: float) -> Iterator[Ranks]:
+def joined(device: str, timeout: float, replicas: int = 1) -> Iterator[Ranks]:
     """This process among the ranks that its environment names, as torchrun sets it.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+        RankLostError: a rank did not come.
 
     Args:
         device: its kind, `auto`, `cpu` or `cuda`; on GPUs a rank takes the one of its number on its machine.
         timeout: seconds that ranks wait for one another.
+        replicas: copies of the policy, which divide the ranks.
     """
     cuda = device != "cpu" and torch.cuda.is_available()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if cuda and here > torch.cuda.device_count():
+        raise ConfigError(
+            f"trainer.processes = {here}, but this machine has {torch.cuda.device_count()} GPUs, and a rank takes one: "
+            'lower processes, or set model.device = "cpu"'
+        )
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(own)
@@ -110,7 +122,11 @@ def joined(device: str, timeout: float) -> Iterator[Ranks]:
             world_size=world,
             timeout=timedelta(seconds=timeout),
         )
-        mesh = init_device_mesh(own.type, (world,), mesh_dim_names=("shard",))
+        if replicas == 1:
+            mesh = init_device_mesh(own.type, (world,), mesh_dim_names=("shard",))
+        else:
+            shape = replicas, world // replicas
+            mesh = init_device_mesh(own.type, shape, mesh_dim_names=("replicate", "shard"))
         commands = dist.new_group(backend="gloo", timeout=FOREVER)
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
     yield Ranks(rank, world, own, mesh, commands)

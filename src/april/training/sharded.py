@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -78,6 +78,7 @@ class ShardedLearner(LocalLearner):
     ) -> None:
         self.ranks = ranks
         self.dtype = getattr(torch, recipe.engine_dtype)
+        self._offload = recipe.trainer.cpu_offload
         self._generates = ranks.leads and recipe.engine.engine == "embedded"
         self._copy: Any = None
         super().__init__(model, recipe, tokenizer, directory)
@@ -90,7 +91,7 @@ class ShardedLearner(LocalLearner):
             self._copy.requires_grad_(False).to(self.ranks.device, self.dtype)
         for module in (self.policy, self.reference, self.critic):
             if module is not None:
-                shard(module, self.ranks, self.dtype)
+                shard(module, self.ranks, self.dtype, self._offload)
 
     def _way_to_engine(self, recipe: Recipe, directory: Path) -> None:
         """The leader has it."""
@@ -124,7 +125,7 @@ class ShardedLearner(LocalLearner):
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
         """Parameters as engines take them: whole, on every rank, and of the engines' type, which is less to gather."""
         sources = self._sources()
-        return [(name, whole(sources[name]().to(self.dtype))) for name in names]
+        return [(name, whole(sources[name]().to(self.ranks.device, self.dtype))) for name in names]
 
     def _parameters(self) -> dict[str, Tensor]:
         """The policy's parameters by the names that engines know, where adapters are not merged in."""
@@ -189,17 +190,19 @@ class ShardedLearner(LocalLearner):
         write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype)
 
 
-def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = False) -> None:
     """Shard a model over the ranks, layer by layer, in place. Gradients are summed, not averaged.
 
     Args:
         dtype: what forward and backward compute in; gradients are summed in the parameters' own.
+        offload: shards, gradients and optimizer stay in the CPU's memory.
     """
     own = next(module.parameters()).dtype
     mixed = MixedPrecisionPolicy(dtype, own, cast_forward_inputs=False) if dtype != own else MixedPrecisionPolicy()
-    for layer in [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
-    fully_shard(module, mesh=ranks.mesh, mp_policy=mixed)
+    place = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    for part in (*layers, module):
+        fully_shard(part, mesh=ranks.mesh, mp_policy=mixed, offload_policy=place)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)

@@ -14,3 +14,14 @@ from tests.ranks.updates import CASES
 def test_two_updates_of_every_algorithm_are_those_of_one_process(world: int, tmp_path: Path) -> None:
     for said in run("tests.ranks.updates:compare", world, tmp_path, cases=list(CASES)):
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
+
+
+@pytest.mark.parametrize("options", [{"checkpointing": True}, {"cpu_offload": True}, {"replicas": 2}])
+def test_options_change_nothing(options: dict[str, object], tmp_path: Path) -> None:
+    cases = ["grpo", "ppo", "lora"]
+    for said in run("tests.ranks.updates:compare", 4, tmp_path, cases=cases, **options):
+        assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
+
+
+def test_bfloat16_changes_no_more_than_it_rounds(tmp_path: Path) -> None:
+    run("tests.ranks.updates:half", 2, tmp_path)

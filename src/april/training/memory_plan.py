@@ -1,0 +1,145 @@
+"""What a rank will hold, by part, told from the recipe and the model's configuration before anything is loaded.
+
+Parameters are counted on the model's own modules, and activations on a forward pass through its trunk with tensors that
+have shapes and no values. So an architecture is not guessed at; what a kernel keeps for itself and what an allocator
+wastes are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from april.algorithms.logprobs import CHUNK_ELEMENTS
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training.local import checkpoint_layers, objective_of
+
+MOMENTS = 2
+"""Of AdamW, for each parameter."""
+LOGITS = 3
+"""Times that a chunk of logits is held in float32 while its gradient is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Bytes by part."""
+
+    rank: dict[str, int]
+    """Of each rank."""
+    first: dict[str, int]
+    """Of the first rank, or of an engine's own devices, beside that."""
+    parameters: int
+    """The policy's, a number."""
+
+
+def planned(recipe: Recipe) -> Plan:
+    """What the recipe's run will hold.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    training, engine = recipe.training, recipe.engine
+    own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.engine_dtype))
+    copies = recipe.trainer.processes // recipe.trainer.policy_replicas if recipe.trainer.sharded else 1
+    with FakeTensorMode():
+        model = _model(recipe)
+        model.requires_grad_(not recipe.lora.rank)
+        counts = [p.numel() for p in model.parameters()]
+        shard = sum(-(-p.shape[0] // copies) * (p.numel() // p.shape[0]) for p in model.parameters())
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        layer = max((sum(p.numel() for p in part.parameters()) for part in layers), default=0)
+        root = sum(counts) - sum(p.numel() for part in layers for p in part.parameters())
+        activations = _activations(model, recipe, computed, len(layers))
+        cache = _cache_bytes(model.config, computed)
+    objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+    critics = int(objective.algorithm.value_head)
+    frozen = int(objective.regularised and not recipe.lora.rank)
+    trained = 1 + critics if not recipe.lora.rank else critics
+    adapters = _adapters(model, recipe) // copies
+    rank = {
+        "parameters": (1 + critics + frozen) * shard * own + adapters * own,
+        "gradients": trained * shard * own + adapters * own,
+        "optimizer": MOMENTS * (trained * shard + adapters) * own,
+        "gathered layers": (2 * layer + root) * computed + layer * computed if copies > 1 else 0,
+        "activations": activations,
+        "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
+    }
+    tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
+    kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
+    first = {"engine's weights": sum(counts) * computed if copies > 1 or engine.engine != "embedded" else 0, "KV": kv}
+    return Plan(rank, first, sum(counts))
+
+
+def table(plan: Plan, recipe: Recipe) -> Iterator[str]:
+    """The plan, line by line."""
+    trainer = recipe.trainer
+    yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es)"
+    for name, size in plan.rank.items():
+        yield f"  {name:<18}{size / 1e9:10.3f} GB"
+    yield f"  {'each rank':<18}{sum(plan.rank.values()) / 1e9:10.3f} GB"
+    where = "on the first rank" if recipe.engine.engine in ("embedded", "vllm-inproc") else "on each server"
+    yield f"engine, {where}, with {recipe.engine.max_running} samples of full length:"
+    for name, size in plan.first.items():
+        yield f"  {name:<18}{size / 1e9:10.3f} GB"
+
+
+def _model(recipe: Recipe) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}") from None
+
+
+def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int) -> int:
+    """Bytes that a micro-batch keeps for its backward pass; of a layer that is recomputed, while it is."""
+    length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
+    ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
+    trunk: Any = model.base_model
+    trunk.requires_grad_(True)
+    whole, hidden = _saved(trunk, ids)
+    scale = computed / hidden.element_size()
+    if not recipe.training.gradient_checkpointing or not layers:
+        return int(whole * scale)
+    checkpoint_layers(trunk)
+    outside, _ = _saved(trunk, ids)
+    one_layer = (whole - outside) // layers
+    return int((outside + layers * hidden.nbytes + one_layer) * scale)
+
+
+def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
+    """Bytes that a forward pass keeps beside the parameters, but for what is recomputed; and its hidden states."""
+    saved: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    own = {parameter.untyped_storage()._cdata for parameter in trunk.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own), hidden
+
+
+def _cache_bytes(config: Any, computed: int) -> int:
+    """Keys and values of one token."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * size * computed)
+
+
+def _adapters(model: nn.Module, recipe: Recipe) -> int:
+    """Parameters of the adapters on every linear layer but the head, or on those that are named."""
+    wanted, rank = recipe.lora.target_modules, recipe.lora.rank
+    linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and not n.endswith("lm_head")]
+    chosen = [m for name, m in linear if not wanted or name.rpartition(".")[2] in wanted]
+    return sum(rank * (m.in_features + m.out_features) for m in chosen)

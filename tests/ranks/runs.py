@@ -1,0 +1,98 @@
+"""Runs from the command line on real ranks, and how their processes are found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from april.reporting.metrics_log import read_metrics
+from tests import tiny
+from tests.ranks.launch import ROOT
+
+RECIPE = """
+[model]
+path = "{model}"
+device = "cpu"
+[task]
+kind = "records"
+path = "{data}"
+eval_size = 2
+reward = "tests.ranks.rewards:even_characters"
+[rollout]
+rollout_batch_size = 4
+over_sampling_batch_size = 6
+n_samples_per_prompt = 4
+max_response_length = 24
+reward_workers = 0
+[engine]
+context_length = 256
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = 4
+learning_rate = 1e-3
+eval_interval = 0
+eval_samples = 1
+save_interval = 2
+journal_delay = 0
+max_tokens_per_micro_batch = 512
+[trainer]
+processes = 2
+rank_timeout = 60
+[reporting]
+output = "{output}"
+trackers = []
+"""
+
+
+def recipe_in(base: Path, name: str) -> Path:
+    """A recipe in `base`, whose run is in the folder `name` there."""
+    if not (base / "policy").exists():
+        tiny.save(base / "policy", sharpness=1.0)
+        prompts = (json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11))
+        (base / "data.jsonl").write_text("\n".join(prompts))
+    path = base / f"{name}.toml"
+    path.write_text(RECIPE.format(model=base / "policy", data=base / "data.jsonl", output=base / name))
+    return path
+
+
+def april(*arguments: object) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return subprocess.Popen(
+        [sys.executable, "-m", "april", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def rank_of(agent: subprocess.Popen[str], number: int) -> int:
+    """The process id of a rank."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            of_agent = int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == agent.pid
+            if of_agent and f"RANK={number}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                return int(folder.name)
+        except (OSError, ValueError):
+            continue
+    raise AssertionError(f"rank {number} does not run")
+
+
+def until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    while not happened():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def trained(run: Path) -> list[dict[str, Any]]:
+    """What does not depend on the clock, of each step."""
+    names = ("step", "policy_version", "loss", "grad_norm", "reward", "entropy", "staleness_mean", "ratio_mean")
+    more = ("step_consumed_tokens", "groups_consumed", "response_length_mean")
+    return [{name: row[name] for name in (*names, *more)} for row in read_metrics(run) if "loss" in row]

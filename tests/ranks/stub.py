@@ -1,0 +1,53 @@
+"""A rank that does as a test wrote down: what it does in each of its lives, in `plan.json` of the run's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from april.training.rank_process import LOST, Report
+
+
+def main() -> int:
+    report = Report()
+    told = json.load(sys.stdin)
+    run, rank = Path(told["recipe"]["reporting"]["output"]), os.environ["RANK"]
+    lives = run / f"lives-{rank}"
+    lived = int(lives.read_text()) if lives.exists() else 0
+    lives.write_text(str(lived + 1))
+    with (run / "told.jsonl").open("a") as file:
+        file.write(json.dumps({"rank": rank, "resume": told["resume"], **told["recipe"]["training"]}) + "\n")
+    match json.loads((run / "plan.json").read_text())[lived][int(rank)]:
+        case "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "memory":
+            report.say(memory=told["recipe"]["training"]["max_tokens_per_micro_batch"] // 2)
+            return LOST
+        case "failed":
+            report.say(failed="OSError: the disk is full")
+            return 1
+        case "waits":
+            time.sleep(600)
+        case "lost":
+            time.sleep(0.3)
+            report.say(lost="Connection closed by peer")
+            return LOST
+        case "trains":
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": lived + 1}) + "\n")
+            time.sleep(0.3)
+            return LOST
+        case int(status):
+            time.sleep(0.3)
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What a run is said to hold is what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from april.algorithms.batch import Batch
+from april.commands.main import run as april
+from april.training.local import LocalLearner
+from april.training.memory_plan import planned
+from tests import tiny
+from tests.training.steps import recipe, rollout
+
+
+@pytest.mark.parametrize("settings", [{}, {"algorithm": "ppo", "kl_coef": 0.1}])
+def test_parameters_and_optimizer_are_counted_to_the_byte(settings: dict[str, object], tmp_path: Path) -> None:
+    chosen = recipe(**settings)
+    chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
+    plan = planned(chosen).rank
+    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner.train(rollout(1), 1)
+    models = [learner.model, learner.reference and learner.reference.model, learner.critic]
+    head = 4 * 33 if learner.critic else 0  # the critic has a head of one output in the place of the policy's
+    parameters = [p for model in models if model is not None for p in model.parameters()]
+    assert plan["parameters"] == sum(p.nbytes for p in parameters) - head
+    assert plan["gradients"] == sum(p.grad.nbytes for p in parameters if p.grad is not None) - head
+    moments = [t for name, t in learner.state().items() if name.endswith((".exp_avg", ".exp_avg_sq"))]
+    assert plan["optimizer"] == sum(t.nbytes for t in moments) - 2 * head
+
+
+def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path) -> None:
+    chosen = recipe()
+    chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0, num_hidden_layers=4))
+    step = rollout(1)
+    batch = Batch.of([sample for group in step.groups for sample in group.samples], step.version)
+    tokens = sum(batch.lengths)
+    chosen.training.max_tokens_per_micro_batch = tokens
+    chosen.rollout.max_response_length = tokens
+    learner = LocalLearner(tiny.model(sharpness=1.0, num_hidden_layers=4), chosen)
+    own = {p.untyped_storage().data_ptr() for p in learner.model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with learner.packed(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learner.policy(batch)
+    held = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
+    kept = planned(chosen).rank["activations"]
+    assert 0.75 < held / kept < 1.35
+    chosen.training.gradient_checkpointing = True
+    assert planned(chosen).rank["activations"] < kept / 2
+
+
+def test_ranks_share_what_one_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = recipe()
+    chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
+    whole = planned(chosen).rank
+    chosen.trainer.processes = 8
+    eighth = planned(chosen).rank
+    for part in ("parameters", "gradients", "optimizer"):
+        assert whole[part] / 8 <= eighth[part] < whole[part] / 6
+    capsys.readouterr()
+    assert april(["memory", "--model.path", chosen.model.path, "--processes", "8"]) == 0
+    assert "each rank" in capsys.readouterr().out
