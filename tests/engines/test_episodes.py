@@ -1,0 +1,145 @@
+"""Episodes on the embedded engine: real forward passes, a KV cache that waits for the environment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from april import Group, Prompt, RolloutScheduler, SamplingParams
+from april.engines.embedded.engine import EmbeddedEngine
+from april.rollout.episodes import Episodes
+from tests import tiny
+from tests.scheduling import scheduler_of
+from tests.talking import Numbers, World
+
+SAMPLING = SamplingParams(max_tokens=40, max_turns=6, stop_token_ids=tuple(range(20, 30)))
+CONTEXT = 96
+
+
+class Low(World):
+    """Its environments say tokens that the tiny model knows."""
+
+    def __call__(self) -> Any:
+        room = super().__call__()
+        reset, step = room.reset, room.step
+
+        async def low_reset(prompt: Any, seed: int) -> Any:
+            said = await reset(prompt, seed)
+            return type(said)(token - 90 for token in said)
+
+        async def low_step(turn: Any) -> Any:
+            answer = await step(turn)
+            return type(answer)(
+                type(answer.observation)(token % 100 for token in answer.observation), answer.reward, answer.done
+            )
+
+        room.reset, room.step = low_reset, low_step
+        return room
+
+
+def rollouts(world: World, model: Any, target: int, running: int, interval: int, **own: Any) -> RolloutScheduler:
+    engine = EmbeddedEngine(
+        model, max_running=running, context_length=CONTEXT, on_update="keep", stream_interval=interval, **own
+    )
+    prompts = (Prompt((5, 6, 7, 8 + i % 9), str(i)) for i in range(10_000))
+
+    async def score(prompt: Prompt, sample: Any) -> float:
+        return 1.0
+
+    return scheduler_of(
+        engine,
+        prompts,
+        score,
+        episodes=Episodes(world, Numbers(), CONTEXT),
+        rollout_batch_size=2,
+        over_sampling_batch_size=target,
+        n_samples_per_prompt=2,
+        max_staleness=4,
+        sampling=SAMPLING,
+        retry_delay=0.0,
+    )
+
+
+def collected(scheduler: RolloutScheduler, steps: int) -> dict[int, Group]:
+    async def run() -> dict[int, Group]:
+        groups: dict[int, Group] = {}
+        async with scheduler:
+            for _ in range(steps):
+                groups |= {group.id: group for group in (await scheduler.collect()).groups}
+                await scheduler.update_weights()
+        return groups
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return tiny.model()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(policy: Any) -> dict[int, Group]:
+    """Synchronous, with environments that answer at once."""
+    return collected(rollouts(Low(slowness=0), policy, 2, 8, 100), 6)
+
+
+@given(
+    seed=st.integers(0, 999),
+    slowness=st.sampled_from([0, 2, 12]),
+    running=st.integers(1, 8),
+    interval=st.sampled_from([1, 3, 8]),
+    target=st.integers(2, 6),
+    memory=st.sampled_from([None, 100_000]),
+)
+@settings(max_examples=5, deadline=None)
+def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
+    policy: Any,
+    undisturbed: dict[int, Group],
+    seed: int,
+    slowness: int,
+    running: int,
+    interval: int,
+    target: int,
+    memory: int | None,
+) -> None:
+    """In the middle of a turn, between turns and during an environment's step, under random schedules and with a KV
+    cache that is too small for all."""
+    found = collected(rollouts(Low(seed, slowness), policy, target, running, interval, kv_cache_bytes=memory), 3)
+    assert len(found) == 6
+    for id, group in found.items():
+        for sample, whole in zip(group.samples, undisturbed[id].samples, strict=True):
+            assert sample.response_ids == whole.response_ids
+            assert sample.finish == whole.finish
+            assert (sample.versions == -1).tolist() == (whole.versions == -1).tolist()
+            np.testing.assert_allclose(sample.logprobs, whole.logprobs, atol=1e-4)
+    assert max(sample.turns for group in found.values() for sample in group.samples) > 1
+
+
+async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
+    """The turn behind an answer prefills what is new, and nothing else."""
+    held = asyncio.Event()
+    world = Low(slowness=0, trouble=lambda what: held.wait() if what.endswith("/0") else None)
+    scheduler = rollouts(world, policy, 2, 8, 1)
+    engine: Any = scheduler.engine
+    async with scheduler:
+        collecting = asyncio.create_task(scheduler.collect())
+        await asyncio.sleep(0)
+        while scheduler.in_flight or not engine._parked:
+            await asyncio.sleep(0.001)
+        assert len(engine._parked) == len(scheduler.episodes) > 1
+        missing = []
+        submit = engine.submit
+
+        def submitted(sample: Any) -> None:
+            submit(sample)
+            missing.append(engine._in_flight[sample.id].missing)
+
+        engine.submit = submitted
+        held.set()
+        await collecting
+        assert max(missing) <= 1 + 3, "the last drawn token, and at most three of the environment"
