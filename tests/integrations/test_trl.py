@@ -149,7 +149,11 @@ def test_a_checkpoint_without_rollouts_is_resumed_with_a_warning(
     first = trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     first.train()
     first.close()
-    (tmp_path / "checkpoint-1" / STATE).unlink()
+    saved = tmp_path / "checkpoint-1" / STATE
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), "format": 0}))
+    with pytest.raises(ValueError, match=r"april.json: the rollouts were saved in format 0, and this april reads 1"):
+        first.train(resume_from_checkpoint=True)
+    saved.unlink()
     second = trainer(tmp_path, max_steps=2)
     second.train(resume_from_checkpoint=True)
     second.close()

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import trl
+from transformers import AutoModelForCausalLM
 from trl.trainer import grpo_trainer
 
 from april.engines.embedded import EmbeddedEngine
@@ -90,7 +91,7 @@ def metrics(folder: Path, ours: bool, settings: dict[str, Any]) -> list[dict[str
     }
     dataset = rows().to_iterable_dataset() if settings.pop("streamed", False) else rows()
     common = {
-        "model": tiny.model(),
+        "model": AutoModelForCausalLM.from_pretrained(tiny.save(folder / "model"), dtype=torch.float32),
         "reward_funcs": Reward(),
         "args": trl.GRPOConfig(**{**config, **settings}),
         "train_dataset": dataset,

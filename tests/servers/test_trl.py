@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
@@ -44,9 +45,12 @@ class Compared(Watched):
         return output
 
 
-@pytest.mark.parametrize("transfer", ["disk", "broadcast"])
+@pytest.mark.parametrize("transfer", ["disk", "broadcast", "use_vllm", "adapters"])
 def test_a_running_server(transfer: str, kind: Kind, server: Server, models: list[Path], tmp_path: Path) -> None:
     """The server was started on other weights than those of the run: it gets the run's before anything else."""
+    written, lora = transfer == "use_vllm", transfer == "adapters"
+    if written and kind.name != "vllm":
+        pytest.skip("TRL knows vLLM servers only")
     policy = AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.float32)
     policy.generation_config.eos_token_id = [1, 20, 21, 22]
     trained = Compared(
@@ -66,15 +70,19 @@ def test_a_running_server(transfer: str, kind: Kind, server: Server, models: lis
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
+            use_vllm=written,
+            vllm_mode="server",
+            vllm_server_base_url=server.url if written else None,
+            vllm_importance_sampling_correction=False,
         ),
+        peft_config=LoraConfig(r=4, target_modules=["q_proj", "up_proj"]) if lora else None,
         train_dataset=rows(),
         processing_class=tiny.tokenizer(),
         partial_rollouts=PartialRollouts(
             # Of 4 groups a step, at most 2 go over to the next one, so every step has new tokens.
             over_sampling_batch_size=6,
-            engine=kind.name,
-            urls=(server.url,),
-            weight_transfer=transfer,
+            **({} if written else {"engine": kind.name, "urls": (server.url,)}),
+            weight_transfer="broadcast" if transfer == "broadcast" else "disk",
         ),
     )
     try:

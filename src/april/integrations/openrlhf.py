@@ -26,6 +26,7 @@ from typing import Any
 
 from april.engines.pool import EnginePool
 from april.integrations.requirement import require
+from april.integrations.saved import opened, stamped
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
@@ -312,13 +313,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     def state_dict(self) -> str:
         """What waits, for OpenRLHF's checkpoint."""
-        state = {"format": FORMAT, "steps": self._steps, "taken": self._taken, "scheduler": self.scheduler.state_dict()}
-        return as_json(state)
+        state = self.scheduler.state_dict()
+        return as_json(stamped(FORMAT, steps=self._steps, taken=self._taken, scheduler=state))
 
     def load_state_dict(self, saved: str) -> None:
-        state = json.loads(saved)
-        if state["format"] != FORMAT:
-            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        state = opened(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps, self._taken, self.updated = state["steps"], state["taken"], True
 

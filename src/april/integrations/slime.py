@@ -30,6 +30,7 @@ from april.engines.servers.dialect import local_vocab_size
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
+from april.integrations.saved import opened, stamped
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import MAX_STALENESS, RolloutParams
@@ -266,12 +267,12 @@ class Rollouts:
         """What waits, as JSON types. Between calls, on slime's event loop, where rewards may still be computed."""
         if self._scheduler is None:
             return dict(self._saved or {})
-        return {
-            "format": FORMAT,
-            "drawn": self.drawn,
-            "samples": {id: [sample.to_dict() for sample in group] for id, group in self.samples.items()},
-            "scheduler": self._scheduler.state_dict(),
-        }
+        return stamped(
+            FORMAT,
+            drawn=self.drawn,
+            samples={id: [sample.to_dict() for sample in group] for id, group in self.samples.items()},
+            scheduler=self._scheduler.state_dict(),
+        )
 
     async def _connect(self) -> tuple[Engine, str | None]:
         """slime's servers as one engine, and its name for the weights they hold. Connected anew for every rollout:
@@ -341,8 +342,7 @@ class Rollouts:
         )
 
     def _restore(self, scheduler: RolloutScheduler, state: Mapping[str, Any]) -> None:
-        if state["format"] != FORMAT:
-            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        opened(state, FORMAT, "slime's checkpoint")
         scheduler.load_state_dict(state["scheduler"])
         self.drawn = state["drawn"]
         self.samples = {id: [SlimeSample.from_dict(s) for s in group] for id, group in state["samples"].items()}

@@ -30,6 +30,7 @@ from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.ranks import Hands, Job, JobEngine, Order, Reply
+from april.integrations.saved import opened, stamped
 from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
@@ -326,10 +327,10 @@ class Checkpoint(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        write_whole(checkpoint / STATE, json.dumps({"format": FORMAT, **self.rollouts.state_dict()}))
+        write_whole(checkpoint / STATE, json.dumps(stamped(FORMAT, **self.rollouts.state_dict())))
 
 
-def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> dict[str, Any] | None:
+def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> Mapping[str, Any] | None:
     """What `Checkpoint` wrote into the checkpoint that TRL is to resume from; None if there is none."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
@@ -338,10 +339,7 @@ def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> di
     if not path.exists():
         logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
         return None
-    state: dict[str, Any] = json.loads(path.read_text())
-    if state["format"] != FORMAT:
-        raise ValueError(f"{path}: format {state['format']}, but this version of april reads {FORMAT}")
-    return state
+    return opened(json.loads(path.read_text()), FORMAT, path)
 
 
 def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Prompt]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from april.integrations.requirement import require
+from april.integrations.saved import opened, stamped
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.rollout.disk import as_json, write_whole
 from april.rollout.event_loop import EventLoop
@@ -380,12 +381,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:
-        return {
-            "format": FORMAT,
-            "reward_info": self._reward_info,
-            "queue": [prompt.id for prompt in self._queue],
-            "scheduler": self.scheduler.state_dict(),
-        }
+        return stamped(
+            FORMAT,
+            reward_info=self._reward_info,
+            queue=[prompt.id for prompt in self._queue],
+            scheduler=self.scheduler.state_dict(),
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
         """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
@@ -393,8 +394,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         Raises:
             ValueError: the state is of another april.
         """
-        if state["format"] != FORMAT:
-            raise ValueError(f"the saved rollouts have format {state['format']}, this april reads {FORMAT}")
+        opened(state, FORMAT, "verl's checkpoint")
         self._reward_info = dict(state["reward_info"])
         self.scheduler.load_state_dict(state["scheduler"])
         uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
