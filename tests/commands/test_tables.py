@@ -33,6 +33,8 @@ def test_a_flag_stands_for_the_whole_table(weighed: Path) -> None:
     problem = Problem("p", "?", "4", {"source_dataset": "gcd"})
     (reward,) = SpecScorer(task)(problem, ["<answer>5</answer>"], [10])
     assert reward.value == pytest.approx(2 * reward.info["task"] + 1.0)
+    own = ["--task.reward", "math-verify", "--task.rewards", "math-verify", "1", "task", "1"]
+    assert read_recipe([str(weighed), *own], "april train").task.weights == {"math-verify": 1.0, "task": 1.0}
     alone = read_recipe([str(weighed), "--task.rewards", "--task.reward", "math-verify"], "april train").task
     assert alone.weights == {"math-verify": 1.0}
 

@@ -29,7 +29,7 @@ from april.simulation.plan import Point, explore, recommended
 from april.simulation.recorded import read_recorded
 from april.simulation.run import no_reward
 from april.simulation.workload import Workload
-from april.tasks.build import build_task
+from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
 
@@ -196,7 +196,7 @@ def profile(
     try:
         task = build_task(recipe.task)
     except ValueError as error:
-        raise ConfigError(f"task.{error}") from None
+        raise ConfigError(in_recipe(error)) from None
     found, calibration, slots = asyncio.run(_measure(recipe, task, steps, told))
     told("fitting the engine's costs")
     cost = calibration.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")

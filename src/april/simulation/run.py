@@ -42,6 +42,7 @@ class StepRecord:
     occupancy: float
     surplus_groups: int
     buffered_groups: int
+    buffered_tokens: int
     staleness: NDArray[np.int64]
     """Of each group, shape [N]."""
     tokens_by_age: NDArray[np.int64]
@@ -63,6 +64,7 @@ class StepRecord:
             occupancy=step.occupancy,
             surplus_groups=step.surplus_groups,
             buffered_groups=step.buffered_groups,
+            buffered_tokens=step.buffered_tokens,
             staleness=step.staleness,
             tokens_by_age=step.tokens_by_age,
             lengths=np.array([sample.length for sample in samples]),

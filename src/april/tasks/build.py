@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import Task, TaskSpec
+
+
+def in_recipe(error: ValueError) -> str:
+    """What `build_task` found, to a recipe's reader: a setting gets its section's name, a file stands for itself."""
+    setting = str(error).partition(" ")[0].rstrip(":")
+    return f"task.{error}" if setting in {field.name for field in fields(TaskSpec)} else f"task: {error}"
 
 
 def build_task(spec: TaskSpec) -> Task:

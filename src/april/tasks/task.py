@@ -163,7 +163,8 @@ class TaskSpec:
         require(self.kind == "environment" or self.prompt is None, "prompt", 'goes with kind = "environment"')
         require(self.kind != "reasoning_gym" or bool(self.name), "name", "give the name of a reasoning-gym dataset")
         require(self.kind != "records" or bool(self.path), "path", "give a file of records, or a data set of the hub")
-        require(not self.rewards or self.reward == "task", "reward", "rewards are set too: give it a weight among them")
+        weighed = not self.rewards or self.reward in {"task", *self.rewards}
+        require(weighed, "reward", 'rewards are set too: give it a weight among them, or set reward = "task"')
         require(all(map(math.isfinite, self.rewards.values())), "rewards", "weights must be finite numbers")
         require(self.reward_scope in ("sample", "group"), "reward_scope", 'must be "sample" or "group"')
         require(self.extract in (None, "tag", "whole"), "extract", 'must be "tag" or "whole"')

@@ -25,7 +25,7 @@ from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group
-from april.tasks.build import build_task
+from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import ChatTemplate, Task
 from april.training.crew import leading
@@ -145,7 +145,7 @@ def _task(recipe: Recipe) -> Task:
     try:
         return build_task(recipe.task)
     except ValueError as error:
-        raise ConfigError(f"task.{error}") from None
+        raise ConfigError(in_recipe(error)) from None
 
 
 def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
