@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from april.simulation.profile import Profile, Tail
-from april.simulation.profile_page import lines_of, profile_page
+from april.simulation.profile_page import lines_of, profile_page, trust_of
 from april.simulation.recorded import read_recorded
 from april.simulation.workload import Workload
 from tests.commands.conftest import status
@@ -93,6 +93,7 @@ def profile(lengths: list[int], gain: float, truncated: int = 0, occupancy: floa
 def test_the_verdict_says_why(found: Profile, said: str) -> None:
     assert re.search(said, found.verdict)
     assert found.verdict.split("'")[0] in profile_page("title", found)
+    assert ("are cut off there" in trust_of(found)) == (found.truncated.mean() > 0.5)
     assert max(map(len, list(lines_of(found))[1:-1])) <= 80
 
 

@@ -10,6 +10,7 @@ from april.reporting.charts import HALF, WIDE, Series, histogram, legend_of
 from april.reporting.formats import compact, percent, seconds
 from april.reporting.html import Section, Tile, both_widths, page
 from april.simulation.page import FRONTIER, frontier, table_of
+from april.simulation.plan import cut_off
 from april.simulation.profile import LAST, Profile
 
 BINS, BAR = 12, 44
@@ -52,7 +53,8 @@ def trust_of(profile: Profile) -> str:
     """How far to believe the simulator, and what it leaves out."""
     off = f"The simulator has synchronous rollouts at {1 + profile.off:.2f} times the rate that was measured"
     care = "; take what it says with care" if abs(profile.off) > OFF else ""
-    return f"{off}{care}. Training is left out: where it takes a large part of a step, less is gained."
+    training = "Training is left out: where it takes a large part of a step, less is gained."
+    return " ".join(filter(None, (f"{off}{care}.", training, cut_off(profile.workload))))
 
 
 def profile_page(title: str, profile: Profile) -> str:
