@@ -134,7 +134,7 @@ async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> 
     client = sum(map(processor_seconds, clients)) - client
     tokens = scheduler.step_tokens - tokens
     streams = scheduler.in_flight
-    began, used = time.perf_counter(), time.process_time()
+    began, used, aside = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
     collecting.cancel()
     with suppress(asyncio.CancelledError):
         await collecting
@@ -146,6 +146,7 @@ async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> 
         "streams": streams,
         "interrupt_seconds": time.perf_counter() - began,
         "interrupt_driver_cpu_seconds": time.process_time() - used,
+        "interrupt_clients_cpu_seconds": sum(map(processor_seconds, clients)) - aside,
     }
 
 
