@@ -129,7 +129,9 @@ async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> 
     clients = [pid for pid in children() if pid not in others]
     tokens = scheduler.step_tokens
     wall, driver, client = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
-    await asyncio.sleep(seconds)
+    # On a machine that others use it may take longer until every stream has sent something.
+    while time.perf_counter() < wall + seconds or scheduler.step_tokens < tokens + 60 * scheduler.in_flight:
+        await asyncio.sleep(0.2)
     wall, driver = time.perf_counter() - wall, time.process_time() - driver
     client = sum(map(processor_seconds, clients)) - client
     tokens = scheduler.step_tokens - tokens

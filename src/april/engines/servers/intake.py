@@ -162,12 +162,11 @@ class Intake:
     def _lost(self) -> None:
         """The process has closed its end: it has died, or been closed."""
         self._link = None
-        if self.down is not None:
-            return
-        steady = asyncio.get_running_loop().time() - self._began > STEADY
-        self._deaths = 1 if steady else self._deaths + 1
-        self.down = f"{self.name} died"
-        log.warning("%s; the streams it read go on elsewhere", self.down)
+        if self.down is None:
+            steady = asyncio.get_running_loop().time() - self._began > STEADY
+            self._deaths = 1 if steady else self._deaths + 1
+            self.down = f"{self.name} died"
+            log.warning("%s; the streams it read go on elsewhere", self.down)
         for done in self._calls.values():
             if not done.done():
                 done.set_exception(EngineError(self.down))
