@@ -231,7 +231,7 @@ class Requests:
         """Abort requests and read their streams to the end, where the server says what it had sampled."""
         streams = list(streams)
         await self._cancel(stream for stream in streams if not stream.sent)
-        deadline = asyncio.get_running_loop().time() + self._patience
+        deadline, wait = asyncio.get_running_loop().time() + self._patience, 0.25
         while unfinished := [stream for stream in streams if stream.open]:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -239,7 +239,8 @@ class Requests:
                         await self._cancel(unfinished)
                         return
                     # A request that the server had not registered yet ignores the first abort.
-                    await asyncio.wait([s.task for s in unfinished if s.task is not None], timeout=0.25)
+                    await asyncio.wait([s.task for s in unfinished if s.task is not None], timeout=wait)
+                    wait *= 2
             except FAILURES as error:
                 log.warning(
                     "%s: %d requests were cut instead of aborted: %s", self._name, len(unfinished), describe(error)
