@@ -57,14 +57,16 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--on-update", nargs="+", choices=["keep", "recompute"], default=["keep", "recompute"])
     options = parser.parse_args()
     lasting = {"replicas": options.replicas, "steps": options.steps, "warm_up": options.warm_up}
     synchronous = simulate(WORKLOAD, COST, partial_rollout=False, **lasting)
     per_token = synchronous.rollout_seconds / sum(step.consumed_tokens for step in synchronous.counted)
     results: list[dict[str, Any]] = []
     for share, aim in AIMS.items():
-        for on_update in ("keep", "recompute"):
-            for name, params in SETTINGS.items():
+        for on_update in options.on_update:
+            for name, params in ((name, SETTINGS[name]) for name in options.settings):
                 arms: dict[str, list[dict[str, float]]] = {"alternating": [], "overlapping": []}
                 for seed in range(options.seeds):
                     for arm, runs in arms.items():

@@ -293,21 +293,24 @@ class RolloutScheduler:
 
     async def swap(self, weights: Any = None) -> None:
         """`update_weights` in the midst of generation: it is interrupted, and goes on under the new weights."""
+        account, going_on = self._pump.account, self._pump.running
+        interrupted_at = account.now if going_on else None
         async with self.paused():
             await self.update_weights(weights)
+            if going_on:
+                step = account.step
+                step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
+                step.resumed_at = account.now
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Inside, nothing runs in the engine; afterwards generation goes on if it did before. `swap` is an update in
         here, and right behind it is the moment for `state_dict`."""
-        pump, step = self._pump, self._pump.account.step
+        pump = self._pump
         going_on = pump.running
-        if going_on:
-            step.interrupted_at = pump.account.now
         await pump.pause()
         yield
         if going_on:
-            step.update_seconds, step.resumed_at = self._update_seconds, pump.account.now
             pump.start()
 
     async def load_weights(self, weights: Any = None) -> None:
