@@ -31,7 +31,7 @@ from april.rollout.disk import as_json, write_whole
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Reward, Sample, SamplingParams
 
 require("verl", "0.9.1", extra="verl")
 require("TransferQueue", "0.1", extra="verl")
@@ -50,7 +50,7 @@ from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token
 
 STATE = "april.json"
 """The file of a checkpoint of verl's that holds what waits."""
-FORMAT = 2
+FORMAT = 3
 
 SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}
 MANAGER = f"{__name__}.AprilRolloutManager"
@@ -218,8 +218,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
         """What verl's dataset says of each prompt under way, by its uid."""
-        self._reward_info: dict[str, Any] = {}
-        """What scoring said beside the score, by sample."""
         self._queue: deque[Prompt] = deque()
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
@@ -267,8 +265,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
             del self.rows[uid]
-        waiting = {sample.id for group in self.scheduler.buffer for sample in group.samples}
-        self._reward_info = {id: info for id, info in self._reward_info.items() if id in waiting}
         return {f"training/april/{name}": value for name, value in step.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
@@ -292,8 +288,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             "turn_scores": [],
             "tool_rewards": [],
         }
-        if sample.id in self._reward_info:
-            fields["reward_extra_info"] = self._reward_info[sample.id]
+        if self.reward_loop_worker_handles is not None and sample.reward is not None:
+            fields["reward_extra_info"] = dict(sample.reward_info)
         return AgentLoopOutput(
             prompt_ids=list(sample.prompt_ids),
             response_ids=sample.response_ids,
@@ -306,17 +302,14 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             extra_fields=fields,
         )
 
-    async def _score(self, prompt: Prompt, sample: Sample) -> float:
+    async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
         """verl's reward workers, or 0 where a colocated reward model scores the batch later."""
         if self.reward_loop_worker_handles is None:
             return 0.0
         output = self._output(sample)
         row = {"session_id": sample.index, **self.rows[prompt.id]}
         await self.worker._compute_score([output], kwargs=row)
-        info = output.extra_fields.get("reward_extra_info", {})
-        as_json(info)  # it becomes part of a checkpoint: better that it fails here than there
-        self._reward_info[sample.id] = info
-        return float(output.reward_score)
+        return Reward(float(output.reward_score), output.extra_fields.get("reward_extra_info", {}))
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
         limit = self.rollout_config.prompt_length
@@ -337,7 +330,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         if metric == "reward":
             values = [sample.reward for sample in group.samples]
         else:
-            values = [self._reward_info[sample.id][metric] for sample in group.samples]
+            values = [sample.reward_info[metric] for sample in group.samples]
         return len(values) == 1 or len(set(values)) > 1
 
     async def _abort_all(self) -> None:
@@ -383,7 +376,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
     async def _state(self) -> dict[str, Any]:
         return stamped(
             FORMAT,
-            reward_info=self._reward_info,
             queue=[prompt.id for prompt in self._queue],
             scheduler=self.scheduler.state_dict(),
         )
@@ -395,7 +387,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             ValueError: the state is of another april.
         """
         opened(state, FORMAT, "verl's checkpoint")
-        self._reward_info = dict(state["reward_info"])
         self.scheduler.load_state_dict(state["scheduler"])
         uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
         if uids:
