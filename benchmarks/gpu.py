@@ -50,8 +50,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from april.config.reading import load_recipe
 from april.engines.embedded import EmbeddedEngine
+from april.rollout.sampling import SamplingParams
 from april.rollout.step import Plan, Step
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from april.simulation.calibration import Sweep
 from april.simulation.hardware import GPUS, MODELS, ModelShape, roofline
 from april.simulation.measurement import serve

@@ -41,6 +41,12 @@ CODE_FROM_DATA = {
     "os.popen",
 }
 ALLOWED = {
+    (
+        "engines/servers/link.py",
+        "pickle.loads",
+    ): "what goes to and from processes that april started",
+    ("environments/loading.py", "importlib.import_module"): "the dotted path of an environment or of tools",
+    ("environments/workers.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("tasks/isolation.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("tasks/scoring.py", "importlib.import_module"): "the dotted path of a reward function",
 }

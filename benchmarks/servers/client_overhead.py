@@ -23,7 +23,8 @@ from serving import CONNECT, make_policy, save, spread, start
 
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Stream
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 SLOTS = 256
 

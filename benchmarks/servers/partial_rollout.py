@@ -34,8 +34,9 @@ from serving import CONNECT, make_policy, save, spread, start
 
 from april.rollout.engine import KVPolicy
 from april.rollout.params import RolloutParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Prompt, Sample
 
 
 @dataclass(frozen=True)

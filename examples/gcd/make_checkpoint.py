@@ -42,7 +42,8 @@ from transformers import (
 )
 
 from april.engines.embedded import EmbeddedEngine
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 NUMBERS = {"min_value": 1, "max_value": 150}
 """The range of the two numbers. Wide enough for a long tail of lengths: 1 and 150 take 149 subtractions."""

@@ -10,10 +10,11 @@ from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.rewards import RewardError
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.staleness import StalenessError
 from april.rollout.step import Step
-from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group, Prompt, Reward, Sample, SamplingParams, Segment
+from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample, Segment
 
 __version__ = "0.1.0"
 

@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import Chunk
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 SUPPORTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import EngineError
-from april.rollout.trajectory import FinishReason, Sample, SamplingParams, Segment
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Sample, Segment
 from tests.engines.architectures import (
     DEVICE,
     SUPPORTED,

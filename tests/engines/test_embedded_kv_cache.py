@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from april.engines.embedded.kv_cache import KVCache, KVShape, tier_lengths
 from april.engines.embedded.sequence import Sequence
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Sample
 
 SHAPE = KVShape(layers=2, heads=1, key_size=3, value_size=2)
 CONTEXT = 200

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from april.engines.embedded.sampling import sample
 from april.engines.embedded.sequence import uniforms
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 
 SMALL, LARGE = 50, 3003
 """Vocabularies on both sides of where the sum is done in blocks; the larger one fills no whole number of them."""

@@ -21,8 +21,9 @@ from april.engines.weights import WithdrawnError
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from tests.engines import architectures
 from tests.scheduling import scheduler_of
 

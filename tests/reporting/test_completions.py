@@ -16,8 +16,8 @@ from april.reporting.completions import CompletionsWriter, files, read_completio
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
 from april.reporting.run_log import RunLog
+from april.rollout.sampling import FinishReason
 from april.rollout.step import Plan
-from april.rollout.trajectory import FinishReason
 from tests.reporting.test_report import page
 
 TEXT = "Ünïcode <script>alert(1)</script> \x1b[31m"

@@ -18,8 +18,8 @@ from april.reporting.run_log import RunLog
 from april.reporting.totals import Totals
 from april.reporting.trace import read_trace
 from april.reporting.trackers import check_trackers
+from april.rollout.sampling import FinishReason
 from april.rollout.step import Failure, Plan
-from april.rollout.trajectory import FinishReason
 
 
 def rollout(number: int, tokens: int = 3, failures: int = 0) -> Step:

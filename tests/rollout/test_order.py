@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from april import Group, Prompt, SamplingParams
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.order import ORDERS
-from april.rollout.trajectory import FinishReason
+from april.rollout.sampling import FinishReason
 
 BUDGET = 400
 

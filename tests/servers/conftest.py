@@ -23,7 +23,8 @@ from april.engines.servers.launch import Launch, Server, free_port, launch, laun
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from tests.servers.documented import documented
 from tests.servers.tiny import Oracle, tiny_model
 

@@ -9,7 +9,8 @@ import sys
 
 from april.engines.vllm_inproc import VLLMInProcess
 from april.engines.weights import InProcess, Tensors
-from april.rollout.trajectory import Group, Prompt, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt
 
 
 async def main(models: list[str]) -> None:

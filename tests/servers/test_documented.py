@@ -10,7 +10,7 @@ import pytest
 
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import EngineError
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 from tests.servers.conftest import make_samples, start_by_hand
 from tests.servers.test_engines import EXACT, error_by_version, finish, submit
 from tests.servers.tiny import Oracle, tiny_model

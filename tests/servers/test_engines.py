@@ -13,7 +13,8 @@ from torch import Tensor
 from april.engines.servers.broadcast import Broadcast
 from april.engines.servers.server import ServerEngine
 from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from tests.servers.conftest import CONTEXT, SLOTS, Connect, Kind, make_samples
 from tests.servers.tiny import VOCABULARY, Oracle
 

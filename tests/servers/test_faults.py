@@ -16,9 +16,10 @@ from april.engines.pool import EnginePool
 from april.engines.servers.launch import Server
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.rollout.trajectory import Prompt, SamplingParams
+from april.rollout.trajectory import Prompt
 from tests.servers.conftest import Connect
 from tests.servers.proxy import Fault, FaultProxy
 from tests.servers.test_engines import EXACT, error_by_version

@@ -14,7 +14,7 @@ import pytest_asyncio
 from april.engines.pool import EnginePool
 from april.engines.servers.intake import Intake
 from april.rollout.engine import KVPolicy
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 from tests.servers.conftest import SLOTS, Connect, make_samples
 from tests.servers.test_engines import EXACT, absorb, error_by_version, finish, reach, submit
 from tests.servers.tiny import Oracle

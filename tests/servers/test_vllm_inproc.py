@@ -7,7 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from april.rollout.trajectory import FinishReason, Group, Prompt, SamplingParams, Segment
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Segment
 from tests.servers.conftest import ENVIRONMENT, ROOT, python_of
 from tests.servers.test_engines import EXACT, error_by_version
 from tests.servers.tiny import Oracle, tiny_model

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Sample
 from tests import tiny
 
 VOCABULARY = 512

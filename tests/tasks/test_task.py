@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from april.rollout.trajectory import Group, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group
 from april.tasks.task import Problem, TaskSpec, encode
 from tests.tasks.conftest import make_tokenizer
 

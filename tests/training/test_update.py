@@ -12,8 +12,8 @@ from torch import Tensor
 
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import correct
+from april.rollout.sampling import FinishReason
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason
 from april.training.critic import Critic
 from april.training.local import LocalLearner
 from tests import tiny

@@ -27,7 +27,7 @@ from april.config.settings import (
 )
 from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.params import FaultPolicy, RolloutParams
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 from april.tasks.task import TaskSpec
 
 FLAT: Any = tyro.conf.OmitArgPrefixes

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, make_chunk
-from april.rollout.trajectory import FinishReason, Sample
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 
 Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
 """Token ids, and the log-probability in nats with which each was drawn."""

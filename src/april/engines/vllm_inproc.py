@@ -23,7 +23,8 @@ from april.engines.chunk_queue import parted
 from april.engines.fit import require_fit
 from april.engines.weights import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
-from april.rollout.trajectory import FinishReason, Sample
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 
 FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 

@@ -20,9 +20,10 @@ from typing import Any, Self
 from april.rollout.engine import Engine
 from april.rollout.params import RolloutParams
 from april.rollout.rewards import GroupRewardFunction, RewardFunction
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 
 class AskedPrompts(Iterator[Prompt]):

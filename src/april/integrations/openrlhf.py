@@ -31,9 +31,10 @@ from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Group, Prompt, Reward, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 require("openrlhf", "0.11", extra="openrlhf")
 

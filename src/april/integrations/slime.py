@@ -34,8 +34,9 @@ from april.integrations.saved import opened, stamped
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 try:
     from slime.rollout import sglang_rollout

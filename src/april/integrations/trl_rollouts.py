@@ -35,7 +35,8 @@ from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from april.training.engines import engine_of
 from april.training.lora import Adapters
 from april.training.weights import transfer_of

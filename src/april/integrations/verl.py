@@ -30,8 +30,9 @@ from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.rollout.disk import as_json, write_whole
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Reward, Sample, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 require("verl", "0.9.1", extra="verl")
 require("TransferQueue", "0.1", extra="verl")

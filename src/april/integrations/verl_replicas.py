@@ -17,7 +17,8 @@ from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, EngineError
-from april.rollout.trajectory import FinishReason, Sample
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 
 CALLS = 900
 """Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16

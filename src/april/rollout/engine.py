@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
-from april.rollout.trajectory import FinishReason, Sample
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 
 KVPolicy = Literal["recompute", "keep"]
 """What happens to the KV cache of an unfinished sample when the weights change. `recompute`: it is dropped, and prompt

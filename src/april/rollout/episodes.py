@@ -35,9 +35,10 @@ from april.rollout.environment import (
 from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal_file import JournalError
+from april.rollout.sampling import FinishReason
 from april.rollout.step import Failure
 from april.rollout.threads import Threads
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, Transition
+from april.rollout.trajectory import Group, Prompt, Sample, Transition
 
 THREADS = 64
 """Plain environments that work at a time in this process."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams, Transition
+from april.rollout.trajectory import Prompt, Reward, Transition
 
 
 class Admitted(NamedTuple):

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from april.rollout.events import Admitted
-from april.rollout.trajectory import Prompt, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Prompt
 
 
 class PromptSource:

@@ -19,8 +19,9 @@ import numpy as np
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
+from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.step import Step
-from april.rollout.trajectory import FinishReason, Prompt, Reward, SamplingParams, Transition
+from april.rollout.trajectory import Prompt, Reward, Transition
 
 Record: TypeAlias = tuple[int, int, str, str, bytes, bytes, int]
 """A record holds the events `first` to `number`: several for chunks, one for everything else. Its fields are number,

@@ -42,10 +42,11 @@ from april.rollout.prompt_source import PromptSource
 from april.rollout.pump import Pump
 from april.rollout.retries import Retries
 from april.rollout.rewards import GroupRewardFunction, RewardFunction, RewardTasks
+from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
 from april.rollout.step import Step
-from april.rollout.trajectory import Group, Prompt, SamplingParams
+from april.rollout.trajectory import Group, Prompt
 
 
 class RolloutScheduler:

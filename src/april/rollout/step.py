@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.buffer import Rejection
-from april.rollout.trajectory import ENVIRONMENT, FinishReason, Group
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import ENVIRONMENT, Group
 
 
 def rate(amount: float, seconds: float) -> float:

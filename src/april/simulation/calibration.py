@@ -36,7 +36,8 @@ from rich.console import Console
 
 from april.config.recipe import Recipe
 from april.rollout.engine import Engine, EngineError, KVPolicy
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Sample
 from april.simulation.cost_model import CostModel
 from april.simulation.measurement import Update, serve
 from april.simulation.run import simulate

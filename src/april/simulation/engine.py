@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from april.engines.chunk_queue import parted
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy, make_chunk
-from april.rollout.trajectory import FinishReason, Sample
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 from april.simulation.blank import Blank
 from april.simulation.cost_model import CostModel
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Engine
-from april.rollout.trajectory import Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 from april.simulation.run import Outcome, StepRecord, scheduler_of
 from april.simulation.workload import Workload
 

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from april.rollout.engine import Engine, KVPolicy
 from april.rollout.params import RolloutParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step, rate
-from april.rollout.trajectory import Group, Prompt, SamplingParams
+from april.rollout.trajectory import Group, Prompt
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, SamplingParams
+from april.rollout.trajectory import Group, Prompt
 from april.tasks.task import ChatTemplate, Task, encode
 from april.training.episode_reward import EpisodeRewards
 from april.training.task_reward import Rewards

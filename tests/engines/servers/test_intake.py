@@ -27,7 +27,8 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Chunk, Engine, EngineError
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from april.engines.servers.client import RequestError
 from april.engines.servers.stream import Delta, Stream, parse_version
 from april.rollout.engine import Chunk
-from april.rollout.trajectory import FinishReason, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
 
 STOP = 99
 BUDGET = 8

@@ -16,7 +16,8 @@ from aiohttp import web
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.tensorrt_llm import connect_tensorrt_llm
 from april.rollout.engine import EngineError
-from april.rollout.trajectory import FinishReason, Group, Prompt, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Group, Prompt, Sample
 
 VOCABULARY = 50
 

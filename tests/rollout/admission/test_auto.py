@@ -13,8 +13,8 @@ from april.rollout.admission.auto import CANDIDATES, EFFORT, SECONDS_PER_STEP, A
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
+from april.rollout.sampling import FinishReason
 from april.rollout.step import Plan, Span
-from april.rollout.trajectory import FinishReason
 from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate
 from april.simulation.workload import Part, Workload

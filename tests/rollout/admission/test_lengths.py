@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from april import Group, Prompt, SamplingParams
 from april.rollout.admission.lengths import LengthModel
-from april.rollout.trajectory import FinishReason
+from april.rollout.sampling import FinishReason
 
 CAP = 2000
 Lengths = NDArray[np.int64]

@@ -8,6 +8,8 @@ Invariants:
 - the sequences that need the KV cache most give it up last: parked ones go first, then waiting ones, then the youngest
   admitted; nothing that was sampled is ever lost or drawn again;
 - an admitted sequence waits for a `leader` only if that one was admitted before it.
+
+Above 450 lines: who is in flight, waiting, admitted and parked is one state, and all methods here move sequences in it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.trajectory import FinishReason, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Sample
 
 _SHARE_OF_FREE_MEMORY = 0.4
 

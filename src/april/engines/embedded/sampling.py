@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 
 _BLOCK = 256
 _WHOLE = 2048

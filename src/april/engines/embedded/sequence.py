@@ -15,7 +15,8 @@ import numpy as np
 
 from april.engines.embedded.kv_cache import Resident
 from april.rollout.engine import Chunk
-from april.rollout.trajectory import FinishReason, Sample, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.trajectory import Sample
 
 _BLOCK = 64
 _WORDS_PER_COUNTER = 4

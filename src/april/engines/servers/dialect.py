@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from april.engines.servers.stream import Delta, Stream
 from april.engines.weights import Receiver
 from april.rollout.engine import Capacity
-from april.rollout.trajectory import SamplingParams
+from april.rollout.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

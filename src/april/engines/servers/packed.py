@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from april.rollout.engine import Chunk
-from april.rollout.trajectory import FinishReason
+from april.rollout.sampling import FinishReason
 
 FINISHES = (None, *FinishReason)
 

@@ -29,7 +29,8 @@ from april.engines.servers.interval import Interval, StreamInterval
 from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream
 from april.rollout.engine import Chunk, KVPolicy
-from april.rollout.trajectory import Sample, SamplingParams
+from april.rollout.sampling import SamplingParams
+from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
 

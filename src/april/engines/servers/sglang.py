@@ -30,7 +30,7 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity
-from april.rollout.trajectory import FinishReason, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from april.engines.servers.client import RequestError
 from april.rollout.engine import Chunk
-from april.rollout.trajectory import FinishReason, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Receiver
 from april.rollout.engine import Capacity, EngineError
-from april.rollout.trajectory import FinishReason, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "cancelled": "abort"}
 

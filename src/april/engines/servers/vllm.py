@@ -22,7 +22,7 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
-from april.rollout.trajectory import FinishReason, SamplingParams
+from april.rollout.sampling import FinishReason, SamplingParams
 
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
