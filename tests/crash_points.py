@@ -87,7 +87,15 @@ threads = 1
 [reporting]
 trackers = []
 """
-NOT_COMPARED = ("seconds", "per_second", "occupancy", "samples_interrupted", "samples_resumed")
+NOT_COMPARED = (
+    "seconds",
+    "per_second",
+    "occupancy",
+    "samples_interrupted",
+    "samples_resumed",
+    "kv_cache_bytes",
+    "resident_bytes",
+)
 """What depends on the clock, and on how many pieces a step was collected in."""
 
 

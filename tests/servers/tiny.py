@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,13 +52,19 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.joint = joint
 
-    def logprobs(self, sample: Sample) -> NDArray[np.float32]:
-        """Log-probability of each response token under the distribution it was to be drawn from, shape [length]."""
+    def logprobs(self, sample: Sample, slack: float = 0.0) -> NDArray[np.float32]:
+        """Log-probability of each response token under the distribution it was to be drawn from, shape [length].
+
+        `slack` moves the limits of min-p and top-p by this share: a token that stands on a limit is in by one rounding
+        of its logit and out by another.
+        """
         response = sample.response_ids
         with torch.no_grad():
             logits = self.model(torch.tensor([[*sample.prompt_ids, *response]])).logits[0]
         rows = logits[len(sample.prompt_ids) - 1 : -1]
-        drawn = drawn_from(rows, sample.sampling, self.joint)
+        given = sample.sampling
+        top_p = given.top_p * (1 + slack) if given.top_p < 1 else 1.0
+        drawn = drawn_from(rows, replace(given, min_p=given.min_p * (1 + slack), top_p=top_p), self.joint)
         return drawn[torch.arange(len(response)), torch.tensor(response)].numpy()
 
 
