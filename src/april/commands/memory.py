@@ -6,8 +6,8 @@ from april.commands.arguments import read_recipe
 
 DESCRIPTION = """Say how much memory each process of a run will take, by part, without loading its model.
 
-RECIPE and the flags are those of april train. Parameters, gradients and the optimizer are exact; activations are those
-of a micro-batch of full length."""
+RECIPE and the flags are those of april train. Parameters, gradients and the optimizer are counted; activations are an
+estimate for a micro-batch of full length. What kernels and allocators take on top is left out."""
 
 
 def run(args: list[str]) -> int:

@@ -33,8 +33,8 @@ class Options:
 
     What an engine's work costs comes from a measurement (--cost-model takes a file that april calibrate wrote), or from
     a roofline of a GPU and the recipe's own model. How long responses are comes from a run (--lengths-from), or is one
-    of a few named shapes (--workload). Engines and training share the GPUs and take turns, or have GPUs of their own
-    (--training-gpus)."""
+    of a few named shapes (--workload). Engines and training share the GPUs, or have GPUs of their own
+    (--training-gpus); they take turns, whatever --overlap says."""
 
     cost_model: Path | None = None
     """What an engine's work costs, slots included, as april calibrate measured it."""
