@@ -41,8 +41,8 @@ class TimedJournal(Journal):
     held_up = 0.0
     writing = 0.0
 
-    def record(self, event: Any) -> None:
-        self.held_up += _seconds(lambda: super(TimedJournal, self).record(event))
+    def record(self, *events: Any) -> None:
+        self.held_up += _seconds(lambda: super(TimedJournal, self).record(*events))
 
     def flush(self) -> None:
         self.held_up += _seconds(super().flush)
