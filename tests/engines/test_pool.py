@@ -285,6 +285,29 @@ async def test_interrupt_while_a_replica_is_dying() -> None:
         assert finished(samples)
 
 
+async def test_an_interrupt_that_is_cancelled_can_be_made_again() -> None:
+    class Slow(Machine):
+        async def interrupt(self, sample_ids: Any = None) -> list[Chunk]:
+            await asyncio.sleep(0.01)
+            return await super().interrupt(sample_ids)
+
+    machines = [Slow("a"), Slow("b")]
+    async with pool_of(*machines) as pool:
+        samples = make_samples(8)
+        submit(pool, samples)
+        await run(pool, samples, until=20)
+        interrupting = asyncio.create_task(pool.interrupt())
+        await asyncio.sleep(0.001)
+        interrupting.cancel()
+        with suppress(asyncio.CancelledError):
+            await interrupting
+        absorb(await pool.interrupt(), samples)
+        assert not any(machine._tasks for machine in machines)
+        submit(pool, samples)
+        await run(pool, samples)
+        assert finished(samples)
+
+
 async def test_the_last_replica_comes_back_and_the_samples_go_on() -> None:
     only = Machine("only")
     async with pool_of(only) as pool:

@@ -158,16 +158,23 @@ class EnginePool:
             await asyncio.gather(*(self._interrupt(member, stopping) for member in self._ready))
             while self._moves:  # a replica that is lost gives its samples back when what it had streamed has come
                 await asyncio.wait(self._moves)
-        finally:
+        except asyncio.CancelledError:
+            # What may still run on a replica stays known as such, so that the next interrupt stops it.
+            for member in self._ready:
+                if not stopping.issuperset(member.samples):
+                    self._start_pump(member)
+            raise
+        else:
             for member in self.members:
                 for id in stopping:
                     member.samples.pop(id, None)
             for id in stopping:
                 self._waiting.pop(id, None)
-            self._stopping -= stopping
             if not self._in_flight:
                 await _stop([self._watch])
                 self._watch = None
+        finally:
+            self._stopping -= stopping
         self._queue.wake()
         return self._queue.take(named)
 
