@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -454,6 +455,27 @@ async def test_with_no_delay_everything_is_on_disk_before_generation_goes_on(tmp
             journal.record(event)
             await journal.drain()
             assert len(read_copy(journal, tmp_path)) == n
+
+
+async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late(threading.Condition):
+        """A drain gets the lock only once everything is written."""
+
+        armed = False
+
+        def __enter__(self) -> bool:
+            while self.armed and threading.current_thread() is threading.main_thread() and journal._backlog:
+                time.sleep(0.001)
+            return super().__enter__()
+
+    monkeypatch.setattr(journal_module, "BACKLOG", 0)
+    with closing(Journal(tmp_path / "j", delay=0.01)) as journal:
+        journal._changed = late = Late()
+        journal.record(events()[0])
+        late.armed = True
+        await asyncio.wait_for(journal.drain(), 5)
 
 
 @pytest.mark.parametrize("say", [Journal.flush, lambda journal: asyncio.run(journal.drain())])

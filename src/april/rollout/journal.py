@@ -150,9 +150,12 @@ class Journal:
         Raises:
             JournalError: the disk is full, or fails otherwise.
         """
-        while self._failure is None and self._backlog > (BACKLOG if self.delay else 0):
+        most = BACKLOG if self.delay else 0
+        while self._failure is None and self._backlog > most:
             written: Future[None] = Future()
             with self._changed:
+                if self._failure is not None or self._backlog <= most:
+                    break  # the writer has just been through, and nobody would wake who waits now
                 self._waiting.append(written)
                 self._urgent = True
                 self._changed.notify_all()
