@@ -71,7 +71,8 @@ def build(world: World, policy: EpisodePolicy | None = None, engine_seed: int = 
         "sampling": SAMPLING,
         "retry_delay": 0.0,
     }
-    return scheduler_of(engine, Prompts(), score, episodes=episodes, **{**defaults, **own})
+    reward = own.pop("score", score)
+    return scheduler_of(engine, Prompts(), reward, episodes=episodes, **{**defaults, **own})
 
 
 async def run(rollouts: RolloutScheduler, steps: int) -> list[Step]:
@@ -214,6 +215,32 @@ async def test_an_interrupt_does_not_wait_for_an_environment() -> None:
         assert world.steps["0.0/0"] == 1
         groups = {group.id: group for one in later for group in one.groups}
         check(groups[0])
+
+
+async def test_an_answer_for_a_group_that_is_turned_away_in_that_moment_brings_nothing_back(tmp_path: Path) -> None:
+    held, scoring = asyncio.Event(), asyncio.Event()
+    world = World(slowness=0, trouble=lambda what: held.wait() if what == "0.0/0" else None)
+
+    async def reward(prompt: Prompt, sample: Sample) -> float:
+        if sample.id == "0.1":
+            scoring.set()
+            await held.wait()
+            raise ValueError("no reward")
+        return 0.0
+
+    journal = Journal(tmp_path / "journal", delay=0.01)
+    rollouts = build(world, score=reward, on_reward_error="reject", max_staleness=None, journal=journal)
+    async with rollouts:
+        while not scoring.is_set():
+            await rollouts.collect()
+            await rollouts.update_weights()
+        submissions = rollouts.engine.submissions.count("0.0")  # type: ignore[attr-defined]
+        held.set()
+        await asyncio.sleep(0.01)
+        await rollouts.collect()
+        assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
+        assert rollouts.engine.submissions.count("0.0") == submissions  # type: ignore[attr-defined]
+    journal.close()
 
 
 async def test_waiting_counts_for_the_staleness_bound() -> None:

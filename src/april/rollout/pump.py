@@ -186,7 +186,7 @@ class Pump:
         self._resume = False
         if self._answered:
             answered, self._answered = self._answered, []
-            self._submit(answered)
+            self._submit([(g, s) for g, s in answered if g.id in buffer.groups])  # not turned away since
         if self.retries:
             self._submit([(buffer.groups[sample.group_id], sample) for sample in self.retries.due()])
 
