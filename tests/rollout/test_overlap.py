@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import tempfile
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from april.rollout.journal import Journal
 from tests.rollout.test_journal import build as journalled
 from tests.rollout.test_journal import content, cut, numbers
 from tests.rollout.test_scheduler import SETTINGS, Counted, build, check_conservation, scheduler
+from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine, response
 
 PATIENCE = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=8, max_size=8)
@@ -253,3 +256,42 @@ async def replayed(rollouts: RolloutScheduler, steps: int) -> list[dict[str, Any
         if number < steps - 1:
             await rollouts.update_weights()
     return collected
+
+
+class Late(ScriptedEngine):
+    """Hands out after an update what it had sampled before, as a server whose requests were frozen over it."""
+
+    frozen: dict[str, int] = {}  # noqa: RUF012
+
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        chunks = await super().interrupt(sample_ids)
+        self.frozen = {id: self.version for id, token_ids in self.ledger.items() if token_ids}
+        return chunks
+
+    async def poll(self) -> list[Chunk]:
+        late = [self._serve(id, 1)._replace(version=v) for id, v in self.frozen.items() if id in self._flight]
+        self.frozen = {}
+        return late or await super().poll()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_what_was_sampled_before_an_update_may_come_after_it(overlap: bool) -> None:
+    rollouts = scheduler_of(
+        Late(),
+        (Prompt((1, 2), str(i)) for i in itertools.count()),
+        lambda prompt, sample: 0.0,
+        rollout_batch_size=2,
+        over_sampling_batch_size=6,
+        n_samples_per_prompt=3,
+        max_staleness=3,
+    )
+    mixed = 0
+    async with rollouts:
+        for _ in range(6):
+            step = await (rollouts.take() if overlap else rollouts.collect())
+            for sample in (sample for group in step.groups for sample in group.samples):
+                assert sample.response_ids == response(sample.seed, sample.sampling.max_tokens)
+                mixed += len(sample.segments) > 1
+            assert step.staleness.max() <= 3
+            await rollouts.swap()
+    assert mixed

@@ -121,9 +121,9 @@ class RolloutState:
         for chunk in chunks:
             id, token_ids, logprobs, version, finish, error, _ = chunk
             try:
-                if version != current and token_ids:
-                    raise ValueError(f"the engine's policy version is {current}")
                 entry = samples[id]
+                if version != current and token_ids and not self._late(version, entry[1]):
+                    raise ValueError(f"the engine's policy version is {current}")
                 tokens += entry[0].extend(token_ids, logprobs, version, finish)
             except (KeyError, ValueError, TypeError) as reason:
                 rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
@@ -136,6 +136,12 @@ class RolloutState:
                     self._consider(entry[1])
         self.buffer.sampled_tokens += tokens
         return Absorbed(tokens, ended, broken)
+
+    def _late(self, version: int, group: Group) -> bool:
+        """Whether tokens of an earlier version may still come: of a request that a server froze over an update. They
+        must not make their group older than the bound has been checked for."""
+        first = group.first_version
+        return first is not None and first <= version < self.version
 
     def _step(self, event: Stepped) -> None:
         sample, group = self.samples[event.sample_id]
