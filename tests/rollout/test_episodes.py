@@ -28,6 +28,7 @@ from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal import Journal
+from april.rollout.journal_file import JournalError
 from april.rollout.records import decode, encode
 from april.rollout.trajectory import Transition
 from tests.scheduling import scheduler_of
@@ -342,6 +343,20 @@ async def test_an_environment_that_cannot_begin_costs_its_group_and_nothing_else
     assert [q.error for q in step.quarantined] == ["OSError: no such file"]
     (step,) = await run(build(World(slowness=0, trouble=trouble)), 1)
     assert not step.quarantined
+
+
+async def test_a_journal_that_cannot_be_written_ends_the_wait_for_environments() -> None:
+    """Whoever waits then asks the journal, which says why."""
+
+    async def durable() -> None:
+        raise JournalError("the disk is full")
+
+    episodes = Episodes(World(), Numbers(), CONTEXT)
+    group = Group.start(0, Prompt((1, 2, 3)), 1, SAMPLING, 0)
+    episodes.begin(group.samples[0], group, durable)
+    await asyncio.wait_for(episodes.wait(), 5)
+    assert not episodes.take()
+    await episodes.close()
 
 
 async def test_environments_that_all_fail_end_the_run_with_one_line() -> None:

@@ -178,6 +178,7 @@ class Episodes:
                 await durable()
             event = await self._event(sample, group, failures)
         except JournalError:  # whoever waits for the sample hears of it from the journal itself
+            self._arrived.set()
             return
         finally:
             if self._tasks.get(sample.id) is asyncio.current_task():
