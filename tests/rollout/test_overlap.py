@@ -295,3 +295,22 @@ async def test_what_was_sampled_before_an_update_may_come_after_it(overlap: bool
             assert step.staleness.max() <= 3
             await rollouts.swap()
     assert mixed
+
+
+async def test_what_came_as_the_wait_was_cancelled_is_kept_where_the_interrupt_fails() -> None:
+    engine = ScriptedEngine()
+    prompts = (Prompt((1, 2), str(i)) for i in itertools.count())
+    rollouts = scheduler_of(engine, prompts, lambda prompt, sample: 0.0, rollout_batch_size=2, n_samples_per_prompt=3)
+    async with rollouts:
+        pump = rollouts._pump
+        pump.begin(None)
+        pump.fill()
+        pump.flight._late = [engine._serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
+        engine.dead = True
+        with pytest.raises(EngineError):
+            await pump.interrupt()
+        engine.dead = False
+        engine._flight.clear()
+        step = await rollouts.collect()
+        for sample in (sample for group in step.groups for sample in group.samples):
+            assert sample.response_ids == response(sample.seed, sample.sampling.max_tokens)

@@ -75,8 +75,12 @@ class Flight:
     async def interrupt(self, engine: Engine) -> list[Chunk]:
         """Stop these samples, and no others that the engine holds; what was sampled for them and not absorbed yet."""
         interrupted = await engine.interrupt(list(self.samples))
+        return [*self.late(), *interrupted]
+
+    def late(self) -> list[Chunk]:
+        """What was handed out in the moment in which a wait was cancelled, and is not absorbed yet."""
         late, self._late = self._late, []
-        return [*late, *interrupted]
+        return late
 
     async def poll(
         self,
@@ -87,8 +91,7 @@ class Flight:
         """What the engine sampled next, or nothing if `timeout` seconds or the end of one of `or_until` came
         first."""
         if self._late:
-            late, self._late = self._late, []
-            return late
+            return self.late()
         if timeout is None and not or_until:
             return await engine.poll()
         poll = asyncio.ensure_future(engine.poll())

@@ -400,6 +400,10 @@ class Pump:
                 await outlast(again)
                 chunks = again.result()
             self.absorb(chunks)
+        except EngineError:  # what it had handed out before is kept; a sample goes on behind it
+            if late := self.flight.late():
+                self.absorb(late)
+            raise
         finally:
             self.flight.end_all(self.account.now)
             self._resume = True
