@@ -35,6 +35,9 @@ async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_
         save_file({"nothing": torch.zeros(1)}, tmp_path / "weights" / "model.safetensors")
         with pytest.raises(EngineError, match="no parameter named"):
             await engine.update_weights(9, tmp_path / "weights")
+        (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
+        with pytest.raises(EngineError, match=r"(?i)header"):
+            await asyncio.wait_for(engine.update_weights(9, tmp_path / "weights"), 30)
 
         sample = Group.start(99, Prompt((5, 6)), 1, SamplingParams(max_tokens=100), seed=0).samples[0]
         engine.submit(sample)

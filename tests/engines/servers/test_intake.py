@@ -177,6 +177,27 @@ async def test_a_process_that_keeps_dying_is_given_up() -> None:
         check([sample])
 
 
+async def test_a_process_outlives_orders_for_a_server_that_it_does_not_know_yet() -> None:
+    """It was started anew, and one engine has found out and come back, while the other still counts on it."""
+    samples = make_samples(2, 100)
+    async with playing("vllm", 2) as urls, reading("vllm", urls) as (engines, (process,)):
+        os.kill(process.process.pid, signal.SIGKILL)
+        while process.down is None:
+            await asyncio.sleep(0.01)
+        await engines[0].learn()
+        engines[0].submit(samples[0])
+        engines[1].submit(samples[1])
+        with pytest.raises(EngineError, match="died and knows nothing"):
+            await engines[1].poll()
+        await run(engines[0], samples[:1], lambda: samples[0].finish is not None)
+        assert (process.life, process.down) == (2, None)
+        await engines[1].abandon()
+        await engines[1].learn()
+        engines[1].submit(samples[1])
+        await run(engines[1], samples[1:], lambda: samples[1].finish is not None)
+    check(samples)
+
+
 async def test_a_reader_that_falls_behind_stops_the_streams_and_loses_nothing() -> None:
     samples = make_samples(30, 3000)
     async with playing("vllm", rate=2000.0) as urls:

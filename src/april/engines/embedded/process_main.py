@@ -23,7 +23,7 @@ from april.engines.embedded.engine import EmbeddedEngine
 from april.engines.embedded.process import ProcessSettings
 from april.engines.servers.link import Link
 from april.engines.servers.packed import pack
-from april.rollout.engine import Chunk, EngineError
+from april.rollout.engine import Chunk
 from april.rollout.trajectory import Sample
 
 
@@ -72,7 +72,7 @@ class Process:
         answer = error = None
         try:
             answer = await self._do(what, *arguments)
-        except (EngineError, OSError, ValueError, TypeError, LookupError, RuntimeError) as failure:
+        except Exception as failure:  # whoever asked waits for an answer
             error = str(failure) or type(failure).__name__
         self._link.send(("done", number, error, answer))
 

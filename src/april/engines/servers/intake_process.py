@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
-from april.engines.servers.client import FAILURES, HTTPClient, describe
+from april.engines.servers.client import HTTPClient, describe
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.link import Link
 from april.engines.servers.packed import pack
@@ -68,9 +68,10 @@ class Process(logging.Handler):
 
     def _received(self, message: Any) -> None:
         match message:
-            case "submit", key, Order() as order:
+            # Of a server that this process does not know, because the one before it died, the driver hears from itself.
+            case "submit", key, Order() as order if key in self._servers:
                 self._servers[key][0].submit(order)
-            case "holds", key, version, salt:
+            case "holds", key, version, salt if key in self._servers:
                 self._servers[key][0].holds(version, salt)
             case "forget", key, sample_ids if key in self._servers:
                 self._servers[key][0].forget(sample_ids)
@@ -85,7 +86,7 @@ class Process(logging.Handler):
             chunks = await self._do(key, what, *arguments)
             if chunks:
                 self._link.send(("chunks", [(key, pack(chunks))]))
-        except (*FAILURES, ValueError, LookupError, TypeError) as failure:
+        except Exception as failure:  # whoever asked waits for an answer
             error = describe(failure)
         self._link.send(("done", number, error))
 
