@@ -244,6 +244,17 @@ async def test_an_answer_for_a_group_that_is_turned_away_in_that_moment_brings_n
     journal.close()
 
 
+@pytest.mark.parametrize("seed", range(5))
+async def test_nothing_is_begun_by_a_turn_that_ends_as_the_scheduler_is_left(seed: int) -> None:
+    world = World(seed)
+    rollouts = build(world, engine_seed=seed, slots=24)
+    async with rollouts:
+        await rollouts.take()
+    await asyncio.sleep(0.01)
+    assert not rollouts.episodes
+    assert not world.alive
+
+
 async def test_waiting_counts_for_the_staleness_bound() -> None:
     """A group whose environment is slow is waited for, once nothing else keeps the bound."""
     held = asyncio.Event()

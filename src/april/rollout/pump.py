@@ -142,10 +142,12 @@ class Pump:
 
     async def close(self) -> None:
         await self.stop()
-        await self.rewards.close()
-        if self.episodes is not None:
-            await self.episodes.close()
-        await self.interrupt()
+        try:
+            await self.interrupt()
+        finally:  # after it: a turn or a sample that it ends begins a step of an environment, or a reward
+            await self.rewards.close()
+            if self.episodes is not None:
+                await self.episodes.close()
 
     def begin(self, update_seconds: float | None) -> None:
         """A step begins with nothing in flight: all that is unfinished is submitted, and what lacks a reward scored."""
