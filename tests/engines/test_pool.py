@@ -308,6 +308,19 @@ async def test_an_interrupt_that_is_cancelled_can_be_made_again() -> None:
         assert finished(samples)
 
 
+async def test_what_a_replica_raises_that_nobody_expects_is_raised_and_no_wait_without_end() -> None:
+    class Defective(Machine):
+        async def poll(self) -> list[Chunk]:
+            raise RuntimeError("out of memory")
+
+    async with pool_of(Defective("defective"), Machine("other")) as pool:
+        samples = make_samples(8)
+        submit(pool, samples)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            await asyncio.wait_for(run(pool, samples), 5)
+        await pool.interrupt()
+
+
 async def test_the_last_replica_comes_back_and_the_samples_go_on() -> None:
     only = Machine("only")
     async with pool_of(only) as pool:

@@ -78,6 +78,8 @@ class EnginePool:
         self._stopping: set[str] = set()
         """Samples that are being interrupted: they go nowhere else, and what fails of them is no failure."""
         self._queue = ChunkQueue(backlog)
+        self._defect: Exception | None = None
+        """What a replica raised that is no `EngineError`: whoever polls gets it, as from that engine alone."""
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
 
@@ -137,6 +139,9 @@ class EnginePool:
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._in_flight:
             self._versions.require_hope()
+            if self._defect is not None:
+                defect, self._defect = self._defect, None
+                raise defect
             try:
                 async with asyncio.timeout(None if self._ready else self._patience):
                     await self._queue.ready()
@@ -229,6 +234,10 @@ class EnginePool:
                 chunks = await member.replica.poll()
             except EngineError as error:
                 self._lose(member, str(error))
+                return
+            except Exception as defect:
+                self._defect = defect
+                self._queue.wake()
                 return
             for chunk in chunks:
                 self._forward(member, chunk)
