@@ -6,6 +6,7 @@ import asyncio
 import copy
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from april import Prompt, SamplingParams
 from april.engines.embedded import EmbeddedEngine
 from april.engines.pool import EnginePool
 from april.integrations.ranks import Hands, Job, JobEngine
+from april.rollout.engine import Chunk, EngineError
 from april.rollout.evaluation import complete
 from april.rollout.retries import Retries
 from april.rollout.trajectory import Group
@@ -98,6 +100,28 @@ def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) 
 
     group = scripted()
     asyncio.run(main())
+    assert_scripted(group)
+
+
+async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samples_again() -> None:
+    class Failing(Machine):
+        fails = True
+
+        async def interrupt(self, sample_ids: Any = None) -> list[Chunk]:
+            chunks = await super().interrupt(sample_ids)
+            if self.fails:
+                raise EngineError("scripted failure")
+            return chunks
+
+    machine, group = Failing(), scripted()
+    hands: Any = Hands(machine, transfer=None, loop=None)  # type: ignore[arg-type]
+    engine = JobEngine(Job(), hands, [machine.capacity], keeps=False)
+    for sample in group.samples:
+        engine.submit(sample)
+    with pytest.raises(EngineError, match="scripted failure"):
+        await engine.interrupt()
+    machine.fails = False
+    await finish(engine, group.samples, [])
     assert_scripted(group)
 
 

@@ -273,12 +273,19 @@ class JobEngine:
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
         stopped = [id for id in self._at if named is None or id in named]
-        if stopped or self._round is not None:
-            await self._finish(self._begin("interrupt", stop=None if named is None else stopped))
-        for id in stopped:
+        try:
+            if stopped or self._round is not None:
+                await self._finish(self._begin("interrupt", stop=None if named is None else stopped))
+        except EngineError:  # one engine failed: no process counts on these samples any more
+            self._stopped(stopped)
+            raise
+        self._stopped(stopped)
+        return self._take(named)
+
+    def _stopped(self, ids: Iterable[str]) -> None:
+        for id in ids:
             if (place := self._at.pop(id, None)) is not None:
                 place.in_flight.discard(id)
-        return self._take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         await self._finish(self._begin("update", version, weights))
