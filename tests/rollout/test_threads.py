@@ -45,3 +45,16 @@ async def test_a_cancelled_call_takes_up_its_thread_until_it_ends() -> None:
     assert threads.hanging == 0, "it was cancelled, nobody knows that it hangs"
     go.set()
     assert await second == 1
+
+
+async def test_threads_are_used_again_and_end_with_their_owner() -> None:
+    before = threading.active_count()
+    threads = Threads(3, "stop them")
+    for _ in range(20):
+        await asyncio.gather(*(threads.call(abs, (-1,), None) for _ in range(5)))
+    assert threading.active_count() <= before + 3
+    used = {await threads.call(threading.current_thread, (), None) for _ in range(5)}
+    del threads
+    for thread in used:
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive()

@@ -1,7 +1,10 @@
 """Plain functions of the user's, called in threads beside the event loop.
 
-Invariant: a function that never returns costs its own time limit, not that of other calls, nor the process its end. No
-thread can be stopped, so it is left behind; once `most` are, no further one is begun.
+Invariants:
+- a function that never returns costs its own time limit, not that of other calls, nor the process its end. No thread
+  can be stopped, so it is left behind; once `most` are, no further one is begun;
+- a thread works for one call at a time, and is idle from when that has returned: beginning one a call would make the
+  event loop wait for each.
 """
 
 from __future__ import annotations
@@ -9,9 +12,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeAlias
+
+Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+"""What one thread does next; None ends it."""
 
 
 class HangingError(Exception):
@@ -19,7 +27,7 @@ class HangingError(Exception):
 
 
 class Threads:
-    """Calls `function(*args)`, each in a thread of its own.
+    """Calls `function(*args)`, each in a thread that nothing else has meanwhile.
 
     Args:
         most: calls at a time, and calls that may hang before no further one is begun.
@@ -34,6 +42,8 @@ class Threads:
         self._remedy = remedy
         self._free = asyncio.Semaphore(most)
         self._runs: set[asyncio.Task[Any]] = set()
+        self._idle: list[Jobs] = []
+        weakref.finalize(self, _end, self._idle)
         self.hanging = 0
 
     async def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
@@ -71,8 +81,10 @@ class Threads:
     async def _in_a_thread(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Any] = loop.create_future()
+        jobs = self._idle.pop() if self._idle else _begin()
 
         def settle(value: Any, error: BaseException | None) -> None:
+            self._idle.append(jobs)
             if outcome.cancelled():
                 self.hanging -= 1
             elif error is not None:
@@ -92,9 +104,27 @@ class Threads:
             with suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(settle, value, error)
 
-        threading.Thread(target=work, name=getattr(function, "__qualname__", "call"), daemon=True).start()
+        jobs.put(work)
         try:
             return await outcome
         except asyncio.CancelledError:
             self.hanging += outcome.cancelled()
             raise
+
+
+def _begin() -> Jobs:
+    """A thread that waits for what to do."""
+    jobs: Jobs = SimpleQueue()
+
+    def serve() -> None:
+        while (job := jobs.get()) is not None:
+            job()
+            del job  # it holds on to whoever called
+
+    threading.Thread(target=serve, name="user's function", daemon=True).start()
+    return jobs
+
+
+def _end(idle: list[Jobs]) -> None:
+    for jobs in idle:
+        jobs.put(None)

@@ -31,6 +31,8 @@ from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Group, Prompt, Sample
 
 PLAYBACK = Path(__file__).parents[3] / "benchmarks" / "playback.py"
+LONG = 1200
+"""Tokens of a sample that no interrupt, however late, finds finished: they play for seconds."""
 CONNECT: dict[str, Callable[..., Any]] = {"vllm": connect_vllm, "sglang": connect_sglang}
 
 spec = importlib.util.spec_from_file_location("playback", PLAYBACK)
@@ -110,7 +112,7 @@ def check(samples: Sequence[Sample]) -> None:
 @pytest.mark.parametrize("kind", CONNECT)
 async def test_every_token_comes_through_once_across_interrupts_and_updates(kind: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
-    samples = make_samples(40, 150)
+    samples = make_samples(40, LONG)
     async with playing(kind, 2) as urls, reading(kind, urls) as (engines, _):
         pool = EnginePool(engines)
         for version in range(3):
@@ -132,7 +134,7 @@ async def test_every_token_comes_through_once_across_interrupts_and_updates(kind
         assert not await run(pool, samples, lambda: all(sample.finish for sample in samples))
         await pool.close()
     check(samples)
-    assert all(sample.length == 150 and sample.finish is FinishReason.LENGTH for sample in samples)
+    assert all(sample.length == LONG and sample.finish is FinishReason.LENGTH for sample in samples)
     assert {version for sample in samples for version in sample.versions.tolist()} == {0, 1, 2, 3}
 
 
