@@ -94,7 +94,7 @@ def main() -> None:
     saved = json.loads(path.read_text()) if path.exists() else {"sections": {}}
     for name in args.sections:
         saved["sections"][name] = section(args.before.resolve(), args.after.resolve(), name, args.pairs)
-    saved["pairs"], saved["machine"] = args.pairs, machine()
+    saved["machine"] = machine()
     path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
