@@ -3,8 +3,8 @@
 Two ranks hold a Qwen3 of 50M parameters in float32 (FSDP2, gloo), two engines take it in bfloat16, each a process of
 its own. Three ways, as `engine.weight_transfer` and the engine's kind choose them: a broadcast over a process group, a
 directory in memory (/dev/shm), and tensors in the leader's process. Each engine returns a checksum of all it took, and
-it has to be that of the policy. Peak memory is the resident memory of rank 0 above what it held before, whole buckets
-and what the allocator keeps of them included. For comparison, the same policy saved as a checkpoint, with its
+it has to be that of the policy. Peak memory is the resident memory of rank 0 above what it held before, when its
+allocator had given back all that is not in use. For comparison, the same policy saved as a checkpoint, with its
 optimizer.
 
     OMP_NUM_THREADS=1 python benchmarks/sharded_weights.py
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import subprocess
@@ -138,6 +139,8 @@ def peak() -> int:
 
 
 def forget_peak() -> int:
+    """What this process holds, without what its allocator keeps for later."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return peak()
 

@@ -62,8 +62,9 @@ def recipe_in(base: Path, name: str) -> Path:
     return path
 
 
-def april(*arguments: object) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+def april(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:
+    """`april` with these arguments; Python looks for modules in the folder `modules` first."""
+    path = os.pathsep.join(map(str, [*([modules] if modules else []), ROOT / "src", ROOT]))
     return subprocess.Popen(
         [sys.executable, "-m", "april", *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path},

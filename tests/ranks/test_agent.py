@@ -72,6 +72,11 @@ def test_a_rank_without_memory_makes_micro_batches_smaller(
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192, 8192, 4096, 4096]
 
 
+def test_smaller_micro_batches_do_not_count_as_losses(ends: Any, tmp_path: Path) -> None:
+    assert ends(*[["lost", "memory"]] * 3, ["waits", "killed"], [0, "done"], max_restarts=1) == 0
+    assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)][::2] == [8192, 4096, 2048, 1024, 1024]
+
+
 def test_what_no_restart_mends_ends_the_run(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(["lost", "failed"]) == 1
     assert "rank 1: OSError: the disk is full" in capfd.readouterr().err

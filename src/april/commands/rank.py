@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 
-from april.training.rank_process import LOST, Report
+from april.training.rank_process import LOST, RankLostError, Report
 
 
 def main() -> int:
@@ -27,7 +27,6 @@ def main() -> int:
     from april.config.error import ConfigError
     from april.config.recipe import recipe_from_dict
     from april.training.crew import following
-    from april.training.ranks import RankLostError
     from april.training.sharded import MemoryShortage
 
     recipe = recipe_from_dict(told["recipe"])

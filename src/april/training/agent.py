@@ -3,6 +3,7 @@
 Invariants:
 - all ranks run, or none: as soon as one is gone, or gives no sign of life, all are ended;
 - ranks that are started anew go on from the newest checkpoint and the journal, so nothing is lost or done twice;
+- a rank that runs out of memory ends all, and is no death: that the micro-batches get smaller is what goes on;
 - how the first rank ends by itself is how the run ends; it alone is told of signals, and the others end with it;
 - no rank outlives the agent for long: the first one then stops the run in good order.
 """
@@ -94,7 +95,7 @@ class Agent:
             while (status := self._until_one_is_gone(resume)) is None:
                 if (step := last_step(self._directory)) > furthest:
                     restarts, furthest = 0, step
-                restarts += 1
+                restarts += not self._short  # halving ends by itself: a rank without memory for one sample says so
                 why = self._why()
                 if restarts > self._recipe.trainer.max_restarts or self._stopping:
                     self._note(f"{why}; the ranks are not started anew")
@@ -114,7 +115,7 @@ class Agent:
                 self._listen(0.5)
             self._end()
         leader = ranks[0].process.returncode
-        if any("memory" in rank.said for rank in ranks):
+        if self._short:
             return None
         if leader >= 0 and leader != LOST:
             return leader
@@ -123,10 +124,14 @@ class Agent:
             self._note(f"rank {rank.number}: {rank.said['failed']}")
         return 1 if failed else None
 
+    @property
+    def _short(self) -> list[RankProcess]:
+        """The ranks that ran out of memory."""
+        return [rank for rank in self._ranks if "memory" in rank.said]
+
     def _why(self) -> str:
         """Why the ranks were lost, and what is done about it."""
-        short = [rank for rank in self._ranks if "memory" in rank.said]
-        if short:
+        if short := self._short:
             tokens = self._recipe.training.max_tokens_per_micro_batch = short[0].said["memory"]
             return f"rank {short[0].number} ran out of memory; micro-batches have {tokens} tokens from now on"
         # Those that ended by themselves, before those that only noticed, before those that had to be ended.

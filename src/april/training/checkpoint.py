@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from april.rollout.disk import sync_directory, sync_file
+from april.training.rank_process import RankLostError
 
 ADAPTER = "adapter"
 TRAINING = "training"
@@ -56,6 +57,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: it cannot be written; the checkpoints before it are as they were.
+        RankLostError: another rank was lost meanwhile; the checkpoints before it are as they were.
     """
     path = directory / f"step-{step:06d}"
     if path.exists():
@@ -70,6 +72,9 @@ def save_checkpoint(
         _seal(partial)
         partial.rename(path)
         sync_directory(directory)
+    except RankLostError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except Exception as error:  # every library here has exceptions of its own for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{path}: this checkpoint cannot be written: {error}") from error

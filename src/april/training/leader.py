@@ -19,7 +19,8 @@ from torch import Tensor
 
 from april.config.recipe import Recipe
 from april.rollout.step import Step
-from april.training.ranks import RankLostError, Ranks, translated
+from april.training.rank_process import RankLostError
+from april.training.ranks import Ranks, translated
 from april.training.sharded import ShardedLearner
 from april.training.weights import transfer
 

@@ -22,6 +22,10 @@ SIGN_SECONDS = 1.0
 """Between two signs of life."""
 
 
+class RankLostError(Exception):
+    """Another rank died, or did not come in time: what was under way is undone, and the ranks have to start anew."""
+
+
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ

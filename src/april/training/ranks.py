@@ -26,13 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
-from april.training.rank_process import RENDEZVOUS
+from april.training.rank_process import RENDEZVOUS, RankLostError
 
 FOREVER = timedelta(days=365)
-
-
-class RankLostError(Exception):
-    """Another rank died, or did not come in time: what was under way is undone, and the ranks have to start anew."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,7 +47,7 @@ class RunState:
     def write(self, captured: dict[str, Any]) -> Path:
         """Write the checkpoint of the moment in which `captured` was captured; takes long, and goes in any thread."""
         keep = self.recipe.training.keep_checkpoints
-        return save_checkpoint(self._directory, self.log.steps, self.learner.save, captured, keep)
+        return save_checkpoint(self._directory, captured["log"]["steps"], self.learner.save, captured, keep)
 
     def prune(self) -> None:
         """Leave out of the journal what no checkpoint needs any more."""

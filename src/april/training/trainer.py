@@ -2,9 +2,10 @@
 
 Invariants:
 - one optimizer phase, one weight update and one policy version per step, in that order, never torn apart by a stop;
-- training and saving run in a thread of their own and the event loop goes on; unless generation overlaps with them,
-  nothing is in flight meanwhile, so an engine that shares the parameters computes nothing with them;
-- what is saved is of one moment, in which nothing was in flight;
+- training and saving run in a thread of their own and the event loop goes on; unless generation overlaps with training,
+  nothing is in flight while parameters change, so an engine that shares them computes nothing with them meanwhile;
+- what is saved is of one moment, in which nothing was in flight; it is written while the next step is collected, and
+  before anything is trained on, so nothing has to be copied for it;
 - a run that stops or dies at any moment and is resumed trains on the same groups as one that did not;
 - nothing is trained on twice, and nothing sampled is lost: it is in the checkpoint, or in the journal that goes on
   from there.
@@ -16,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from april.config.settings import TrainingSettings
@@ -66,13 +67,23 @@ class Trainer:
     overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
+    _saving: asyncio.Task[None] | None = field(default=None, init=False)
+    """Writes the newest checkpoint, until that is whole."""
 
     async def run(self) -> dict[str, Any] | None:
         """Train to the last step and return the run's summary; None if the run was stopped before.
 
         SIGINT and SIGTERM stop the run at the next token, or after the training step that has begun, and save it; a
-        second SIGINT gives up at once.
+        second SIGINT gives up at once. A checkpoint that is being written is finished in any case.
         """
+        try:
+            return await self._run()
+        finally:
+            if self._saving is not None:
+                await asyncio.wait((self._saving,))
+                self._saving.exception()  # seen: what ended the run is what is said
+
+    async def _run(self) -> dict[str, Any] | None:
         settings, log = self.settings, self.log
         await self._start()
         if log.steps == 0 and not log.evaluations:
@@ -81,12 +92,14 @@ class Trainer:
             step = await self._collect()
             if step is None:
                 await self._save()
+                await self._saved()
                 return None
             await self._learn(step)
             if self._due(settings.eval_interval):
                 await self._evaluate()
             if self._due(settings.save_interval):
                 await self._save()
+        await self._saved()
         return log.finish()
 
     async def _start(self) -> None:
@@ -113,10 +126,12 @@ class Trainer:
         if collecting.exception() is not None:
             with suppress(JournalError, CheckpointError):  # the journal has everything that could be written
                 await self._save()
+                await self._saved()
         return collecting.result()
 
     async def _learn(self, step: Step) -> None:
         """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
+        await self._saved()
         self._phase("training")
         began = self.clock()
         learned = await self._undisturbed(
@@ -146,22 +161,38 @@ class Trainer:
             self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
 
     async def _save(self) -> None:
-        """A checkpoint is finished once it is begun; generation may go on while it is written."""
+        """Begin a checkpoint of this moment; `_saved` says when it is whole."""
+        await self._saved()
         self._phase("saving")
-        with self.signals.held():
-            async with self.scheduler.paused():
-                captured = self.state.capture()
-            await self._undisturbed(self.state.write, captured)
-            self.state.prune()
+        async with self.scheduler.paused():
+            captured = self.state.capture()
+        self._saving = asyncio.create_task(self._write(captured))
+
+    async def _write(self, captured: dict[str, Any]) -> None:
+        await self.worker.run(self.state.write, captured)
+        self.state.prune()
+
+    async def _saved(self) -> None:
+        """Wait until the checkpoint that was begun is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._saving is not None:
+            self._phase("saving")
+            with self.signals.held():
+                await asyncio.wait((self._saving,))
+            saving, self._saving = self._saving, None
+            saving.result()
 
     async def _undisturbed(
         self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None
     ) -> T:
-        """`work` in the worker's thread, with nothing in flight until it is done unless generation overlaps with it."""
+        """`work` in the worker's thread; nothing is in flight until it is done, unless generation overlaps with it."""
         overlap = self.overlap
-        assert overlap or not self.scheduler.in_flight, "samples are in flight while the policy is trained or saved"
+        assert overlap or not self.scheduler.in_flight, "samples are in flight while the policy is trained"
         done = await self.worker.run(work, *args, interrupt=interrupt)
-        assert overlap or not self.scheduler.in_flight, "samples were submitted while the policy was trained or saved"
+        assert overlap or not self.scheduler.in_flight, "samples were submitted while the policy was trained"
         return done
 
     def _due(self, interval: int) -> bool:

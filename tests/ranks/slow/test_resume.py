@@ -1,0 +1,27 @@
+"""`april resume DIR --processes K`: a run goes on with another number of ranks, and with none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.runs import april, recipe_in, trained
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    straight = april("train", recipe_in(tmp_path, "straight"))
+    run = tmp_path / "run"
+    for arguments in (
+        ("train", recipe_in(tmp_path, "run"), "--steps", 1),
+        ("resume", run, "--processes", 1, "--steps", 2),
+        ("resume", run, "--processes", 3, "--steps", 3),
+        ("resume", run, "--processes", 2, "--steps", 4),
+    ):
+        process = april(*arguments)
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+    said, _ = straight.communicate(timeout=600)
+    assert straight.returncode == 0, said
+    for found, expected in zip(trained(run), trained(tmp_path / "straight"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
