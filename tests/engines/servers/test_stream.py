@@ -64,6 +64,17 @@ def test_an_abort_before_the_end_leaves_the_sample_unfinished() -> None:
     assert [chunk.finish for chunk in chunks] == [None]
 
 
+def test_what_comes_of_a_frozen_server_is_of_the_weights_it_was_frozen_with() -> None:
+    """A server labels what it sends late with the weights that it holds by then."""
+    target = stream()
+    feed(target, [tokens(1, version="0")])
+    target.frozen = True
+    _, late = feed(target, [tokens(2, version="1")])
+    target.frozen, target.version = False, 1
+    _, after = feed(target, [tokens(3, version="1"), tokens(4)])
+    assert [(list(chunk.token_ids), chunk.version) for chunk in [*late, *after]] == [([2], 0), ([3, 4], 1)]
+
+
 def test_each_version_has_a_chunk_of_its_own() -> None:
     target = stream()
     _, chunks = feed(target, [tokens(4, version="0"), tokens(5, version="v3"), tokens(6, version="3")])

@@ -4,6 +4,7 @@ Invariants:
 - a token is handed out exactly once;
 - a sample has at most one stream that delivers; a stream that nobody asked to go on holds back what it still sends,
   and the sample gets it first when it is submitted again; of what was forgotten, nothing is ever handed out;
+- what arrives while the server is frozen was sampled under the weights it was frozen with;
 - a reader that falls behind stops the streams from being read, never the tokens from being kept;
 - no task outlives `interrupt` but the streams that the server itself has frozen (`on_update="keep"`) and the last
   bytes of finished ones, and none outlives `close`.
@@ -117,8 +118,6 @@ class Requests:
     def holds(self, version: int, salt: str) -> None:
         """The server holds the weights of `version` from now on; `salt` names them for prefix caches."""
         self._version, self._salt = version, salt
-        for stream in self._frozen.values():
-            stream.version = version
 
     def request(self, stream: Stream) -> tuple[str, dict[str, Any]]:
         """Where the server is asked to generate, and what."""
@@ -263,8 +262,11 @@ class Requests:
             await self._cancel(self._streams.values())
         for sample_id, stream in self._streams.items():
             if stream.open:
-                stream.attached = False
-                self._frozen[sample_id] = stream
+                stream.attached, stream.frozen = False, True
+                # One that has sent nothing is not worth keeping: its first token would still be of these weights, and
+                # make its group older than anyone has reckoned with.
+                stream.forgotten = not stream.received
+                (self._dropped if stream.forgotten else self._frozen)[sample_id] = stream
 
     async def _settle(self) -> None:
         """Wait until what was on its way when the server stopped has arrived."""
@@ -290,6 +292,11 @@ class Requests:
         async with asyncio.timeout(self._patience):
             if dropped:
                 await self._dialect.abort([stream.request_id for stream in dropped])
+            await self._settle()
+            for stream in [*dropped, *self._streams.values()]:
+                stream.frozen = False
+            for stream in self._streams.values():
+                stream.version = self._version
             if self._dialect.pausing is not None:
                 await self._dialect.pausing.thaw()
             self._paused = False

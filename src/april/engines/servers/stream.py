@@ -72,6 +72,8 @@ class Stream:
     """False while nobody has asked the sample to go on: what arrives is held back."""
     forgotten: bool = False
     """True once nobody wants what still arrives."""
+    frozen: bool = False
+    """True while the server stands still: what arrives was sampled before, whatever label it has by now."""
     after: Stream | None = None
     """An earlier stream of the same sample, which has to end first."""
     task: asyncio.Task[None] | None = None
@@ -116,7 +118,7 @@ class Stream:
                 if delta is None:
                     continue
                 self._check(delta)
-                named = None if delta.version is None else parse_version(delta.version)
+                named = None if delta.version is None or self.frozen else parse_version(delta.version)
                 if named is not None and named != version and delta.token_ids:
                     if ids:
                         deliver(self, Chunk(self.sample_id, ids, logprobs, version))
