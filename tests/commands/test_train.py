@@ -21,6 +21,11 @@ from tests.commands.conftest import status
             "as an integer; or: Input should be 'auto'",
         ),
         ((), ("--policy", "april-paper", "--on-update", "keep"), 'set engine.on_update = "recompute"'),
+        (
+            (),
+            ("--processes", "3", "--context-parallel", "2"),
+            "trainer.context_parallel = 2 does not divide processes = 3",
+        ),
         ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
         (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
         (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),

@@ -49,7 +49,7 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
     arguments = json.loads(sys.argv[2])
-    with joined("cpu", 60, arguments.pop("replicas", 1)) as ranks:
+    with joined("cpu", 60, arguments.pop("replicas", 1), arguments.pop("context", 1)) as ranks:
         function(ranks, **arguments)
 
 

@@ -146,6 +146,11 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             f"trainer.policy_replicas = {trainer.policy_replicas} does not divide processes = {trainer.processes}: "
             "every copy of the policy takes as many ranks"
         )
+    if trainer.processes % trainer.context_parallel:
+        yield (
+            f"trainer.context_parallel = {trainer.context_parallel} does not divide processes = {trainer.processes}: "
+            "every response is shared by as many ranks"
+        )
     if trainer.cpu_offload and not trainer.sharded:
         yield 'trainer.cpu_offload = true is a setting of backend = "fsdp2"'
     if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):

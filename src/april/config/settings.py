@@ -353,6 +353,8 @@ class TrainerSettings:
             turns. auto: on wherever it is possible.
         policy_replicas: fsdp2: Copies of the sharded policy (HSDP): each is spread over as many ranks, and only
             gradients go from copy to copy.
+        context_parallel: fsdp2: Ranks that share each response in training, for long ones: each runs the layers over
+            its part of the tokens. Divides processes, and the policy's attention heads and key-value heads.
         cpu_offload: fsdp2: Keep parameters, gradients and optimizer in the machine's memory, and update them there; a
             layer is on the GPU while it computes.
         rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
@@ -365,6 +367,7 @@ class TrainerSettings:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     overlap: bool | Literal["auto"] = False
     policy_replicas: Positive[int] = 1
+    context_parallel: Positive[int] = 1
     cpu_offload: bool = False
     rank_timeout: Positive[float] = 300.0
     max_restarts: NotNegative[int] = 3

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from april import __version__
 from april.config.error import ConfigError
@@ -39,7 +40,7 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
     """
     if not is_rank():
         raise ConfigError('trainer.backend = "fsdp2" takes several processes: start the run by april train')
-    with joined(recipe.model.device, recipe.trainer.rank_timeout, recipe.trainer.policy_replicas) as ranks:
+    with _joined(recipe) as ranks:
         ranks.tell(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
         with dismissing(Leader(learner, ranks, recipe, directory)) as leader:
@@ -55,16 +56,44 @@ def following(recipe: Recipe) -> None:
     """
     if recipe.training.threads:
         torch.set_num_threads(recipe.training.threads)
-    with joined(recipe.model.device, recipe.trainer.rank_timeout, recipe.trainer.policy_replicas) as ranks:
+    with _joined(recipe) as ranks:
         learner, _ = _part(recipe, ranks, None, ranks.told())
         follow(learner, ranks)
 
 
+def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
+    trainer = recipe.trainer
+    return joined(recipe.model.device, trainer.rank_timeout, trainer.policy_replicas, trainer.context_parallel)
+
+
 def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
     _check_alike(recipe, ranks)
+    check_heads(recipe)
     model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
     return ShardedLearner(model, recipe, ranks, tokenizer, directory), tokenizer
+
+
+def check_heads(recipe: Recipe) -> None:
+    """See that each rank of those that share rows gets as many attention heads.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    size, path = recipe.trainer.context_parallel, recipe.model.path
+    if size == 1:
+        return
+    try:
+        config = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
+    except (OSError, ValueError):
+        return  # who loads the policy says it
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % size:
+            raise ConfigError(
+                f"trainer.context_parallel = {size} does not divide the {heads} {name} of {path}: ranks that share "
+                "a response take as many heads each"
+            )
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
+from april.training.context import current
 from april.training.packing import Packing, attends_packed
 
 
@@ -58,13 +59,17 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
     real = torch.arange(batch.input_ids.shape[1], device=device) < torch.tensor(batch.lengths, device=device)[:, None]
-    packing = Packing(batch.lengths, device)
+    row, context = batch.input_ids[real][None], current()
+    extra = -row.shape[1] % context.size if context else 0  # a sequence of nothing, so that all ranks have as much
+    packing = Packing([*batch.lengths, extra] if extra else batch.lengths, device, context)
+    ids, positions = torch.nn.functional.pad(row, (0, extra)), packing.position_ids
+    if context:
+        ids, positions = context.own(ids), context.own(positions)
     packed: Tensor = trunk(
-        input_ids=batch.input_ids[real][None],
-        position_ids=packing.position_ids,
-        use_cache=False,
-        april_packing=packing,
+        input_ids=ids, position_ids=positions, use_cache=False, april_packing=packing
     ).last_hidden_state[0]
+    if context:
+        packed = context.whole(packed)[: row.shape[1]]
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
 
 

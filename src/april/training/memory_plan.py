@@ -69,7 +69,7 @@ def planned(recipe: Recipe) -> Plan:
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
         "gathered layers": (2 * layer + root) * computed + layer * computed if copies > 1 else 0,
-        "activations": activations,
+        "activations": activations // recipe.trainer.context_parallel,
         "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
     }
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)

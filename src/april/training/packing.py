@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from april.engines.embedded.attention import attend, causal_mask
+from april.training.context import Context
 
 IMPLEMENTATION = "april_packed"
 
@@ -51,10 +52,12 @@ class Packing:
 
     Args:
         lengths: of the sequences; sorted ones need the fewest calls.
+        context: the ranks that share the row; None if it is whole here.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, context: Context | None = None) -> None:
         self.lengths = lengths
+        self.context = context
         self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
         self._runs = list(_runs(lengths, device))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
@@ -131,11 +134,16 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     if april_packing is None:
         raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's training step only")
+    context = april_packing.context
+    if context is not None:
+        query, key, value = (context.heads(tensor) for tensor in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and find_spec("flash_attn"):
         flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
         settings = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **others}
-        return flash(module, query, key, value, None, **{**settings, **april_packing.flash})[0], None
-    return april_packing.attend(query, key, value, scaling, sliding_window, softcap), None
+        out = flash(module, query, key, value, None, **{**settings, **april_packing.flash})[0]
+    else:
+        out = april_packing.attend(query, key, value, scaling, sliding_window, softcap)
+    return out if context is None else context.tokens(out), None
 
 
 # No mask function is registered beside it: transformers then builds no masks.

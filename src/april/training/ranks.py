@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
+from april.training.context import Context
 from april.training.rank_process import RENDEZVOUS, RankLostError
 
 FOREVER = timedelta(days=365)
@@ -38,6 +39,7 @@ class Ranks:
     Args:
         mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
         commands: the group over which the leader speaks, which may wait for long.
+        context: those that share rows with this one, neighbours by number; None if nobody does.
     """
 
     rank: int
@@ -45,6 +47,18 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     commands: Any
+    context: Context | None = None
+
+    @property
+    def team(self) -> tuple[int, int]:
+        """Which of the teams that share rows this rank is in, and how many there are; one rank each without."""
+        size = self.context.size if self.context else 1
+        return self.rank // size, self.world // size
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this rank computes is summed: of a team, the first one's is."""
+        return self.context is None or self.context.rank == 0
 
     @property
     def leads(self) -> bool:
@@ -87,7 +101,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, timeout: float, replicas: int = 1) -> Iterator[Ranks]:
+def joined(device: str, timeout: float, replicas: int = 1, context: int = 1) -> Iterator[Ranks]:
     """This process among the ranks that its environment names, as torchrun sets it.
 
     Raises:
@@ -98,6 +112,7 @@ def joined(device: str, timeout: float, replicas: int = 1) -> Iterator[Ranks]:
         device: its kind, `auto`, `cpu` or `cuda`; on GPUs a rank takes the one of its number on its machine.
         timeout: seconds that ranks wait for one another.
         replicas: copies of the policy, which divide the ranks.
+        context: ranks that share rows; they divide the ranks, too.
     """
     cuda = device != "cpu" and torch.cuda.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -124,8 +139,12 @@ def joined(device: str, timeout: float, replicas: int = 1) -> Iterator[Ranks]:
             shape = replicas, world // replicas
             mesh = init_device_mesh(own.type, shape, mesh_dim_names=("replicate", "shard"))
         commands = dist.new_group(backend="gloo", timeout=FOREVER)
+        team = None
+        if context > 1:
+            teams = [dist.new_group(range(first, first + context)) for first in range(0, world, context)]
+            team = Context(teams[rank // context], rank % context, context)
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
-    yield Ranks(rank, world, own, mesh, commands)
+    yield Ranks(rank, world, own, mesh, commands, team)
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
+from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.checkpoint import TRAINING
+from april.training.context import shared
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
 from april.training.micro_batches import share
@@ -86,6 +89,11 @@ class ShardedLearner(LocalLearner):
         self.device = ranks.device
 
     def _place(self) -> None:
+        if self.ranks.context and not self.packs:
+            raise ConfigError(
+                f"trainer.context_parallel: {type(self.model).__name__} does not compute of packed sequences what it "
+                "computes of each alone, and packed ones alone can be shared by ranks: leave context_parallel out"
+            )
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
             self._copy.requires_grad_(False).to(self.ranks.device, self.dtype)
@@ -139,8 +147,7 @@ class ShardedLearner(LocalLearner):
         return {name: parameter.detach for name, parameter in self.model.named_parameters()}
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
-        place = self.ranks.rank, self.ranks.world
-        for part in share(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), *place):
+        for part in share(batch.lengths, rows, self.memory.tokens, attends_packed(self.model), *self.ranks.team):
             if self._interrupted.is_set():
                 raise Interrupted
             yield part, batch.rows(part, self.device) if part else self._nothing(batch)
@@ -154,14 +161,21 @@ class ShardedLearner(LocalLearner):
 
     @torch.no_grad()
     def _score(self, score: Callable[[Batch], Tensor], batch: Batch, rows: Sequence[int] | None = None) -> Tensor:
-        scores = self.ranks.sum(super()._score(score, batch, rows))
+        own = super()._score(score, batch, rows)
+        scores = self.ranks.sum(own if self.ranks.counts else torch.zeros_like(own))
         for module in (self.policy, self.reference, self.critic):
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root's own parameters stay whole after a pass without a backward
         return scores
 
     def gradient(self, batch: Batch) -> Sums:
-        return self.ranks.total(super().gradient(batch))
+        own = super().gradient(batch)
+        return self.ranks.total(own if self.ranks.counts else Sums())
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        with super().packed(), shared(self.ranks.context):
+            yield
 
     def save(self, directory: Path) -> None:
         """Write the policy as transformers loads it, and all else that training changed; each rank its own rows."""
@@ -191,7 +205,7 @@ class ShardedLearner(LocalLearner):
 
 
 def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = False) -> None:
-    """Shard a model over the ranks, layer by layer, in place. Gradients are summed, not averaged.
+    """Shard a model over the ranks, layer by layer, in place. Gradients are summed over teams, not averaged.
 
     Args:
         dtype: what forward and backward compute in; gradients are summed in the parameters' own.
@@ -206,7 +220,7 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = F
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(float(ranks.context.size if ranks.context else 1))
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -16,7 +16,22 @@ def test_two_updates_of_every_algorithm_are_those_of_one_process(world: int, tmp
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
 
 
-@pytest.mark.parametrize("options", [{"checkpointing": True}, {"cpu_offload": True}, {"replicas": 2}])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_share_responses_make_the_updates_of_one_process(world: int, tmp_path: Path) -> None:
+    for said in run("tests.ranks.updates:compare", world, tmp_path, cases=list(CASES), context=2):
+        assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"context": 2, "checkpointing": True},
+        {"context": 2, "replicas": 2},
+        {"checkpointing": True},
+        {"cpu_offload": True},
+        {"replicas": 2},
+    ],
+)
 def test_options_change_nothing(options: dict[str, object], tmp_path: Path) -> None:
     cases = ["grpo", "ppo", "lora"]
     for said in run("tests.ranks.updates:compare", 4, tmp_path, cases=cases, **options):
