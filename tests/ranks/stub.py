@@ -1,4 +1,7 @@
-"""A rank that does as a test wrote down: what it does in each of its lives, in `plan.json` of the run's directory."""
+"""A rank that does as a test wrote down: what it does in each of its lives, in `plan.json` of the run's directory.
+
+None does anything before all have begun: however slow one is to start, it has had this life as the others have.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from april.training.rank_process import LOST, Report
+from april.training.rank_process import LOST, RENDEZVOUS, Report
 
 
 def main() -> int:
@@ -21,6 +24,7 @@ def main() -> int:
     lives.write_text(str(lived + 1))
     with (run / "told.jsonl").open("a") as file:
         file.write(json.dumps({"rank": rank, "resume": told["resume"], **told["recipe"]["training"]}) + "\n")
+    meet(Path(os.environ[RENDEZVOUS].removeprefix("file://")).parent, rank, int(os.environ["WORLD_SIZE"]))
     match json.loads((run / "plan.json").read_text())[lived][int(rank)]:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -47,6 +51,13 @@ def main() -> int:
             time.sleep(0.3)
             return status
     return 0
+
+
+def meet(place: Path, rank: str, world: int) -> None:
+    """Wait for all ranks of this life."""
+    (place / f"here-{rank}").touch()
+    while len(list(place.glob("here-*"))) < world:
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":
