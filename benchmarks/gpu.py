@@ -53,9 +53,9 @@ from april.engines.embedded import EmbeddedEngine
 from april.rollout.sampling import SamplingParams
 from april.rollout.step import Plan, Step
 from april.rollout.trajectory import Group, Prompt, Sample
-from april.simulation.calibration import Sweep
 from april.simulation.hardware import GPUS, MODELS, ModelShape, roofline
 from april.simulation.measurement import serve
+from april.simulation.sweep import Sweep
 from april.simulation.workload import Part, Workload
 
 ROOT = Path(__file__).parents[1]

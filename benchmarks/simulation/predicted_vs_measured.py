@@ -39,9 +39,10 @@ from record import save, spread
 
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import Engine, KVPolicy
-from april.simulation.calibration import Calibration, Sweep
+from april.simulation.calibration import Calibration
 from april.simulation.measurement import serve
 from april.simulation.run import Outcome, simulate
+from april.simulation.sweep import Sweep
 from april.simulation.workload import Part, Workload
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from april.rollout.engine import EngineError
-from april.simulation.calibration import Calibration, Decoding, Prefill, Serving, calibrate
+from april.simulation.calibration import Calibration, Decoding, Prefill, Serving
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
+from april.simulation.sweep import calibrate
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
 

@@ -10,8 +10,8 @@ from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.rollout.engine import EngineError
-from april.simulation.calibration import calibrate_recipe
 from april.simulation.cost_model import CostModel
+from april.simulation.idle_engine import calibrate_recipe
 
 
 @dataclass(kw_only=True)

@@ -22,9 +22,10 @@ from april.config.recipe import Recipe
 from april.reporting.trace import StepTrace, TraceWriter, decoding_start, duration, trace_of
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step, rate
-from april.simulation.calibration import Calibration, IdleEngine, idle_engine
+from april.simulation.calibration import Calibration
 from april.simulation.cluster import Cluster
 from april.simulation.cost_model import CostModel
+from april.simulation.idle_engine import IdleEngine, idle_engine
 from april.simulation.plan import Point, explore, recommended
 from april.simulation.recorded import read_recorded
 from april.simulation.run import no_reward

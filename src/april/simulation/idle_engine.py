@@ -1,0 +1,66 @@
+"""The engine of a recipe, for measuring: on the recipe's policy, and nobody else's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from april.config.recipe import Recipe
+from april.rollout.engine import Engine
+from april.simulation.calibration import Calibration
+from april.simulation.measurement import Update
+from april.simulation.sweep import calibrate
+
+
+@dataclass(frozen=True)
+class IdleEngine:
+    """The engine of a recipe on the recipe's policy, that nothing uses yet."""
+
+    recipe: Recipe
+    model: Any
+    tokenizer: Any
+    engine: Engine
+    update: Update
+
+    async def calibrate(self, longest: int, repeats: int, progress: Callable[[str], None]) -> Calibration:
+        return await calibrate(
+            self.engine,
+            self.update,
+            on_update=self.recipe.engine.on_update,
+            longest=longest,
+            repeats=repeats,
+            vocabulary=self.model.config.vocab_size,
+            progress=progress,
+        )
+
+
+@asynccontextmanager
+async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
+    """Start the recipe's engine, and end it afterwards."""
+    from april.training.engines import engine_of
+    from april.training.policy import load_policy
+    from april.training.weights import transfer_of
+
+    model, tokenizer = load_policy(recipe.model)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        transfer = transfer_of(recipe, model, tokenizer, directory)
+        async with engine_of(recipe, model, directory) as engine:
+
+            async def update(version: int) -> None:
+                await engine.update_weights(version, transfer.offer(version))
+
+            yield IdleEngine(recipe, model, tokenizer, engine, update)
+
+
+async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:
+    """Start the recipe's engine, measure it, and end it again."""
+    async with idle_engine(recipe) as idle:
+        with Console(stderr=True).status("") as status:
+            return await idle.calibrate(longest, repeats, status.update)
