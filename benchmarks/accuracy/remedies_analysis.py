@@ -10,9 +10,8 @@ Invariants: those of `analysis.py`; and
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,12 @@ from comparison import Runs, differences, holm, mean_accuracy, paired, runs_of, 
 from remedies import BASELINES, CHEAPEST_FIRST, CONFIRMED, PAIRED, candidates, known_arms, own_rates, rates_of, tried
 from study import HERE, recorded
 
+from april.reporting.stability import StabilityWatch
+
 Record = Mapping[str, Any]
+
+COSTS = {"samples_to_target": SAMPLES, "cpu_seconds_to_target": SECONDS}
+"""What coming to a target costs, as columns of an evaluation."""
 
 COLLAPSED = 0.1
 """A run has collapsed whose final accuracy is this far below the mean of the synchronous runs at their best rate."""
@@ -54,20 +58,27 @@ def target_of(synchronous: Runs) -> float | None:
     return round(float(starts + 0.9 * (ends - starts)), 4)
 
 
+def log_ratios(ours: Runs, others: Runs, measure: Callable[[Record], float | None]) -> list[float]:
+    """Of what ours take by what the others take, seed by seed."""
+    return [float(np.log(b / a)) for a, b in paired(ours, others, measure)]
+
+
+def ratios_to(target: float | None, ours: Runs, others: Runs) -> dict[str, list[float]]:
+    """What it took to come to `target`: the logarithms of the ratios, over the pairs in which both came to it."""
+    return {
+        cost: [] if target is None else log_ratios(ours, others, lambda r, c=column: to_target(r, target, c))
+        for cost, column in COSTS.items()
+    }
+
+
 def against(ours: Runs, others: Runs, target: float | None) -> dict[str, Any]:
     """Ours compared with the others, seed by seed."""
-
-    def ratio(column: int) -> dict[str, Any]:
-        values = [] if target is None else paired(ours, others, lambda r: to_target(r, target, column))
-        return as_ratio(bootstrap([float(np.log(b / a)) for a, b in values]))
-
     difference = differences(ours, others)
     return {
         "difference": bootstrap(difference),
         "p": sign_flip(difference),
-        "samples_to_target": ratio(SAMPLES),
-        "cpu_seconds_to_target": ratio(SECONDS),
-        "cpu_seconds": as_ratio(bootstrap([float(np.log(b / a)) for a, b in paired(ours, others, spent)])),
+        **{cost: as_ratio(bootstrap(values)) for cost, values in ratios_to(target, ours, others).items()},
+        "cpu_seconds": as_ratio(bootstrap(log_ratios(ours, others, spent))),
     }
 
 
@@ -92,6 +103,7 @@ def at_rate(records: Sequence[Record], rates: Mapping[str, float], target: float
             "runs": len(own),
             "final_accuracy": round(float(np.mean(ends)), 4) if ends else None,
             "by_seed": ends,
+            "curve": curve(own),
             "staleness": round(float(np.mean([r["mean_staleness"] for r in own.values()])), 3) if ends else None,
             "minus_synchronous": against(own, runs["synchronous"], target),
             "minus_partial": against(own, runs["partial"], target),
@@ -169,6 +181,7 @@ def analyse(records: Sequence[Record]) -> dict[str, Any]:
         },
     }
     found |= {"slower": slower(records, high), "own_rate": own_rates(records), "confirm": confirmed(records)}
+    found["warned"] = warned(records, high)
     level = found["best"]["synchronous"]["final_accuracy"]
     return found | {"warnings": warnings(records, level)} if level else found
 
@@ -185,26 +198,48 @@ def slower(records: Sequence[Record], high: float) -> list[dict[str, Any]]:
 
 def confirmed(records: Sequence[Record]) -> list[dict[str, Any]]:
     """Each arm of the confirmation against synchronous runs, by task and algorithm and over all; the target is 90 % of
-    the way from the warm start to where the synchronous runs of that task and algorithm end."""
+    the way from the warm start to where the synchronous runs of that task and algorithm end. `curves` are the mean
+    accuracies of the synchronous runs and of the arm at each evaluation."""
     own = [r for r in records if r["stage"] == "confirm"]
-    costs = {"samples_to_target": SAMPLES, "cpu_seconds_to_target": SECONDS}
     rows = []
     for arm in dict.fromkeys(r["arm"] for r in own if r["arm"] != "synchronous"):
         everything: list[float] = []
-        ratios: dict[str, list[float]] = {cost: [] for cost in costs}
+        ratios: dict[str, list[float]] = {cost: [] for cost in COSTS}
         for task, algorithm in dict.fromkeys((r["task"], r["algorithm"]) for r in own):
             where = {"task": task, "algorithm": algorithm}
             ours, others = (runs_of(own, CONFIRMED, arm=a, **where) for a in (arm, "synchronous"))
             target = target_of(others)
             everything += differences(ours, others)
-            if target is not None:
-                for cost, column in costs.items():
-                    pairs = paired(ours, others, functools.partial(to_target, target=target, column=column))
-                    ratios[cost] += [float(np.log(b / a)) for a, b in pairs]
-            rows.append({"arm": arm, **where, "target": target, **against(ours, others, target)})
+            for cost, values in ratios_to(target, ours, others).items():
+                ratios[cost] += values
+            curves = [curve(others), curve(ours)]
+            rows.append({"arm": arm, **where, "target": target, "curves": curves, **against(ours, others, target)})
         whole = {cost: as_ratio(bootstrap(values)) for cost, values in ratios.items()}
         rows.append({"arm": arm, "task": "all", "algorithm": "all", "difference": bootstrap(everything), **whole})
     return rows
+
+
+def curve(runs: Runs) -> list[float]:
+    """Mean accuracy at each evaluation."""
+    ended = [[found[ACCURACY] for found in r["evaluations"]] for r in runs.values() if "error" not in r]
+    return [round(float(value), 4) for value in np.mean(ended, axis=0)] if ended else []
+
+
+def warned(records: Sequence[Record], high: float) -> dict[str, dict[str, int]]:
+    """In how many of the runs with partial rollouts `april train` says that the rate is too high for the staleness."""
+    found: dict[str, dict[str, int]] = {where: {"runs": 0, "warned": 0} for where in ("at the high rate", "below it")}
+    for record in records:
+        if record["arm"] == "synchronous" or "error" in record:
+            continue
+        watch, logged = StabilityWatch(), record["by_step"]
+        said = [
+            watch.observe({"ess": ess, "kl_behaviour": kl, "grad_norm": norm})
+            for ess, kl, norm in zip(logged["ess"], logged["kl_behaviour"], logged["grad_norm"], strict=True)
+        ]
+        count = found["at the high rate" if record["rate"] > 0.9 * high else "below it"]
+        count["runs"] += 1
+        count["warned"] += any(said)
+    return found
 
 
 def interval(x: Mapping[str, Any], digits: str = "+.3f") -> str:
@@ -325,6 +360,10 @@ def page(found: Mapping[str, Any]) -> str:
         lines += ["", "## What tells a rate that is too high", ""]
         lines += [f"{told['collapsed']} of {told['runs']} runs ended more than {COLLAPSED} below {told['level']}.", ""]
         lines += warning_table(found)
+        lines += [""] + [
+            f"Partial runs {where}: `april train` warns in {count['warned']} of {count['runs']}."
+            for where, count in found["warned"].items()
+        ]
     return "\n".join(lines) + "\n"
 
 

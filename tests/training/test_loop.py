@@ -50,7 +50,6 @@ class Unmoved:
         self.scheduler, self.loop = scheduler, loop
         self.done: list[str] = []
         self.collecting = threading.Event()
-        self.collecting = threading.Event()
         self.threads: set[int] = set()
 
     def _work(self, what: str) -> None:

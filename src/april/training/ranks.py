@@ -50,10 +50,14 @@ class Ranks:
     context: Context | None = None
 
     @property
+    def team_size(self) -> int:
+        """How many ranks share rows: 1 if none do."""
+        return self.context.size if self.context else 1
+
+    @property
     def team(self) -> tuple[int, int]:
-        """Which of the teams that share rows this rank is in, and how many there are; one rank each without."""
-        size = self.context.size if self.context else 1
-        return self.rank // size, self.world // size
+        """Which of the teams that share rows this rank is in, and how many there are."""
+        return self.rank // self.team_size, self.world // self.team_size
 
     @property
     def counts(self) -> bool:

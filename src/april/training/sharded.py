@@ -220,7 +220,7 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = F
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(float(ranks.context.size if ranks.context else 1))
+            part.set_gradient_divide_factor(float(ranks.team_size))
 
 
 def whole(tensor: Tensor) -> Tensor:
