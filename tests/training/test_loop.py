@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from april import Prompt, RolloutScheduler, SamplingParams, Step
+from april import EngineError, Prompt, RolloutScheduler, SamplingParams, Step
 from april.config.recipe import Recipe
 from april.reporting.run_log import RunLog
 from april.rollout.journal import Journal
@@ -80,11 +80,13 @@ class Unmoved:
         raise AssertionError("nothing is resumed")
 
 
-@pytest.mark.parametrize("stop_after", [None, 1])
-async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: int | None) -> None:
+@asynccontextmanager
+async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), **others: Any) -> AsyncIterator[Trainer]:
+    """A run of three steps over a scripted engine, that saves after the second."""
     recipe = Recipe()
     recipe.reporting.output = str(tmp_path)
-    recipe.training.steps, recipe.training.save_interval = 3, 2
+    recipe.training.steps, recipe.training.save_interval, recipe.training.eval_interval = 3, 2, 1
+    recipe.rollout.reward_workers = 0
     async with AsyncExitStack() as stack:
         journal = Journal(tmp_path / "journal.sqlite", 0)
         stack.callback(journal.close)
@@ -93,6 +95,25 @@ async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: 
         scheduler = RolloutScheduler(ScriptedEngine(), Prompts(), rewards, params, sampling=sampling, journal=journal)
         await stack.enter_async_context(scheduler)
         learner = Unmoved(scheduler, asyncio.get_running_loop())
+        log = stack.enter_context(RunLog(tmp_path, recipe.to_dict()))
+        yield Trainer(
+            settings=recipe.training,
+            learner=learner,
+            scheduler=scheduler,
+            evaluation=Evaluation(scheduler, rewards, prompts, 1, sampling),
+            state=RunState(recipe, learner, scheduler, journal, log),
+            log=log,
+            worker=await stack.enter_async_context(Worker()),
+            signals=stack.enter_context(StopSignals()),
+            **others,
+        )
+
+
+@pytest.mark.parametrize("stop_after", [None, 1])
+async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: int | None) -> None:
+    async with trainer_over(tmp_path) as trainer:
+        learner, scheduler, signals = trainer.learner, trainer.scheduler, trainer.signals
+        assert isinstance(learner, Unmoved)
         collect = scheduler.collect
 
         async def collecting() -> Step:
@@ -101,18 +122,6 @@ async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: 
             return await collect()
 
         scheduler.collect = collecting  # type: ignore[method-assign]
-        log = stack.enter_context(RunLog(tmp_path, recipe.to_dict()))
-        signals = stack.enter_context(StopSignals())
-        trainer = Trainer(
-            settings=recipe.training,
-            learner=learner,
-            scheduler=scheduler,
-            evaluation=Evaluation(scheduler, rewards, [], 1, sampling),
-            state=RunState(recipe, learner, scheduler, journal, log),
-            log=log,
-            worker=await stack.enter_async_context(Worker()),
-            signals=signals,
-        )
         if stop_after:
             train = learner.train
 
@@ -130,3 +139,51 @@ async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: 
     assert len(learner.threads) == 1
     assert threading.get_ident() not in learner.threads
     assert checkpoints(tmp_path / "checkpoints")[-1].name == f"step-{steps:06d}"
+
+
+HELD_OUT = [Prompt((7, i), f"held out {i}", {"prompt": "a"}) for i in range(2)]
+
+
+async def test_an_evaluation_goes_on_beside_rollouts_and_training_and_ends_before_the_policy_does(
+    tmp_path: Path,
+) -> None:
+    async with trainer_over(tmp_path, HELD_OUT, overlap=True) as trainer:
+        learner, loop = trainer.learner, asyncio.get_running_loop()
+        training = {number: asyncio.Event() for number in (1, 2)}
+
+        def train(step: Step, number: int) -> dict[str, float]:
+            if number in training:
+                loop.call_soon_threadsafe(training[number].set)
+            return {"loss": 0.0, "grad_norm": 0.0}
+
+        learner.train, learner.weights = train, lambda version: None  # type: ignore[method-assign]
+        learner.save = lambda directory: None  # type: ignore[method-assign]
+        evaluate = trainer.scheduler.evaluate
+
+        async def beside(*arguments: Any) -> Any:
+            if (step := trainer.log.steps + 1) in training:  # the next evaluation is saved before anything is trained
+                await training[step].wait()
+            return await evaluate(*arguments)
+
+        trainer.scheduler.evaluate = beside  # type: ignore[method-assign]
+        await trainer.run()
+        assert [one["step"] for one in trainer.log.evaluations] == [0, 1, 2, 3]
+
+
+async def test_an_evaluation_is_given_up_where_rollouts_fail_and_what_they_had_is_saved(tmp_path: Path) -> None:
+    async with trainer_over(tmp_path, HELD_OUT, overlap=True) as trainer:
+        learner, begun = trainer.learner, asyncio.Event()
+        learner.weights, learner.save = lambda version: None, lambda directory: None  # type: ignore[method-assign]
+
+        async def endless(*_: Any) -> Any:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+
+        async def failing() -> Step:
+            await begun.wait()
+            raise EngineError("the engine is gone")
+
+        trainer.scheduler.evaluate, trainer.scheduler.take = endless, failing  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="the engine is gone"):
+            await trainer.run()
+    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000000"]

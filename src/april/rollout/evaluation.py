@@ -1,55 +1,76 @@
-"""Complete groups for prompts that are not trained on, past everything that is under way."""
+"""Complete groups for prompts that are not trained on, past everything that is under way, and beside what flies."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
 
 from april.rollout.engine import Chunk, ChunkError, Engine, EngineError
 from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.events import Stepped
 from april.rollout.flight import Flight, first_of
+from april.rollout.flights import Flights
 from april.rollout.retries import Retries
 from april.rollout.trajectory import Group, Sample
 
 
-async def complete(engine: Engine, groups: Sequence[Group], retries: Retries, episodes: Episodes | None = None) -> None:
+async def complete(
+    engine: Engine,
+    groups: Sequence[Group],
+    retries: Retries,
+    episodes: Episodes | None = None,
+    flights: Flights | None = None,
+) -> None:
     """Generate until every sample of `groups` has finished; if that fails, nothing of them is left in the engine.
     Other samples that it holds are not touched.
 
     Args:
         episodes: what answers their turns, for these samples alone; closed in the end.
+        flights: those that the engine holds beside, if anything else does.
 
     Raises:
         EngineError: the engine failed, or a request of it did, more often than `retries` allows.
         EpisodeError: an environment did, more often than its policy allows.
     """
-    run = _Run(engine, groups, retries, episodes)
-    try:
-        await run.complete()
-    finally:
-        if episodes is not None:
-            await episodes.close()
-        names = [sample.id for group in groups for sample in group.samples]
-        await engine.interrupt(names)
-        engine.forget(names)
+    flights = Flights() if flights is None else flights
+    with flights.beside() as flight:
+        run = _Run(engine, groups, retries, episodes, flight, partial(flights.poll, engine, flight))
+        try:
+            await run.complete()
+        finally:
+            if episodes is not None:
+                await episodes.close()
+            names = [sample.id for group in groups for sample in group.samples]
+            await engine.interrupt(names)
+            engine.forget(names)
 
 
 class _Run:
-    def __init__(self, engine: Engine, groups: Sequence[Group], retries: Retries, episodes: Episodes | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[Group],
+        retries: Retries,
+        episodes: Episodes | None,
+        flight: Flight,
+        poll: Callable[[], Coroutine[Any, Any, list[Chunk]]],
+    ) -> None:
         self.engine = engine
         self.retries = retries
         self.episodes = episodes
         self.unfinished = {sample.id: (sample, group) for group in groups for sample in group.samples}
-        self.in_flight: set[str] = set()
+        self.flight = flight
+        self.poll = poll
 
     async def complete(self) -> None:
         for sample, group in self.unfinished.values():
             self._go_on(sample, group)
         while self.unfinished:
             waits = [self.episodes.wait] if self.episodes else []
-            if self.in_flight:
-                for chunk in await Flight().poll(self.engine, self.retries.next, waits):
+            if self.flight:
+                for chunk in await self.flight.poll(self.poll, self.retries.next, waits):
                     self._absorb(chunk)
             elif waits:
                 await first_of(waits, self.retries.next)
@@ -63,11 +84,10 @@ class _Run:
         if self.episodes is not None and sample.awaits_environment:
             self.episodes.begin(sample, group)
         else:
-            self.engine.submit(sample)
-            self.in_flight.add(sample.id)
+            self.flight.submit(self.engine, sample, group, 0.0)
 
     def _absorb(self, chunk: Chunk) -> None:
-        if chunk.sample_id not in self.in_flight:
+        if chunk.sample_id not in self.flight.samples:
             raise ChunkError(chunk, "no such sample is in flight")
         sample, group = self.unfinished[chunk.sample_id]
         try:
@@ -79,11 +99,11 @@ class _Run:
         if sample.finish is not None:
             del self.unfinished[sample.id]
         if chunk.finish is not None:
-            self.in_flight.discard(sample.id)
+            self.flight.end(sample.id, 0.0, "finished")
             if sample.finish is None:
                 self._go_on(sample, group)
         elif chunk.error is not None and not chunk.recovered:
-            self.in_flight.discard(sample.id)
+            self.flight.end(sample.id, 0.0, "failed")
             if not self.retries.failed(sample):
                 raise EngineError(f"sample {sample.id} kept failing: {chunk.error}")
 

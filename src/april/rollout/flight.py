@@ -6,7 +6,7 @@ Invariant: a chunk that an engine has handed out is never lost, also if the wait
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
 from april.rollout.engine import Chunk, Engine
@@ -22,7 +22,7 @@ class Flight:
         self._silent: dict[str, Span] = {}
         """The stays without a token so far."""
         self._late: list[Chunk] = []
-        """Handed out in the moment in which a wait was cancelled."""
+        """Handed out in the moment in which a wait was cancelled, or to somebody else who waited."""
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -78,23 +78,27 @@ class Flight:
         return [*self.late(), *interrupted]
 
     def late(self) -> list[Chunk]:
-        """What was handed out in the moment in which a wait was cancelled, and is not absorbed yet."""
+        """What was handed out for these samples and is not absorbed yet."""
         late, self._late = self._late, []
         return late
 
+    def keep(self, chunks: Iterable[Chunk]) -> None:
+        """Chunks of these samples that somebody else was handed: they come out next."""
+        self._late += chunks
+
     async def poll(
         self,
-        engine: Engine,
+        ask: Callable[[], Coroutine[Any, Any, list[Chunk]]],
         timeout: float | None = None,
         or_until: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> list[Chunk]:
-        """What the engine sampled next, or nothing if `timeout` seconds or the end of one of `or_until` came
-        first."""
+        """What the engine sampled next, which `ask` waits for, or nothing if `timeout` seconds or the end of one of
+        `or_until` came first."""
         if self._late:
             return self.late()
         if timeout is None and not or_until:
-            return await engine.poll()
-        poll = asyncio.ensure_future(engine.poll())
+            return await ask()
+        poll = asyncio.ensure_future(ask())
         first: set[asyncio.Future[Any]] = {poll, *(asyncio.ensure_future(wait()) for wait in or_until)}
         try:
             await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -102,7 +106,7 @@ class Flight:
         except asyncio.CancelledError:
             await _end(first)
             if not poll.cancelled() and poll.exception() is None:  # it ended in the same moment, with tokens
-                self._late += [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
+                self._late[:0] = [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
             raise
         return [] if poll.cancelled() else poll.result()
 

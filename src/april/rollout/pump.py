@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from april.rollout.account import Account
@@ -22,7 +23,8 @@ from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.events import Accepted, Rejected, Rewarded
-from april.rollout.flight import Flight, first_of, outlast
+from april.rollout.flight import first_of, outlast
+from april.rollout.flights import Flights
 from april.rollout.history import History
 from april.rollout.order import ORDERS
 from april.rollout.params import FaultPolicy
@@ -75,7 +77,8 @@ class Pump:
         self.params = params = self.state.params
         self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
         self.retries = Retries(faults.max_retries, faults.retry_delay)
-        self.flight = Flight()
+        self.flights = Flights()
+        self.flight = self.flights.rollouts
         self.account = Account(Plan(params.rollout_batch_size))
         self.overlaps = False
         self.error: Exception | None = None
@@ -208,7 +211,8 @@ class Pump:
         before = self.account.now
         if self.flight:
             try:
-                chunks = await self.flight.poll(self.engine, self.retries.next, self._arrivals(or_verdict))
+                ask = partial(self.flights.poll, self.engine, self.flight)
+                chunks = await self.flight.poll(ask, self.retries.next, self._arrivals(or_verdict))
             finally:
                 busy = self.engine.running / self.engine.capacity.slots
                 self.account.step.occupancy += (self.account.now - before) * busy

@@ -13,9 +13,10 @@ trained on it, and its staleness counts from there.
 Invariants:
 - every admitted group is in exactly one place: under way (in flight, waiting or complete), trained on, or rejected;
 - whatever fails or is cancelled, nothing that was sampled is lost, and the call may be made again;
-- after `collect` returns or raises, and inside `paused`, nothing runs in the engine;
+- after `collect` returns or raises nothing runs in the engine but an evaluation, and inside `paused` nothing does;
 - no group is trained on more than `max_staleness` weight updates after its first token, whenever steps and updates
-  come.
+  come;
+- an evaluation is of one policy: `swap` and `paused` wait for its end.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class RolloutScheduler:
             on_progress and partial(on_progress, self),
         )
         self._update_seconds: float | None = None
+        self._policy_kept = asyncio.Lock()
+        """Held by whoever needs the engine's weights to stay as they are, or changes them."""
 
     async def __aenter__(self) -> RolloutScheduler:
         return self
@@ -155,8 +158,8 @@ class RolloutScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Samples submitted to the engine and not finished."""
-        return len(self._pump.flight)
+        """Samples submitted to the engine and not finished, those of an evaluation included."""
+        return len(self._pump.flights)
 
     async def collect(self) -> Step:
         """Exactly `rollout_batch_size` complete, rewarded groups, oldest first, and the account of the step; afterwards
@@ -294,25 +297,35 @@ class RolloutScheduler:
 
     async def swap(self, weights: Any = None) -> None:
         """`update_weights` in the midst of generation: it is interrupted, and goes on under the new weights."""
-        account, going_on = self._pump.account, self._pump.running
-        interrupted_at = account.now if going_on else None
-        async with self.paused():
-            await self.update_weights(weights)
-            if going_on:
-                step = account.step
-                step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
-                step.resumed_at = account.now
+        async with self._policy_kept:
+            account, going_on = self._pump.account, self._pump.running
+            interrupted_at = account.now if going_on else None
+            async with self._stopped():
+                await self.update_weights(weights)
+                if going_on:
+                    step = account.step
+                    step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
+                    step.resumed_at = account.now
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Inside, nothing runs in the engine; afterwards generation goes on if it did before. `swap` is an update in
         here, and right behind it is the moment for `state_dict`."""
+        async with self._policy_kept, self._stopped():
+            yield
+
+    @asynccontextmanager
+    async def _stopped(self) -> AsyncIterator[None]:
         pump = self._pump
         going_on = pump.running
         await pump.pause()
         yield
         if going_on:
             pump.start()
+
+    async def rest(self) -> None:
+        """Let generation beside training stop until the next step is asked for; nothing sampled is lost."""
+        await self._pump.pause()
 
     async def load_weights(self, weights: Any = None) -> None:
         """Hand the current version's weights to the engine: after a restart, or to an engine that lost them."""
@@ -322,6 +335,7 @@ class RolloutScheduler:
         self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
     ) -> list[Group]:
         """Complete, unrewarded groups for `prompts`, past the buffer. The same prompts get the same seeds each time.
+        Where generation goes on beside training it goes on beside this too, and `swap` waits for the end of it.
 
         Raises:
             EngineError: the engine failed, or a request of it did, more often than `max_retries`.
@@ -331,10 +345,10 @@ class RolloutScheduler:
             Group.start(i, prompt, n_samples_per_prompt, sampling, self.seed, evaluation=True)
             for i, prompt in enumerate(prompts)
         ]
-        async with self.paused():
+        async with self._policy_kept:
             retries = Retries(self.faults.max_retries, self.faults.retry_delay)
             apart = None if self.episodes is None else self.episodes.apart()  # one that does nothing now is falsy
-            await complete(self.engine, groups, retries, apart)
+            await complete(self.engine, groups, retries, apart, self._pump.flights)
         return groups
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ Invariants:
   before anything is trained on, so nothing has to be copied for it;
 - a run that stops or dies at any moment and is resumed trains on the same groups as one that did not;
 - nothing is trained on twice, and nothing sampled is lost: it is in the checkpoint, or in the journal that goes on
-  from there.
+  from there;
+- an evaluation is of the policy that the last step made, and is logged before anything newer is logged or saved.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class Trainer:
     overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
+    _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
+    """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
     """Writes the newest checkpoint, until that is whole."""
 
@@ -79,6 +82,7 @@ class Trainer:
         try:
             return await self._run()
         finally:
+            await self._give_up_evaluation()
             if self._saving is not None:
                 await asyncio.wait((self._saving,))
                 self._saving.exception()  # seen: what ended the run is what is said
@@ -99,6 +103,7 @@ class Trainer:
                 await self._evaluate()
             if self._due(settings.save_interval):
                 await self._save()
+        await self._evaluated()
         await self._saved()
         return log.finish()
 
@@ -124,6 +129,7 @@ class Trainer:
         if collecting.cancelled():
             return None
         if collecting.exception() is not None:
+            await self._give_up_evaluation()
             with suppress(JournalError, CheckpointError):  # the journal has everything that could be written
                 await self._save()
                 await self._saved()
@@ -132,13 +138,20 @@ class Trainer:
     async def _learn(self, step: Step) -> None:
         """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
         await self._saved()
+        if self.log.steps + 1 == self.settings.steps:
+            await self.scheduler.rest()  # nothing is trained on after this one
         self._phase("training")
         began = self.clock()
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
         )
-        await self.scheduler.swap(await self._undisturbed(self.learner.weights, step.version + 1))
-        measured = {**learned, "train_seconds": self.clock() - began, **self._rollout_metrics()}
+        weights = await self._undisturbed(self.learner.weights, step.version + 1)
+        trained = self.clock() - began
+        await self._evaluated()
+        began = self.clock()
+        await self.scheduler.swap(weights)
+        trained += self.clock() - began
+        measured = {**learned, "train_seconds": trained, **self._rollout_metrics()}
         measured |= memory_of(step, self.scheduler.engine)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 
@@ -154,14 +167,35 @@ class Trainer:
         }
 
     async def _evaluate(self) -> None:
+        """Begin an evaluation; `_evaluated` says when it is logged. It stands alone unless generation overlaps."""
         if self.evaluation.prompts:
+            self._evaluating = asyncio.create_task(self._measure(), name="evaluation")
+            if not self.overlap:
+                await self._evaluated()
+
+    async def _measure(self) -> None:
+        began = self.clock()
+        found, groups = await self.evaluation.run()
+        self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
+
+    async def _evaluated(self) -> None:
+        """Wait until the evaluation that was begun is logged; raises what ended it."""
+        if self._evaluating is not None:
             self._phase("evaluating")
-            began = self.clock()
-            found, groups = await self.evaluation.run()
-            self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
+            await asyncio.wait((self._evaluating,))
+            evaluating, self._evaluating = self._evaluating, None
+            evaluating.result()
+
+    async def _give_up_evaluation(self) -> None:
+        """Something has failed: an evaluation that was begun is not waited for."""
+        evaluating, self._evaluating = self._evaluating, None
+        if evaluating is not None:
+            evaluating.cancel()
+            await asyncio.wait((evaluating,))
 
     async def _save(self) -> None:
         """Begin a checkpoint of this moment; `_saved` says when it is whole."""
+        await self._evaluated()
         await self._saved()
         self._phase("saving")
         async with self.scheduler.paused():
