@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, RolloutParams, RolloutScheduler, SamplingParams
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.process import EngineProcess, ProcessSettings
+from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.process import EngineProcess
 from tests import tiny
 
 
@@ -23,7 +24,7 @@ async def no_reward(prompt: Prompt, samples: object) -> list[float]:
 async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_should(tmp_path: Path) -> None:
     tiny.save(tmp_path / "policy")
     engine = await EngineProcess.start(
-        ProcessSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_running=6)
+        EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_running=6)
     )
     try:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import API_KEY, EngineSettings
+from april.engines.embedded.host import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.policy import device_of
@@ -64,22 +65,27 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
 
 
 async def _own_process(recipe: Recipe) -> Engine:
-    from april.engines.embedded.process import EngineProcess, ProcessSettings
+    from april.engines.embedded.process import EngineProcess
 
-    settings = recipe.engine
     return await EngineProcess.start(
-        ProcessSettings(
-            model=str(Path(recipe.model.path).expanduser()),
-            dtype=recipe.model.dtype,
-            device=str(device_of(recipe.model)),
-            threads=recipe.training.threads,
-            max_running=settings.max_running,
-            context_length=settings.context_length,
-            kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
-            on_update=settings.on_update,
-            draft_tokens=settings.draft_tokens,
-            stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
-        )
+        _elsewhere(recipe, device=str(device_of(recipe.model)), threads=recipe.training.threads)
+    )
+
+
+def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSettings:
+    """The embedded engine of a recipe, to work outside of this process."""
+    settings = recipe.engine
+    return EmbeddedSettings(
+        model=str(Path(recipe.model.path).expanduser()),
+        dtype=recipe.engine_dtype,
+        device=device,
+        threads=threads,
+        max_running=settings.max_running,
+        context_length=settings.context_length,
+        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        on_update=settings.on_update,
+        draft_tokens=settings.draft_tokens,
+        stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
     )
 
 

@@ -1,4 +1,4 @@
-"""What an `EngineProcess` runs: an embedded engine that is polled for as long as something is in flight.
+"""What an `EngineProcess` runs: an embedded engine and the engine's half of the link.
 
     python -m april.engines.embedded.process_main FD
 
@@ -16,15 +16,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from april.engines.embedded.engine import EmbeddedEngine
-from april.engines.embedded.process import ProcessSettings
+from april.engines.embedded.host import EmbeddedSettings, Host
 from april.engines.servers.link import Link
-from april.engines.servers.packed import pack
-from april.rollout.engine import Chunk
-from april.rollout.trajectory import Sample
 
 
 class Process:
@@ -32,10 +26,9 @@ class Process:
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
-        self._engine: EmbeddedEngine
+        self._host: Host | None = None
+        self._opened = asyncio.Event()
         self._link = Link(self._received, self.ended.set)
-        self._work = asyncio.Event()
-        self._calls: set[asyncio.Task[None]] = set()
 
     async def run(self, own_end: socket.socket) -> None:
         await asyncio.get_running_loop().create_connection(lambda: self._link, sock=own_end)
@@ -44,76 +37,38 @@ class Process:
         generating.cancel()
 
     async def _generate(self) -> None:
-        while True:
-            await self._work.wait()
-            self._work.clear()
-            while chunks := await self._engine.poll():
-                self._send(chunks)
-
-    def _send(self, chunks: list[Chunk]) -> None:
-        self._link.send(("chunks", pack(chunks), self._engine.running))
+        await self._opened.wait()
+        assert self._host is not None
+        await self._host.generate()
 
     def _received(self, message: Any) -> None:
-        match message:
-            case "submit", Sample() as sample:
-                try:
-                    self._engine.submit(sample)
-                except ValueError as error:
-                    self._send([Chunk(sample.id, (), (), self._engine.version, error=str(error))])
-                self._work.set()
-            case "forget", sample_ids:
-                self._engine.forget(sample_ids)
-            case "call", number, what, arguments:
-                task = asyncio.create_task(self._answer(number, what, arguments))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
-
-    async def _answer(self, number: int, what: str, arguments: tuple[Any, ...]) -> None:
-        answer = error = None
+        if self._host is not None:
+            self._host.received(message)
+            return
+        _, number, _, (settings,) = message
         try:
-            answer = await self._do(what, *arguments)
+            capacity = self._open(settings)
         except Exception as failure:  # whoever asked waits for an answer
-            error = str(failure) or type(failure).__name__
-        self._link.send(("done", number, error, answer))
+            self._link.send(("done", number, str(failure) or type(failure).__name__, None))
+        else:
+            self._link.send(("done", number, None, capacity))
 
-    async def _do(self, what: str, *arguments: Any) -> Any:
-        match what, arguments:
-            case "open", (ProcessSettings() as settings,):
-                self._engine = _engine_of(settings)
-                capacity = self._engine.capacity
-                return capacity.slots, capacity.context_length, capacity.kv_tokens
-            case "interrupt", (names,):
-                if chunks := await self._engine.interrupt(names):
-                    self._send(chunks)
-            case "update", (version, directory):
-                await self._engine.update_weights(version, _tensors(directory))
-        return None
+    def _open(self, settings: EmbeddedSettings) -> tuple[int, int, int | None]:
+        engine = settings.load()
+        self._host = Host(engine, self._link.send, _tensors)
+        self._opened.set()
+        capacity = engine.capacity
+        return capacity.slots, capacity.context_length, capacity.kv_tokens
 
 
-def _engine_of(settings: ProcessSettings) -> EmbeddedEngine:
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    transformers_logging.disable_progress_bar()
-    # Without a word, transformers would ask whether to run the code that a model brings.
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        settings.model, dtype=getattr(torch, settings.dtype), trust_remote_code=False
-    )
-    return EmbeddedEngine(
-        model.to(settings.device),
-        max_running=settings.max_running,
-        context_length=settings.context_length,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        on_update=settings.on_update,
-        draft_tokens=settings.draft_tokens,
-        stream_interval=settings.stream_interval,
-    )
+async def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    def each() -> Iterator[tuple[str, torch.Tensor]]:
+        for path in sorted(directory.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118, it is no mapping
+                    yield name, file.get_tensor(name)
 
-
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, it is no mapping
-                yield name, file.get_tensor(name)
+    return each()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""The engine's half of an embedded engine that works elsewhere than its trainer: it is polled for as long as something
+is in flight. `remote.py` is the other half, and says what goes between the two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from april.engines.servers.packed import pack
+from april.rollout.engine import Chunk, KVPolicy
+from april.rollout.trajectory import Sample
+
+if TYPE_CHECKING:
+    from april.engines.embedded.engine import EmbeddedEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """What is run elsewhere: settings as of `EmbeddedEngine`.
+
+    Args:
+        model: a Hugging Face causal language model, as a directory or a hub name; weights come by `update_weights`.
+        dtype: of its parameters, a name of torch's.
+        device: as torch names it.
+        threads: CPU threads of torch; None: as torch chooses.
+    """
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    max_running: int = 64
+    context_length: int | None = None
+    kv_cache_bytes: int | None = None
+    on_update: KVPolicy = "recompute"
+    draft_tokens: int = 0
+    stream_interval: int = 1
+
+    def load(self) -> EmbeddedEngine:
+        """The engine, with the model as it is on disk."""
+        import torch
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging as transformers_logging
+
+        from april.engines.embedded.engine import EmbeddedEngine
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        transformers_logging.disable_progress_bar()
+        # Without a word, transformers would ask whether to run the code that a model brings.
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            self.model, dtype=getattr(torch, self.dtype), trust_remote_code=False
+        )
+        return EmbeddedEngine(
+            model.to(self.device),
+            max_running=self.max_running,
+            context_length=self.context_length,
+            kv_cache_bytes=self.kv_cache_bytes,
+            on_update=self.on_update,
+            draft_tokens=self.draft_tokens,
+            stream_interval=self.stream_interval,
+        )
+
+
+class Host:
+    """An engine, and what its trainer asks of it.
+
+    Args:
+        engine: embedded.
+        send: takes a message to the trainer's half.
+        read: gives the tensors of what weights were named by.
+    """
+
+    def __init__(
+        self, engine: EmbeddedEngine, send: Callable[[Any], None], read: Callable[[Any], Awaitable[Iterable[Any]]]
+    ) -> None:
+        self._engine = engine
+        self._send = send
+        self._read = read
+        self._work = asyncio.Event()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def generate(self) -> None:
+        """Hand on what is sampled, until cancelled."""
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            while chunks := await self._engine.poll():
+                self._send_chunks(chunks)
+
+    def _send_chunks(self, chunks: list[Chunk]) -> None:
+        self._send(("chunks", pack(chunks), self._engine.running))
+
+    def received(self, message: Any) -> None:
+        """Do what the trainer's half asks."""
+        match message:
+            case "submit", Sample() as sample:
+                try:
+                    self._engine.submit(sample)
+                except ValueError as error:
+                    self._send_chunks([Chunk(sample.id, (), (), self._engine.version, error=str(error))])
+                self._work.set()
+            case "forget", sample_ids:
+                self._engine.forget(sample_ids)
+            case "call", number, what, arguments:
+                task = asyncio.create_task(self._answer(number, what, arguments))
+                self._calls.add(task)
+                task.add_done_callback(self._calls.discard)
+
+    async def _answer(self, number: int, what: str, arguments: tuple[Any, ...]) -> None:
+        error = None
+        try:
+            match what, arguments:
+                case "interrupt", (names,):
+                    if chunks := await self._engine.interrupt(names):
+                        self._send_chunks(chunks)
+                case "update", (version, weights):
+                    await self._engine.update_weights(version, await self._read(weights))
+        except Exception as failure:  # whoever asked waits for an answer
+            error = str(failure) or type(failure).__name__
+        self._send(("done", number, error, None))
