@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-trl test-verl test-openrlhf test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-wheel    build sdist and wheel, and use the wheel in an environment with nothing else"
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
+	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
 	@echo "make test-trl      test the integration in TRL with every setting that it takes"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
@@ -50,6 +51,11 @@ test-servers: setup
 
 test-ranks: setup
 	$(TEST_ENV) $(BIN)/python -m pytest tests/ranks
+
+# Sets up an environment of its own first, under .frameworks: nothing else of april's needs Ray.
+test-cluster:
+	PYTHON=$(PYTHON) scripts/setup_cluster.sh
+	$(TEST_ENV) .frameworks/cluster/bin/python -m pytest tests/cluster
 
 test-trl: setup
 	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/integrations/test_trl*.py

@@ -456,6 +456,54 @@ async def test_a_replica_that_died_between_steps_does_not_stop_an_update() -> No
         assert not pool.members[1].ready
 
 
+@pytest.mark.parametrize("others", [0, 2])
+async def test_a_replica_that_dies_during_an_update_does_not_stop_it(others: int) -> None:
+    class Mortal(Machine):
+        dies = False
+
+        async def update_weights(self, version: int, weights: Any = None) -> None:
+            self.alive, self.dies = self.alive and not self.dies, False
+            await super().update_weights(version, weights)
+
+    mortal, machines = Mortal("mortal"), [Machine(f"other {i}") for i in range(others)]
+    async with pool_of(mortal, *machines) as pool:
+        await pool.update_weights(1, "one")
+        mortal.dies = True
+        update = asyncio.create_task(pool.update_weights(2, "two"))
+        while pool.members[0].state is not State.LOST:
+            await asyncio.sleep(0)
+        mortal.restart()
+        async with asyncio.timeout(120):
+            await update
+            while not pool.members[0].ready:
+                await asyncio.sleep(0.01)
+        assert {machine.version for machine in (mortal, *machines)} == {2}
+
+
+async def test_one_more_replica_gets_the_current_weights_and_work_and_lost_ones_are_tried_at_once_when_told() -> None:
+    first, second, late = Machine("first"), Machine("second"), Machine("late")
+    async with pool_of(first, second) as pool:
+        await pool.update_weights(1, "one")
+        samples = make_samples(12)
+        submit(pool, samples)
+        late.alive = False
+        pool.add(late)
+        assert pool.capacity.slots == 3 * SLOTS
+        while "dead" not in pool.members[2].reason:
+            await asyncio.sleep(0.01)
+        late.restart()
+        async with asyncio.timeout(120):
+            while not pool.members[2].ready:
+                pool.wake()
+                await asyncio.sleep(0.01)
+        assert late.updates == [1]
+        await run(pool, samples)
+        pool.fail(EngineError("the head is gone"))
+        submit(pool, make_samples(14)[12:])
+        with pytest.raises(EngineError, match="the head is gone"):
+            await pool.poll()
+
+
 async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
     one, other = Machine("one"), Machine("other")
     async with pool_of(one, other) as pool:

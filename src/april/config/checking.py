@@ -22,7 +22,7 @@ from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
 from april.config.reading import messages, nearest
 from april.config.recipe import Recipe
-from april.config.settings import API_KEY, AlgorithmSettings, EngineSettings, EnvironmentSettings
+from april.config.settings import API_KEY, AlgorithmSettings, ClusterSettings, EngineSettings, EnvironmentSettings
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
@@ -71,6 +71,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     for name in ("path", "eval_path"):
         if (value := getattr(recipe.task, name)) and (problem := path_problem(value)):
             yield f"task.{name} = {value!r}: {problem}"
+    yield from _cluster_problems(recipe)
     yield from _algorithm_problems(recipe.algorithm)
     yield from _engine_problems(recipe.engine)
     yield from _exposed(recipe.engine)
@@ -161,7 +162,8 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
     if trainer.sharded and recipe.engine.own_process:
         yield "engine.own_process = true is for one training process: with several, choose servers (vllm, sglang)"
     if trainer.overlap is True:
-        if recipe.engine.engine in ("embedded", "vllm-inproc") and not recipe.engine.own_process:
+        inside = recipe.engine.engine in ("embedded", "vllm-inproc")
+        if inside and not recipe.engine.own_process and not recipe.cluster.enabled:
             yield (
                 f"trainer.overlap = true: engine.engine = {recipe.engine.engine!r} generates in the process that "
                 "trains; set engine.own_process = true (embedded), or choose servers (vllm, sglang)"
@@ -171,6 +173,25 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
                 "trainer.overlap = true: what is sampled during training is one update old when it is trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
             )
+
+
+def _cluster_problems(recipe: Recipe) -> Iterator[str]:
+    own, engine = recipe.cluster, recipe.engine
+    if not own.enabled:
+        if own != ClusterSettings():
+            yield (
+                'cluster.address is not set: name the cluster ("auto" is the one that this machine is a node of), or '
+                "remove the section's other settings"
+            )
+        return
+    if own.address != "auto" and not re.fullmatch(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", own.address):
+        yield f'cluster.address = {own.address!r}: write "auto", or the head of the cluster as "HOST:PORT"'
+    if engine.engine != "embedded":
+        yield f'cluster.address is set but engine.engine = "{engine.engine}": nodes host "embedded" ones; choose that'
+    if engine.own_process:
+        yield "engine.own_process is set, but engines on a cluster are apart from the trainer anyway: remove it"
+    if find_spec("ray") is None:
+        yield f"cluster.address = {own.address!r} needs ray: {install_command('cluster')}"
 
 
 def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from april.config.settings import (
     AlgorithmSettings,
+    ClusterSettings,
     EngineSettings,
     EnvironmentSettings,
     LoraSettings,
@@ -48,6 +49,8 @@ class Recipe:
     """What answers the policy's turns."""
     engine: Annotated[EngineSettings, FLAT] = field(default_factory=EngineSettings)
     """What generates them."""
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    """Where they work."""
     algorithm: Annotated[AlgorithmSettings, FLAT] = field(default_factory=AlgorithmSettings)
     """What is optimised."""
     training: Annotated[TrainingSettings, FLAT] = field(default_factory=TrainingSettings)
@@ -92,7 +95,7 @@ class Recipe:
     def overlaps(self) -> bool:
         """Whether generation goes on while a step is trained on: if it is asked for, or may be and can be."""
         rollout, engine = self.rollout, self.engine
-        apart = engine.own_process or engine.engine in ("vllm", "sglang")
+        apart = engine.own_process or self.cluster.enabled or engine.engine in ("vllm", "sglang")
         stale = rollout.partial_rollout and (rollout.policy == "april-paper" or rollout.max_staleness > 0)
         return bool(self.trainer.overlap) and apart and stale
 

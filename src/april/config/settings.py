@@ -209,6 +209,33 @@ class EngineSettings:
 
 
 @dataclass(kw_only=True)
+class ClusterSettings:
+    """Engines on the nodes of a Ray cluster that is running (docs/cluster.md; needs the extra `cluster`).
+
+    Nodes may die, hang, leave and join while the run goes on. april cluster check RECIPE says what fits where.
+
+    Args:
+        address: The cluster: auto is the one that this machine is a node of, else its head as HOST:PORT. Unset: no
+            cluster, and the engine works in this process or on this machine.
+        replicas: Engines, each with a copy of the policy. auto: as many as there is room for, also on nodes that join.
+        gpus_per_replica: GPUs of an engine, all on one node. auto: one if the cluster has any, else none.
+        cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
+        placement: Nodes that get engines: all, as evenly as there is room (spread); all but the trainer's (apart); the
+            trainer's alone (beside).
+    """
+
+    address: str = ""
+    replicas: Positive[int] | Literal["auto"] = "auto"
+    gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
+    cpus_per_replica: Positive[int] = 1
+    placement: Literal["spread", "apart", "beside"] = "spread"
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.address)
+
+
+@dataclass(kw_only=True)
 class AlgorithmSettings:
     """What is optimised.
 

@@ -83,6 +83,21 @@ class EnginePool:
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
 
+    def add(self, engine: Engine) -> None:
+        """Take in one more replica. It is brought to the current weights in the background, and gets work then."""
+        member = Member(replica_of(engine, len(self.members)), state=State.LOST, reason="it has not been started yet")
+        self.members.append(member)
+        self._versions.bring_back(member)
+
+    def wake(self) -> None:
+        """Something has changed that lost replicas may have waited for: try at once to bring them back."""
+        self._versions.wake()
+
+    def fail(self, reason: EngineError) -> None:
+        """The pool cannot go on: whoever polls next is told why."""
+        self._defect = reason
+        self._queue.wake()
+
     @property
     def version(self) -> int:
         return self._versions.version

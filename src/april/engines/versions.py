@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from april.engines.member import Member, State
@@ -53,6 +54,8 @@ class Versions:
         self.updated = False
         """Members hold weights that they were given, if only by name: an engine may share the trainer's own."""
         self._updating = asyncio.Lock()
+        self._changed = asyncio.Event()
+        """Set for a moment when there is reason to try again at once."""
 
     async def go_over(self, version: int, weights: Any) -> None:
         """See `EnginePool.update_weights`."""
@@ -80,6 +83,11 @@ class Versions:
                 if isinstance(error, ValueError):
                     raise error
             errors = [(m, e) for m, e in zip(targets, results, strict=True) if isinstance(e, BaseException)]
+            died = [member for member, _ in errors if await self._has_died(member)]
+            targets = [member for member in targets if member not in died]
+            errors = [(member, error) for member, error in errors if member not in died]
+            if not targets:
+                return False
             if not errors:
                 self.version, self._weights, self.updated = version, weights, True
                 for member in targets:
@@ -91,6 +99,14 @@ class Versions:
                     self.bring_back(member)
         failed = "; ".join(f"{member.name}: {error}" for member, error in errors)
         raise EngineError(f"not all replicas took up weights {version}; failed: {failed}") from errors[0][1]
+
+    async def _has_died(self, member: Member) -> bool:
+        """Whether it was not the weights that an update failed on. Who died is brought back to what is current then."""
+        if (trouble := await member.trouble(self._health_timeout)) is None:
+            return False
+        member.become(State.LOST, trouble)
+        self.bring_back(member)
+        return True
 
     async def _find_out(self, member: Member) -> None:
         """See whether an update can count on a member: it is ready, or torn and alive."""
@@ -131,13 +147,26 @@ class Versions:
     async def _revive(self, member: Member) -> None:
         delay = FIRST_DELAY
         while not member.ready:
-            await asyncio.sleep(delay)
+            if await self._woken(delay):
+                delay = FIRST_DELAY
             delay = min(2 * delay, LONGEST_DELAY)
             async with self._updating:
                 if member.ready or not await self._revived(member):
                     continue
             self._came_back()
             return
+
+    async def _woken(self, seconds: float) -> bool:
+        """Wait so long; whether `wake` ended it before."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return await self._changed.wait()
+        return False
+
+    def wake(self) -> None:
+        """Try at once to bring lost members back."""
+        self._changed.set()
+        self._changed.clear()
 
     async def _revived(self, member: Member) -> bool:
         """Whether the wait for a member is over: it is ready, or gone, or its weights are."""

@@ -38,7 +38,9 @@ async def engine_of(
     settings = recipe.engine
     async with AsyncExitStack() as stack:
         engine: Engine
-        if settings.own_process:
+        if recipe.cluster.enabled:
+            engine = await _on_cluster(recipe, stack, starting)
+        elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
             engine = _embedded(settings, model)
@@ -87,6 +89,28 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         draft_tokens=settings.draft_tokens,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
     )
+
+
+async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
+    """Engines on the nodes of a cluster, as one pool."""
+    from april.engines.cluster.cluster import Cluster, Wanted, connected, demand_of
+
+    own = recipe.cluster
+    await stack.enter_async_context(connected(own.address))
+    demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
+    device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
+    cluster = Cluster(
+        Wanted(
+            engine=_elsewhere(recipe, device, threads),
+            demand=demand,
+            replicas=None if own.replicas == "auto" else own.replicas,
+            placement=own.placement,
+        )
+    )
+    pool = await cluster.start(starting)
+    watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
+    stack.callback(watching.cancel)
+    return pool
 
 
 def _in_process(recipe: Recipe) -> Engine:

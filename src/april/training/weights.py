@@ -31,7 +31,7 @@ def transfer_of(
             return adapters.merged()
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    if recipe.engine.engine == "embedded" and not recipe.engine.own_process:
+    if recipe.engine.engine == "embedded" and not recipe.engine.own_process and not recipe.cluster.enabled:
         return InProcess(tensors) if adapters else SharedParameters()
     device = next(model.parameters()).device
     return transfer(recipe, tensors, lambda path: save_policy(path, model, tokenizer, adapters), directory, device)
@@ -48,6 +48,10 @@ def transfer(
         directory: the run's.
     """
     settings = recipe.engine
+    if recipe.cluster.enabled:
+        from april.engines.cluster.weights import ObjectStore
+
+        return ObjectStore(tensors, getattr(torch, recipe.engine_dtype))
     if settings.own_process:
         return OnDisk(directory / "weights", lambda path: _save_tensors(path, tensors()))
     if settings.engine in ("embedded", "vllm-inproc"):

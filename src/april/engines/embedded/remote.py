@@ -117,6 +117,9 @@ class RemoteEngine:
                     else:
                         call.set_exception(EngineError(error))
 
+            case "failed", reason:
+                self._lost(reason)
+
     def _lost(self, reason: str) -> None:
         """The other half is gone: nothing comes any more beside what has come."""
         self._down = self._down or reason

@@ -1,0 +1,227 @@
+"""A running Ray cluster, as a place for engines.
+
+Invariants:
+- engines end with the run that started them;
+- a node that joins is looked at within `WATCH` seconds;
+- a head that does not answer stops the run within `HEAD_SILENCE` seconds, with what is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray._private.services import canonicalize_bootstrap_address
+from ray._private.state import available_resources_per_node
+
+from april.engines.cluster.placement import Demand, Node, Placement, place
+from april.engines.cluster.replica import ClusterReplica
+from april.engines.cluster.site import Site
+from april.engines.embedded.host import EmbeddedSettings
+from april.engines.pool import EnginePool
+from april.rollout.engine import Capacity, EngineError
+
+log = logging.getLogger(__name__)
+
+WATCH = 1.0
+"""Seconds between two looks at the nodes."""
+HEAD_SILENCE = 20.0
+"""Seconds that the head may take to answer."""
+SUSPECT = 90.0
+"""Seconds that a node is avoided on which an engine hung. Ray itself takes a little over a minute to call it dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The engines of a run.
+
+    Args:
+        replicas: how many; None: as many as there is room for, also on nodes that join.
+    """
+
+    engine: EmbeddedSettings
+    demand: Demand
+    replicas: int | None
+    placement: Placement
+
+
+class Cluster:
+    """The cluster that this process is connected to."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.home = ray.get_runtime_context().get_node_id()
+        self._wanted = wanted
+        self._suspects: dict[str, float] = {}
+        self._starting = asyncio.Lock()
+        self._names = 0
+
+    async def nodes(self) -> list[Node]:
+        """The nodes that Ray calls alive, with what is free on them.
+
+        Raises:
+            EngineError: the head does not answer.
+        """
+        try:
+            async with asyncio.timeout(HEAD_SILENCE):
+                return await asyncio.to_thread(nodes_now)
+        except TimeoutError:
+            raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
+
+    async def start(self, told: Callable[[str], None]) -> EnginePool:
+        """A pool of engines that are ready.
+
+        Args:
+            told: what is being waited for, about every second.
+
+        Raises:
+            EngineError: no node has room, or an engine cannot be started; the message says why.
+        """
+        nodes, wanted = await self.nodes(), self._wanted
+        placed = place(nodes, wanted.demand, wanted.replicas, wanted.placement, self.home)
+        if not placed:
+            raise EngineError(self._no_room(nodes))
+        first = Capacity(wanted.engine.max_running, wanted.engine.context_length or 0)
+        replicas = [self._replica(first) for _ in placed]
+        try:
+            async with asyncio.TaskGroup() as group:
+                began = time.monotonic()
+                opening = [group.create_task(replica.learn()) for replica in replicas]
+                while (left := sum(not task.done() for task in opening)) and not any(
+                    task.done() and task.exception() for task in opening
+                ):
+                    told(f"starting {left} of {len(replicas)} engines, {time.monotonic() - began:.0f} s")
+                    await asyncio.wait(opening, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
+        except BaseException as failed:
+            await asyncio.gather(*(replica.close() for replica in replicas))
+            if isinstance(failed, ExceptionGroup):
+                raise failed.exceptions[0] from None
+            raise
+        pool = EnginePool(replicas)
+        missing = (wanted.replicas or 0) - len(placed)
+        if missing > 0:
+            log.warning("%d engines wait for nodes: %s", missing, self._no_room(nodes))
+        for _ in range(missing):
+            pool.add(self._replica(replicas[0].capacity))
+        return pool
+
+    def _replica(self, capacity: Capacity) -> ClusterReplica:
+        self._names += 1
+        return ClusterReplica(f"engine-{self._names - 1}", self._wanted.engine.on_update, capacity, self._found)
+
+    async def _found(self, name: str, before: Site | None) -> Site:
+        """A site on a node with room. One that hung is given up only for another one.
+
+        Raises:
+            EngineError: there is no room.
+        """
+        async with self._starting:  # what one takes is not free for the next
+            nodes, wanted, now = await self.nodes(), self._wanted, time.monotonic()
+            if before is not None:
+                self._suspects[before.node] = now + SUSPECT
+            suspects = {id for id, until in self._suspects.items() if until > now}
+            chosen = place(nodes, wanted.demand, 1, wanted.placement, self.home, suspects)
+            if not chosen:
+                if before is None or before.node in {node.id for node in nodes}:
+                    raise EngineError(self._no_room(nodes))
+                await asyncio.to_thread(before.end)
+                raise EngineError(f"its node is gone, and {self._no_room(nodes)}")
+            if before is not None:
+                await asyncio.to_thread(before.end)
+            site = await asyncio.to_thread(Site, chosen[0], wanted.engine, wanted.demand, name)
+            log.info("%s: on node %s", name, chosen[0][:8])
+            await asyncio.to_thread(ray.wait, [site.group.ready()], timeout=HEAD_SILENCE)
+            return site
+
+    def _no_room(self, nodes: list[Node]) -> str:
+        where = {"spread": "no node", "apart": "no node but the trainer's own", "beside": "the trainer's node"}
+        return f"{where[self._wanted.placement]} has {self._wanted.demand} free: april cluster check RECIPE says more"
+
+    async def watch(self, pool: EnginePool) -> None:
+        """Use nodes that join, until cancelled."""
+        known = {node.id for node in await self.nodes()}
+        while True:
+            await asyncio.sleep(WATCH)
+            try:
+                nodes = await self.nodes()
+            except EngineError as error:
+                pool.fail(error)
+                return
+            joined = {node.id for node in nodes} - known
+            known |= joined
+            if not joined:
+                continue
+            log.warning("%d node%s joined the cluster", len(joined), "s" * (len(joined) != 1))
+            pool.wake()
+            if self._wanted.replicas is None:
+                new = [node for node in nodes if node.id in joined]
+                room = len(place(new, self._wanted.demand, None, self._wanted.placement, self.home))
+                for _ in range(room - sum(not member.ready for member in pool.members)):  # the lost ones come first
+                    pool.add(self._replica(pool.members[0].replica.capacity))
+
+
+def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
+    """What an engine takes on the cluster that this process is connected to."""
+    return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
+
+
+def nodes_now() -> list[Node]:
+    """The nodes that Ray calls alive, with what is free on them."""
+    free = available_resources_per_node()
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            free.get(node["NodeID"], {}).get("CPU", 0.0),
+            free.get(node["NodeID"], {}).get("GPU", 0.0),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[None]:
+    """This process as a driver of the cluster at `address`, "auto" or host:port.
+
+    Raises:
+        EngineError: no cluster answers there.
+    """
+    await asyncio.to_thread(_require_head, address)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
+    try:
+        await asyncio.to_thread(ray.init, address, **options)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise _not_there(address, str(error).splitlines()[0]) from None
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _require_head(address: str) -> None:
+    """See that something listens at the head, which Ray itself would ask for minutes."""
+    try:
+        head = canonicalize_bootstrap_address(address)
+    except ConnectionError:
+        head = None
+    if head is None:
+        raise _not_there(address, "none runs on this machine")
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SILENCE).close()
+    except OSError as error:
+        raise _not_there(address, f"{head}: {error.strerror or error}") from None
+
+
+def _not_there(address: str, why: str) -> EngineError:
+    return EngineError(
+        f"cluster.address = {address!r}: no Ray cluster answers there ({why}); start one with ray start --head, or "
+        "name the address that ray start printed"
+    )

@@ -1,0 +1,83 @@
+"""New weights through Ray's object store: put once, however many engines go over; each node fetches them once, and the
+engines on it read them in place.
+
+Invariant: what is in the store stays there as long as an engine may still be asked to take it up: as long as somebody
+holds the `StoredWeights`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import ray
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from april.engines.weights import TensorSource
+
+BUCKET = 1 << 28
+"""Bytes that are put together, at least, but for the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tensor as bytes: numpy has no bfloat16."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: NDArray[np.uint8]
+
+    def tensor(self) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is in memory that cannot be written to, and nobody does
+            return torch.from_numpy(self.data).view(getattr(torch, self.dtype)).reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """The weights of one version, in the store. `size` in bytes."""
+
+    buckets: list[ray.ObjectRef[list[Packed]]] = field(default_factory=list)
+    size: int = 0
+
+    async def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors by their names, once they are on this node."""
+        buckets: list[list[Packed]] = await asyncio.gather(*self.buckets)
+        return ((packed.name, packed.tensor()) for bucket in buckets for packed in bucket)
+
+
+class ObjectStore:
+    """A `WeightTransfer` to engines on a cluster.
+
+    Args:
+        source: gives the policy's tensors.
+        dtype: what engines compute in; what is put is of this type.
+    """
+
+    def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self._dtype = dtype
+
+    def offer(self, version: int) -> StoredWeights:
+        refs: list[ray.ObjectRef[list[Packed]]] = []
+        size = total = 0
+        bucket: list[Packed] = []
+        for name, tensor in self._source():
+            value = tensor.detach().to("cpu", self._dtype if tensor.is_floating_point() else tensor.dtype).contiguous()
+            data = value.reshape(-1).view(torch.uint8).numpy()
+            bucket.append(Packed(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), data))
+            size += data.nbytes
+            total += data.nbytes
+            if size >= BUCKET:
+                refs.append(ray.put(bucket))
+                bucket, size = [], 0
+        return StoredWeights([*refs, ray.put(bucket)], total)
+
+    def withdraw(self) -> None:
+        """What is in the store stays as it is."""

@@ -1,0 +1,95 @@
+"""Real nodes of a real Ray cluster on this machine, to be killed and hung: each has its raylet, and an address on the
+loopback interface."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ray.cluster_utils import Cluster
+
+ENGINE = "ray::EngineActor"
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """Every process of this machine: its parent and what it calls itself."""
+    found = {}
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(directory.name)] = parent, (directory / "cmdline").read_text().replace("\0", " ").strip()
+    return found
+
+
+def below(pid: int) -> Iterator[int]:
+    """A process and all that it started, the first first."""
+    alive = processes()
+    tree = [pid]
+    for parent in tree:
+        tree += [child for child, (its_parent, _) in alive.items() if its_parent == parent]
+    yield from tree
+
+
+class Raylets:
+    """A cluster. Its head has no CPUs, so that engines are on the nodes that are added."""
+
+    def __init__(self) -> None:
+        self._added = 0
+        self._cluster = Cluster(
+            initialize_head=True,
+            head_node_args={**self._settings(0), "include_dashboard": False, "dashboard_agent_listen_port": 0},
+        )
+
+    def _settings(self, cpus: int) -> dict[str, Any]:
+        self._added += 1
+        # Ray takes 127.0.0.1 for the machine's outer address.
+        return {"num_cpus": cpus, "object_store_memory": 80_000_000, "node_ip_address": f"127.0.0.{1 + self._added}"}
+
+    @property
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    @property
+    def head(self) -> Any:
+        return self._cluster.head_node
+
+    def add(self, cpus: int = 1) -> Any:
+        """A node that joins."""
+        node = self._cluster.add_node(**self._settings(cpus))
+        self._cluster.wait_for_nodes()
+        return node
+
+    def engines(self, *nodes: Any) -> list[int]:
+        """The processes of the engines on these nodes; on all, if none are named."""
+        alive, places = processes(), nodes or self._cluster.list_all_nodes()
+        return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINE)]
+
+    def _tree(self, node: Any) -> list[int]:
+        return [pid for each in node.all_processes["raylet"] for pid in below(each.process.pid)]
+
+    def signal(self, node: Any, number: int) -> None:
+        """To everything that runs on a node, the raylet first."""
+        for pid in self._tree(node):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self, node: Any) -> None:
+        """The node is gone at once, with all that ran there."""
+        self.signal(node, signal.SIGKILL)
+        self._cluster.remove_node(node, allow_graceful=False)
+
+    def kill_head(self) -> None:
+        """The head is gone at once, and what Ray keeps there."""
+        for each in [one for kind in self.head.all_processes.values() for one in kind]:
+            for pid in below(each.process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for node in self._cluster.list_all_nodes():
+            self.signal(node, signal.SIGCONT)
+        self._cluster.shutdown()

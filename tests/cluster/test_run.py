@@ -1,0 +1,84 @@
+"""Runs on a real cluster of several raylets, from the command line, and what becomes of them when something dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
+
+from tests import tiny
+from tests.cluster.raylets import Raylets
+
+GENEROUS = 180.0
+"""Seconds that only something that hangs takes."""
+
+
+def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
+    """Wait for what must come, as long as a run goes on, if one is named."""
+    given_up = time.monotonic() + GENEROUS
+    while not condition():
+        assert run is None or run.poll() is None, f"the run ended early:\n{run.communicate()[0]}"
+        assert time.monotonic() < given_up
+        time.sleep(0.05)
+
+
+def a_recipe(directory: Path, address: str, **settings: Any) -> Path:
+    tiny.save(directory / "policy")
+    recipe = directory / "recipe.toml"
+    cluster = {"address": address, "replicas": 2, **settings}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in cluster.items()]
+    recipe.write_text("\n".join([tiny.RECIPE.replace("OUT", str(directory / "run")), "[cluster]", *lines]))
+    return recipe
+
+
+def april(*arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "april", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def ended(run: subprocess.Popen[str]) -> str:
+    """What a run has said, once it has ended well."""
+    said, _ = run.communicate(timeout=GENEROUS)
+    assert run.returncode == 0, said
+    return said
+
+
+def steps(directory: Path) -> list[dict[str, Any]]:
+    file = directory / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row for row in rows if "staleness_max" in row]
+
+
+def test_a_run_on_two_nodes_loses_an_engine_then_its_driver_and_goes_on(raylets: Raylets, tmp_path: Path) -> None:
+    nodes = [raylets.add(), raylets.add()]
+    run = april("train", a_recipe(tmp_path, raylets.address), "--steps", 2000, "--save-interval", 5)
+    until(lambda: len(steps(tmp_path)) >= 2, run)
+    victims = raylets.engines(*nodes)
+    assert [len(raylets.engines(node)) for node in nodes] == [1, 1]
+
+    os.kill(victims[0], signal.SIGKILL)
+    until(lambda: len(set(raylets.engines()) - set(victims)) == 1, run)
+    behind = len(steps(tmp_path))
+    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate()
+    until(lambda: not raylets.engines())  # ended by Ray, with the run that owned them
+    done = len(steps(tmp_path))
+    said = ended(april("resume", tmp_path / "run", "--steps", done + 2))
+    found = steps(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, done + 3)), said
+    assert max(row["staleness_max"] for row in found) <= 2
+    until(lambda: not raylets.engines())

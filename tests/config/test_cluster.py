@@ -1,0 +1,51 @@
+"""What a recipe may say of a cluster is checked before Ray is asked, or imported."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from april.config.checking import check_recipe
+from april.config.error import ConfigError
+from april.config.recipe import Recipe, recipe_from_dict
+
+
+def problems(recipe: dict[str, Any]) -> list[str]:
+    try:
+        check_recipe(recipe_from_dict({"model": {"path": "org/model"}, **recipe}))
+    except ConfigError as error:
+        return str(error).splitlines()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"cluster": {"replicas": 2}}, 'cluster.address is not set: name the cluster ("auto"'),
+        ({"cluster": {"address": "ray://head:10001"}}, 'write "auto", or the head of the cluster as "HOST:PORT"'),
+        ({"cluster": {"address": "head"}}, 'write "auto", or the head'),
+        ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm"}}, 'nodes host "embedded" ones'),
+        ({"cluster": {"address": "auto"}, "engine": {"own_process": True}}, "apart from the trainer anyway: remove it"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, recipe: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("april.config.checking.find_spec", lambda name: object())
+    (line,) = problems(recipe)
+    assert message in line
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.config.checking.find_spec", lambda name: None)
+    (line,) = problems({"cluster": {"address": "10.0.0.1:6379"}})
+    assert "needs ray: pip install" in line
+    assert "[cluster]" in line
+
+
+def test_without_the_section_there_is_no_ray() -> None:
+    assert not Recipe().cluster.enabled
+    assert not Recipe().overlaps
+    assert "ray" not in sys.modules
