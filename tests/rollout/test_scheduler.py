@@ -362,6 +362,16 @@ async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
         await run(scheduler(ScriptedEngine(), reward=hanging, reward_timeout=0.05), 1)
 
 
+async def test_a_reward_function_that_gives_up_of_its_own_is_a_failure() -> None:
+    """As `asyncio.wait_for` does: a TimeoutError that says nothing, where no time limit is set."""
+
+    async def gives_up(prompt: Prompt, sample: Sample) -> float:
+        raise TimeoutError
+
+    with pytest.raises(RewardError, match="the reward function raised TimeoutError"):
+        await run(scheduler(ScriptedEngine(), reward=gives_up), 1)
+
+
 async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -> None:
     """The second sample's reward would never end; the first one's failure takes it along."""
     ended = []
@@ -406,9 +416,8 @@ async def test_plain_rewards_that_hang_cost_no_other_its_time_and_then_stop_bein
         reward=lambda prompt, sample: never.wait(),
         reward_timeout=0.01,
         on_reward_error="reject",
-        max_rejected_groups=20,
     )
-    with pytest.raises(RejectionError):
+    with pytest.raises(RewardError, match="no reward can be computed any more: 8 calls hang already"):
         await run(stuck, 1)
     assert 8 <= stuck._pump.rewards._threads.hanging < 16, "those that were running already, and no more"
     never.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -10,17 +12,37 @@ from april.config.settings import RolloutSettings
 from april.rollout.rewards import RewardError
 from april.rollout.sampling import SamplingParams
 from april.rollout.threads import HangingError
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory import Group, Prompt, Reward
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import TaskSpec
 from april.training.task_reward import Rewards
 
 FUNCTION = """
-import asyncio, time
+import asyncio, threading, time
+
+client = None
+go = threading.Event()
 
 async def patient(response, answer):
     await asyncio.sleep(1e9 if response == "hang" else 0)
     return 2.0
+
+async def together(response, answer):
+    "A client that lives on from call to call, and that twenty calls use at a time."
+    global client
+    client = client or asyncio.Barrier(20)
+    await client.wait()
+    return 3.0
+
+async def blocks(response, answer):
+    go.wait()
+    return 4.0
+
+async def gives_up(response, answer):
+    raise TimeoutError
+
+async def fails(response, answer):
+    raise KeyError(response)
 
 def score(response, answer):
     if response == "hang":
@@ -40,6 +62,7 @@ class Words:
 def my_rewards(tmp_path, monkeypatch):
     (tmp_path / "my_hanging_rewards.py").write_text(FUNCTION)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_hanging_rewards", raising=False)
 
 
 def groups(*responses: int) -> list[Group]:
@@ -67,24 +90,67 @@ async def test_what_fails_in_evaluation_scores_0_and_is_counted_and_said_once(ca
     assert any("'p1': ZeroDivisionError" in line and "on_reward_error = 'zero'" in line for line in said)
 
 
-@pytest.mark.parametrize(("function", "value"), [("score", 1.0), ("patient", 2.0)])
-async def test_what_hangs_in_this_process_fails_at_its_time_limit_and_the_others_are_scored(
-    function: str, value: float
-) -> None:
-    async with rewards(function, reward_workers=0, on_reward_error="zero", reward_timeout=0.2) as subject:
-        assert await subject.score_groups(groups(0, 1, 0)) == [[value], [0.0], [value]]
+async def test_what_hangs_in_this_process_fails_at_its_time_limit_until_too_much_hangs() -> None:
+    async with rewards(reward_workers=0, on_reward_error="zero", reward_timeout=1.0) as subject:
+        assert await subject.score_groups(groups(0, *[1] * 7, 0)) == [[1.0], *[[0.0]] * 7, [1.0]]
         (group,) = groups(1)
-        with pytest.raises(TimeoutError, match=r"time limit of 0.2 s .* leave out reward_workers = 0"):
+        with pytest.raises(TimeoutError, match=r"time limit of 1 s .* leave out reward_workers = 0"):
             await subject(group.prompt, group.samples[0])
-        assert subject.failures == {"TimeoutError": 2}
-        await subject.score_groups(groups(*[1] * 6))
+        assert subject.failures == {"TimeoutError": 8}
         with pytest.raises(HangingError, match=r"8 calls hang already: .* leave out reward_workers = 0"):
             await subject(group.prompt, group.samples[0])
+        with pytest.raises(RewardError, match="8 calls hang already"):
+            await subject.score_groups(groups(0))
+
+
+async def test_async_functions_that_hang_in_this_process_are_cancelled_and_cost_no_other_anything(caplog) -> None:
+    async with rewards("patient", reward_workers=0, on_reward_error="zero", reward_timeout=1.0) as subject:
+        assert await subject.score_groups(groups(*[1] * 20, 0)) == [*[[0.0]] * 20, [2.0]]
+        assert subject.failures == {"TimeoutError": 20}
+        assert "time limit of 1 s (rollout.reward_timeout) and was cancelled" in caplog.text
+        assert await subject.score_groups(groups(0)) == [[2.0]]
+
+
+async def test_async_functions_share_one_event_loop_and_as_many_wait_at_a_time_as_there_are() -> None:
+    async with rewards("together", reward_workers=0) as subject:
+        for _ in range(2):
+            assert await subject.score_groups(groups(*[0] * 20)) == [[3.0]] * 20
+
+
+async def test_an_async_function_that_blocks_the_others_is_named() -> None:
+    async with rewards("blocks", reward_workers=0, reward_timeout=0.2) as subject:
+        (group,) = groups(0)
+        with pytest.raises(HangingError, match="does not await but blocks"):
+            await subject(group.prompt, group.samples[0])
+    sys.modules["my_hanging_rewards"].go.set()
+    async with rewards("blocks", reward_workers=0, reward_timeout=None) as subject:
+        assert await subject(group.prompt, group.samples[0]) == Reward(4.0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_timeout_of_the_functions_own_is_not_mistaken_for_its_time_limit(workers: int) -> None:
+    async with rewards("gives_up", reward_workers=workers, reward_timeout=None) as subject:
+        (group,) = groups(0)
+        with pytest.raises(TimeoutError) as error:
+            await subject(group.prompt, group.samples[0])
+        assert str(error.value) == ""
 
 
 async def test_a_failure_in_evaluation_that_is_to_stop_the_run_names_the_prompt():
     async with rewards(reward_workers=0) as subject:
         with pytest.raises(RewardError, match="held-out prompt 'p1': ZeroDivisionError"):
+            await subject.score_groups(groups(2))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("function", "error"), [("score", "ZeroDivisionError: division by zero"), ("fails", "KeyError: 'zero'")]
+)
+async def test_a_failure_names_the_line_of_the_users_file(workers: int, function: str, error: str) -> None:
+    source = "    return 1 / (response" if function == "score" else "    raise KeyError"
+    line = 1 + next(i for i, text in enumerate(FUNCTION.splitlines()) if text.startswith(source))
+    async with rewards(function, reward_workers=workers) as subject:
+        with pytest.raises(RewardError, match=re.escape(f"{error} (my_hanging_rewards.py, line {line})")):
             await subject.score_groups(groups(2))
 
 

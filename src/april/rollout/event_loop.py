@@ -42,6 +42,10 @@ class EventLoop:
                 self._loop.call_soon_threadsafe(self._cancel, outcome)
                 wait([outcome])
 
+    def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """What `coroutine` will return or raise; to cancel the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def _start(self, coroutine: Coroutine[Any, Any, T], outcome: Future[T]) -> None:
         task = self._tasks[outcome] = self._loop.create_task(coroutine)
         task.add_done_callback(lambda task: self._settle(task, outcome))

@@ -335,7 +335,8 @@ class Pump:
         to their samples, and let go of groups that cannot be trained on.
 
         Raises:
-            RewardError: a reward function failed, and the run is set to stop when one does.
+            RewardError: a reward function failed, and the run is set to stop when one does; or none can be computed
+                any more, whatever is set.
             EpisodeError: environments keep failing.
             JournalError: the journal cannot be written.
         """
@@ -343,12 +344,16 @@ class Pump:
             await self.history.journal.drain()
         if self.episodes is not None:
             self._hear(self.episodes)
-        failures = [self._judge(verdict) for verdict in self.rewards.take()]
+        verdicts = self.rewards.take()
+        failures = [self._judge(verdict) for verdict in verdicts]
         for id in list(self._quarantined):
             if not any(sample in self.flight for sample in self.state.buffer.groups[id].samples):
                 quarantine = self._quarantined.pop(id)
                 self.account.step.quarantined.append(quarantine)
                 self._reject(self.state.buffer.groups[id], quarantine.reason)
+        for verdict in verdicts:
+            if verdict.hopeless:
+                raise RewardError(f"no reward can be computed any more: {verdict.error}")
         for failure in filter(None, failures):
             raise RewardError(
                 f"the reward function failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.disk import as_json
-from april.rollout.threads import Threads
+from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
@@ -34,7 +34,7 @@ THREADS = 8
 
 
 class RewardError(Exception):
-    """A reward function failed, and the run is set to stop when one does."""
+    """A reward function failed, and the run is set to stop when one does; or none can be computed any more."""
 
 
 class Verdict(NamedTuple):
@@ -46,6 +46,8 @@ class Verdict(NamedTuple):
     error: str | None = None
     failure: Literal["reward", "reward timeout"] = "reward"
     """What kind of error it is."""
+    hopeless: bool = False
+    """No further reward can be computed."""
 
 
 class RewardTasks:
@@ -107,11 +109,16 @@ class RewardTasks:
         try:
             value = await self._call(group.prompt, samples)
             self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
-        except TimeoutError as error:
-            reason = str(error) or f"no reward within {self.timeout:g} s"
+        except LateError:
+            reason = f"no reward within {self.timeout:g} s"
             self._verdicts.append(Verdict(group, samples, (), reason, "reward timeout"))
+        except TimeoutError as error:
+            reason = str(error) or "the reward function raised TimeoutError"
+            self._verdicts.append(Verdict(group, samples, (), reason, "reward timeout"))
+        except HangingError as error:
+            self._verdicts.append(Verdict(group, samples, (), str(error), hopeless=True))
         except Exception as error:
-            self._verdicts.append(Verdict(group, samples, (), f"{type(error).__name__}: {error}"))
+            self._verdicts.append(Verdict(group, samples, (), described(error)))
         finally:
             # Here and not in a callback of the task: a verdict and a computation under way never coexist.
             self._tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
@@ -119,10 +126,8 @@ class RewardTasks:
 
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Reward]:
         argument: Any = samples if self.scope == "group" else samples[0]
-        if self._async and self.timeout is None:
-            value = await self.function(prompt, argument)
-        elif self._async:
-            async with asyncio.timeout(self.timeout):
+        if self._async:
+            async with time_limit(self.timeout):
                 value = await self.function(prompt, argument)
         else:
             value = await self._threads.call(self.function, (prompt, argument), self.timeout)
@@ -145,6 +150,12 @@ class RewardTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+
+
+def described(error: BaseException) -> str:
+    """An error in one line: its kind, what it says, and where it was raised if a note says so."""
+    places = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    return f"{type(error).__name__}: {error}" + "".join(f" ({place})" for place in places[:1])
 
 
 def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Reward]:

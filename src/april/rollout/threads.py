@@ -13,8 +13,8 @@ import asyncio
 import inspect
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -24,6 +24,26 @@ Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 
 class HangingError(Exception):
     """Too many calls hang already."""
+
+
+class LateError(TimeoutError):
+    """A call ran past its time limit. What a function raises of its own stays a plain TimeoutError."""
+
+
+@asynccontextmanager
+async def time_limit(seconds: float | None) -> AsyncIterator[None]:
+    """Ends what is awaited inside after `seconds`; None for no limit.
+
+    Raises:
+        LateError: it took longer.
+    """
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise LateError(f"it took more than {seconds:g} s") from None
 
 
 class Threads:
@@ -51,7 +71,7 @@ class Threads:
         the calls at a time until it ends.
 
         Raises:
-            TimeoutError: it took more than `timeout` seconds; the wait for other calls to end does not count.
+            LateError: it took more than `timeout` seconds; the wait for other calls to end does not count.
             HangingError: `most` calls hang.
         """
         await self._free.acquire()
@@ -60,7 +80,7 @@ class Threads:
         run.add_done_callback(self._ended)
         value = await asyncio.shield(run)
         if inspect.isawaitable(value):
-            async with asyncio.timeout(timeout):
+            async with time_limit(timeout):
                 value = await value
         return value
 
@@ -73,7 +93,7 @@ class Threads:
         try:
             if self.hanging >= self._most:
                 raise HangingError(f"{self._most} calls hang already: {self._remedy}")
-            async with asyncio.timeout(timeout):
+            async with time_limit(timeout):
                 return await self._in_a_thread(function, args)
         finally:
             self._free.release()

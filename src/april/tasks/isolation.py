@@ -273,4 +273,7 @@ def _portable(error: BaseException) -> Exception:
             return copy
     except Exception:
         pass
-    return RewardError(f"{type(error).__name__}: {error}")
+    said = RewardError(f"{type(error).__name__}: {error}")
+    for note in getattr(error, "__notes__", ()):
+        said.add_note(note)
+    return said

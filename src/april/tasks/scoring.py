@@ -3,26 +3,33 @@
 Invariants:
 - a scorer sees a problem and response texts, nothing else;
 - a scorer pickles as the settings it was made from, so that a worker process builds its own, once;
-- every reward that leaves a scorer is a finite float, one per response.
+- every reward that leaves a scorer is a finite float, one per response;
+- async functions of a process share one event loop for its life: what they keep between calls (a client, a lock) stays
+  good, and they hold no thread while they wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, check_rewards
 from april.rollout.trajectory import Reward
 from april.tasks.task import OWN, Problem, TaskSpec
 
 
 class ScoreFunction(Protocol):
-    """Scores all responses to a problem: a number or a `Reward` each."""
+    """Scores all responses to a problem: a number or a `Reward` each; each of them, or all, may have to be awaited."""
 
     def __call__(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> Any: ...
 
@@ -35,10 +42,9 @@ class WeightedReward(NamedTuple):
     weight: float
     score: ScoreFunction
 
-    def rewards(self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None) -> list[Reward]:
-        found = self.score(problem, responses, lengths)
+    def checked(self, problem: Problem, found: Any, count: int) -> list[Reward]:
         try:
-            return check_rewards(found, len(responses))
+            return check_rewards(found, count)
         except ValueError as error:
             raise RewardError(f"problem {problem.id!r}, reward {self.path!r}: {error}") from None
 
@@ -97,7 +103,23 @@ class SpecScorer:
         Raises:
             RewardError: what came back is not that; the message names the problem.
         """
-        columns = [part.rewards(problem, responses, lengths) for part in self._parts]
+        found = self.begin(problem, responses, lengths)
+        return found if isinstance(found, list) else reward_loop().run(found)
+
+    def begin(
+        self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None = None
+    ) -> list[Reward] | Coroutine[Any, Any, list[Reward]]:
+        """The same; where a function is async, what is left to await, in `reward_loop`."""
+        found = [part.score(problem, responses, lengths) for part in self._parts]
+        if any(map(_waits, found)):
+            return self._awaited(problem, found, len(responses))
+        return self._rewards(problem, found, len(responses))
+
+    async def _awaited(self, problem: Problem, found: Sequence[Any], count: int) -> list[Reward]:
+        return self._rewards(problem, await asyncio.gather(*map(_settled, found)), count)
+
+    def _rewards(self, problem: Problem, found: Sequence[Any], count: int) -> list[Reward]:
+        columns = [part.checked(problem, own, count) for part, own in zip(self._parts, found, strict=True)]
         if not self.spec.rewards:
             return columns[0]
         return [self._sum(row) for row in zip(*columns, strict=True)]
@@ -108,6 +130,22 @@ class SpecScorer:
             value += part.weight * reward.value
             info |= {part.name: reward.value} | {f"{part.name}/{name}": said for name, said in reward.info.items()}
         return Reward(value, info)
+
+
+@functools.cache
+def reward_loop() -> EventLoop:
+    """The event loop of this process's async reward functions."""
+    return EventLoop("async reward functions")
+
+
+def _waits(found: Any) -> bool:
+    return inspect.isawaitable(found) or (isinstance(found, list) and any(map(inspect.isawaitable, found)))
+
+
+async def _settled(found: Any) -> Any:
+    if inspect.isawaitable(found):
+        return await found
+    return await asyncio.gather(*map(_settled, found)) if _waits(found) else found
 
 
 def _single(score: Callable[..., Any]) -> ScoreFunction:
@@ -162,6 +200,7 @@ class NamedFunction:
         self.scope: Literal["sample", "group"] = (
             "group" if getattr(self.function, "reward_scope", scope) == "group" else scope
         )
+        self._file = getattr(sys.modules.get(getattr(self.function, "__module__", "")), "__file__", None)
         try:
             self.signature: inspect.Signature | None = inspect.signature(self.function)
         except ValueError:  # functions written in C may have none
@@ -175,10 +214,24 @@ class NamedFunction:
 
     def _call(self, problem: Problem, response: Any, known: dict[str, Any]) -> Any:
         args, kwargs = self._arguments(problem, response, known)
-        value = self.function(*args, **kwargs)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_await(value))
-        return value
+        with self._located():
+            value = self.function(*args, **kwargs)
+        return self._wait(value) if inspect.isawaitable(value) else value
+
+    async def _wait(self, value: Awaitable[Any]) -> Any:
+        with self._located():
+            return await value
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Whatever is raised inside gets a note that says where in the function's own file."""
+        try:
+            yield
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if own := [frame for frame in frames if frame.filename == self._file]:
+                error.add_note(f"{Path(own[-1].filename).name}, line {own[-1].lineno}")
+            raise
 
     def _arguments(
         self, problem: Problem, response: Any, known: dict[str, Any]
@@ -203,10 +256,6 @@ class NamedFunction:
                 f"(response, answer) and what it names of {', '.join(offered)}"
             ) from None
         return args, kwargs
-
-
-async def _await(value: Any) -> Any:
-    return await value
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -6,13 +6,15 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from april.config.settings import RolloutSettings
-from april.rollout.rewards import THREADS, RewardError
-from april.rollout.threads import Threads
+from april.rollout.rewards import THREADS, RewardError, described
+from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.tasks.isolation import STATM, RewardWorkers
+from april.tasks.scoring import SpecScorer, reward_loop
 from april.tasks.task import Problem, Scorer
 
 REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
@@ -62,14 +64,44 @@ class Rewards:
             raise
 
     async def _in_this_process(self, *args: Any) -> list[Reward]:
-        """In a thread, in which an async function gets an event loop of its own."""
+        """In a thread; what is async goes on in the event loop of such functions, where it ends at its time limit."""
         try:
-            rewards: list[Reward] = await self._threads.call(self.scorer, args, self._time_limit)
-            return rewards
-        except TimeoutError:
-            raise TimeoutError(
-                f"the reward function ran past its time limit of {self._time_limit:g} s (rollout.reward_timeout) in "
-                f"this process; {REMEDY}"
+            found: Any = await self._threads.call(self._begin, args, self._time_limit)
+        except LateError:
+            raise TimeoutError(f"{self._late()} in this process; {REMEDY}") from None
+        try:
+            if isinstance(found, Future):
+                async with time_limit(self._time_limit):
+                    found = await asyncio.wrap_future(found)
+        except LateError:
+            await self._loop_answers()
+            raise TimeoutError(f"{self._late()} and was cancelled") from None
+        rewards: list[Reward] = found
+        return rewards
+
+    def _begin(self, *args: Any) -> list[Reward] | Future[list[Reward]]:
+        """In a thread: the rewards, or what will be when async functions have gone on in their loop."""
+        if not isinstance(self.scorer, SpecScorer):
+            return self.scorer(*args)
+        found = self.scorer.begin(*args)
+        return found if isinstance(found, list) else reward_loop().begin(found)
+
+    def _late(self) -> str:
+        return f"the reward function ran past its time limit of {self._time_limit:g} s (rollout.reward_timeout)"
+
+    async def _loop_answers(self) -> None:
+        """Make sure that no async function blocks the others.
+
+        Raises:
+            HangingError: one does.
+        """
+        try:
+            async with time_limit(self._time_limit):
+                await asyncio.wrap_future(reward_loop().begin(asyncio.sleep(0)))
+        except LateError:
+            raise HangingError(
+                f"an async reward function does not await but blocks, for more than {self._time_limit:g} s "
+                f"(rollout.reward_timeout), and all others with it; {REMEDY}"
             ) from None
 
     def _count(self, problem: Problem, error: Exception) -> None:
@@ -79,11 +111,10 @@ class Rewards:
         times = self.failures[kind]
         if self._on_error != "raise" and times in (1, 10, 100, 1000):
             logger.warning(
-                "the reward function failed %s, last on prompt %r: %s: %s (on_reward_error = %r)",
+                "the reward function failed %s, last on prompt %r: %s (on_reward_error = %r)",
                 "once" if times == 1 else f"{times} times",
                 problem.id,
-                kind,
-                error,
+                described(error),
                 self._on_error,
             )
 
@@ -91,7 +122,8 @@ class Rewards:
         """The rewards of complete groups, for evaluation.
 
         Raises:
-            RewardError: the reward function failed and `on_reward_error` is "raise"; else such samples score 0.
+            RewardError: the reward function failed and `on_reward_error` is "raise"; else such samples score 0. So
+                many calls hang that none can be computed any more.
         """
         return list(await asyncio.gather(*map(self._score_group, groups)))
 
@@ -99,10 +131,10 @@ class Rewards:
         try:
             return [reward.value for reward in await self.score(group.prompt, group.samples)]
         except Exception as error:
-            if self._on_error != "raise":
+            if self._on_error != "raise" and not isinstance(error, HangingError):
                 return [0.0] * len(group.samples)
             raise RewardError(
-                f"the reward function failed on held-out prompt {group.prompt.id!r}: {type(error).__name__}: {error}"
+                f"the reward function failed on held-out prompt {group.prompt.id!r}: {described(error)}"
             ) from None
 
     async def __aenter__(self) -> Rewards:
