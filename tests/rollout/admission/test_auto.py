@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
-from april.rollout.admission.auto import CANDIDATES, EFFORT, SECONDS_PER_STEP, AutoAdmission
+from april.rollout.admission.auto import EFFORT, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
@@ -221,16 +221,26 @@ def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
     assert targets[1] == 6 < targets[0]
 
 
-def test_planning_takes_no_more_than_its_part_of_short_steps() -> None:
+@pytest.mark.parametrize(("seconds", "steps"), [(0.02, 300), (0.1, 200), (0.4, 50)])
+def test_learning_and_planning_take_no_more_than_their_part_of_short_steps(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in forecasts played and steps learned from, at what these take; the first plan is made on credit."""
+    lessons, spent = [], []
+    observe = EngineRates.observe
+    monkeypatch.setattr(EngineRates, "observe", lambda *args: (lessons.append(args), observe(*args)))
     admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
-    planned = []
-    for i in range(40):
+    for i in range(steps):
         step = a_step(np.random.default_rng(i), 6, 4, 100)
-        step.seconds = 0.3
+        step.seconds = seconds
         before = admission.plan(6)
         learn(admission, step)
-        planned.append(admission.plan(6) is not before)
-    assert 2 <= sum(planned) <= 1 + 40 * 0.3 * EFFORT / (18 * CANDIDATES * SECONDS_PER_STEP)
+        if admission.plan(6) is not before:
+            spent.append(len(admission.plan(6).alternatives) * 18 * SECONDS_PER_STEP)
+    later = spent[1:]
+    assert len(lessons) * SECONDS_PER_LESSON + sum(later) <= steps * seconds * EFFORT
+    assert later or seconds < 0.1, "it plans again"
+    assert len(lessons) > steps // 8, "it goes on learning"
 
 
 @pytest.mark.parametrize("ratio", [1.5, 2.5])

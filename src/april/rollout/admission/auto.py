@@ -5,9 +5,11 @@ for more. What lengths and engine would make of each N' is forecast (`forecast.p
 (`lengths.py`) and the engine's costs (`rates.py`), both followed as they drift. Nothing needs to be set.
 
 It plans in a thread of its own, beside training and the next step, and the step after that follows the plan: nothing
-ever waits for it. It spends no more than a hundredth of the time that steps take.
+ever waits for it.
 
 Invariants:
+- learning and planning take no more than a hundredth of the time that steps take, by an estimate of their own; only the
+  first plan is made on credit;
 - N <= N' <= N * (max_staleness + 1), whatever was observed;
 - the plan follows from the steps that were observed and from nothing else, so going through them again finds it again.
 """
@@ -35,11 +37,14 @@ UNBOUNDED = 8
 """The largest N'/N that is considered where no staleness bound limits it."""
 SAMPLES = 512
 """Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
-CANDIDATES = 10
+CANDIDATES, FIRST_CANDIDATES = 10, 5
+"""N' that a plan tries at least, and the first plan, which is made on credit."""
 EFFORT = 0.01
-"""Part of the steps' time that planning may take."""
-SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1e-4, 8e-7
+"""Part of the steps' time that learning and planning may take."""
+SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1.2e-4, 1.1e-6
 """What a step of a forecast takes to play, roughly. Not measured: a plan must not depend on how busy the driver is."""
+SECONDS_PER_LESSON, SECONDS_PER_SPAN = 6e-4, 3e-6
+"""What it takes to learn from a step, roughly."""
 FAR_OFF = 1.6
 """How many times more or less than forecast a few steps bring before the forecast is not believed."""
 PATIENCE = 8
@@ -88,14 +93,18 @@ class AutoAdmission:
             self.current, self._planned = self._planned.result(), None
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.current)
+        self.observed.budget += EFFORT * step.seconds
         for spans in step.stretches:
-            self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity.slots)
+            lesson = SECONDS_PER_LESSON + SECONDS_PER_SPAN * len(spans)
+            if self.observed.budget >= lesson or self.current is None:
+                self.observed.budget -= lesson
+                self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity.slots)
         if not self.rates.known:
             return
         if self.observed.synchronous >= PATIENCE:
             self.current = self._probe(batch_size)
         elif self._due(batch_size):
-            self.observed.seconds_since_plan = 0.0
+            self.observed.budget -= self._cost(batch_size) * self._steps(batch_size)
             self._planned = self._planner.submit(self._choose, batch_size, deepcopy(self.lengths))
 
     def _largest(self, batch_size: int) -> int:
@@ -108,12 +117,16 @@ class AutoAdmission:
             return True
         if steps > 4 and steps % 4 and self.current.reason != PROBE:
             return False
-        return self.observed.seconds_since_plan * EFFORT >= self._cost(batch_size) * self._steps(batch_size)
+        return self.observed.budget >= self._cost(batch_size) * self._steps(batch_size)
+
+    @property
+    def _candidates(self) -> int:
+        return CANDIDATES if self.current else FIRST_CANDIDATES
 
     def _cost(self, batch_size: int) -> float:
         """Seconds that planning takes for each step that forecasts play."""
         samples = min(batch_size * self.group_size, SAMPLES)
-        return (CANDIDATES + 2) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
+        return (self._candidates + 2) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
 
     def _probe(self, batch_size: int) -> Plan:
         self.observed.synchronous = 0
@@ -127,7 +140,7 @@ class AutoAdmission:
             under_way = round((target - batch_size) * scale) + workload.batch_size
             return workload.forecast(under_way, steps, steps // 3)
 
-        choice = Choice(forecast, batch_size, self._largest(batch_size), self.share, CANDIDATES)
+        choice = Choice(forecast, batch_size, self._largest(batch_size), self.share, self._candidates)
         per_second = self.observed.accepted / scale
         target, reason = choice.choose(self.current.target if self.current else None), ""
         if (off := self.observed.off) > FAR_OFF:

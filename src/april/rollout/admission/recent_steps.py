@@ -26,7 +26,8 @@ class RecentSteps:
     update_seconds: float = 0.0
     training_seconds: float = 0.0
     """Of training beside generation; 0 if that stands still."""
-    seconds_since_plan: float = 0.0
+    budget: float = 0.0
+    """Seconds that learning and planning may still take."""
     synchronous: int = 0
     """Steps in a row with as many groups under way as a step trains on."""
     promised: float = 0.0
@@ -51,7 +52,6 @@ class RecentSteps:
             interrupt = max(over - step.interrupted_at, 0.0)
             seen = self.interrupt_seconds
             self.interrupt_seconds = self._mean(seen, interrupt) if seen else interrupt
-        self.seconds_since_plan += step.seconds
         self.synchronous = self.synchronous + 1 if step.target == len(step.groups) else 0
         if plan is not None and plan.consumed_tokens_per_second is not None:
             seconds = step.seconds + (0.0 if step.resumed_at is not None else step.update_seconds or 0.0)
