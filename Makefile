@@ -1,11 +1,12 @@
 # The two commands: `make quickstart` trains a model, `make test` checks april. Both set up .venv first.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PYTHON3_12 ?= $(shell command -v python3.12 || ls -d $(HOME)/.pyenv/versions/3.12.*/bin/python3.12 2> /dev/null | tail -1)
 VENV := .venv
 BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -19,6 +20,7 @@ help:
 	@echo "make test-trl      test the integration in TRL with every setting that it takes"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
+	@echo "make test-skyrl    test the integration in SkyRL (Python 3.12), which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
@@ -69,6 +71,11 @@ test-verl:
 test-openrlhf:
 	PYTHON=$(PYTHON) scripts/setup_openrlhf.sh
 	$(TEST_ENV) .frameworks/openrlhf/bin/python -m pytest tests/integrations/test_openrlhf.py
+
+# As OpenRLHF's. SkyRL wants Python 3.12.
+test-skyrl:
+	PYTHON=$(PYTHON3_12) scripts/setup_skyrl.sh
+	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/test_skyrl.py
 
 # Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.
 gpu:

@@ -1,0 +1,3 @@
+"""Nothing here is called."""
+
+pad_input = unpad_input = None
