@@ -106,6 +106,32 @@ def test_gpus_that_only_train_leave_the_engines_fewer_gpus_and_more_kv_cache(tmp
     assert two["rollout_seconds"] > one["rollout_seconds"], "and half of them generate"
 
 
+def test_a_recipe_that_overlaps_is_simulated_both_ways_on_the_best_split_of_the_gpus(tmp_path: Path) -> None:
+    flags = ("--gpus", "4", "--steps", "8", "--warm-up", "2", "--engine", "vllm", "--overlap", "True")
+    done = april(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+    tried = {split["training_gpus"]: split["tokens_per_second"] for split in document["splits"]}
+    assert max(tried, key=lambda split: tried[split]) == document["training_gpus"]
+    assert set(tried) == {2, 3}, "one H100 does not hold the trainer of Qwen3-8B"
+    points = {point["name"]: point for point in document["settings"]}
+    assert points["synchronous"]["max_staleness"] == 0
+    beside = {name: point for name, point in points.items() if point["overlapping"]}
+    assert list(beside) == [f"{name}, overlap" for name in points if name not in beside and name != "synchronous"]
+    for name, point in beside.items():
+        assert point["max_staleness"] <= 2
+        alternating = points[name.removesuffix(", overlap")]
+        if not point["automatic"]:
+            assert point["overall_tokens_per_second"] > alternating["overall_tokens_per_second"]
+    assert document["recommended"]["overlapping"]
+    assert "overall/s" in done.stdout
+    assert "GPUs that train" in " ".join(done.stdout.split())
+
+    in_turn = april(tmp_path, *flags, "--training-gpus", "0")
+    assert "overlap" not in in_turn.stdout.replace("Nothing overlaps", "")
+    assert "Nothing overlaps: training has no time, or no devices of its own." in " ".join(in_turn.stdout.split())
+
+
 def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_path: Path) -> None:
     CostModel(slots=4, kv_tokens=10_000, decode_batches=(1, 4), decode_seconds=(0.01, 0.012)).save(tmp_path / "c.json")
     run = tmp_path / "run"
@@ -142,6 +168,7 @@ def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_pat
         (("--lengths-from", "nowhere"), "nowhere: no recipe.json of a run there"),
         (("--cost-model", "c.json", "--price", "2"), "are those of GPUs: name them by --hardware"),
         (("--gpus", "1"), "131 GB for its part of the trainer's state and does not fit a h100"),
+        (("--gpus", "1", "--engine", "vllm", "--overlap", "True"), "overlap takes a GPU for engines and one for"),
         (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
         (("--warm-up", "40"), "--warm-up 40"),
         (("--price", "nan"), "--price nan: must be positive"),

@@ -6,13 +6,15 @@ from dataclasses import replace
 from rich.console import Console
 
 from april.simulation.page import print_points, simulation_page
-from april.simulation.plan import Point
+from april.simulation.plan import Point, recommended
 
 POINT = Point(
     name="N' = 12,288",
     over_sampling_batch_size=12_288,
     synchronous=False,
     automatic=False,
+    overlapping=False,
+    overall_tokens_per_second=8_765_432.1,
     consumed_tokens_per_second=9_876_543.2,
     generated_tokens_per_second=9_876_543.2,
     step_seconds=1234.5,
@@ -47,3 +49,33 @@ def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
     assert figures.split("  ")[0] == "N' = 12,288"
     for figure in ("9,876,543", "1,234 s", "0.0%", "3.46", " 12 ", "100.0%", "1,234"):
         assert figure in figures
+
+
+def test_where_some_overlap_rates_are_over_everything() -> None:
+    beside = replace(POINT, name="N' = 12,288, overlap", overlapping=True, overall_tokens_per_second=9_876_543.2)
+    console = Console(file=io.StringIO(), width=80)
+    print_points([POINT, beside], beside, console)
+    heads, _, *figures = (line.rstrip() for line in console.file.getvalue().splitlines())
+    assert heads.split() == ["overall/s", "step", "slots", "stale", "p99", "KV", "cost"]
+    assert "8,765,432" in figures[0]
+    assert "9,876,543" in figures[1]
+    assert max(map(len, figures)) <= 80
+    page = simulation_page("a", "b", [SYNCHRONOUS, POINT, beside], beside, "", "")
+    assert "generation beside training" in page
+    assert "+13% to synchronous" in page
+    assert "generation beside training" not in simulation_page("a", "b", [SYNCHRONOUS, POINT], POINT, "", "")
+
+
+def test_the_least_over_sampling_that_is_fast_over_everything_is_recommended() -> None:
+    def point(name: str, target: int, overall: float, overlapping: bool) -> Point:
+        return replace(
+            POINT,
+            name=name,
+            over_sampling_batch_size=target,
+            overlapping=overlapping,
+            overall_tokens_per_second=overall,
+        )
+
+    turns, small, large = point("a", 32, 100.0, False), point("b", 48, 199.0, True), point("c", 64, 200.0, True)
+    slow = replace(SYNCHRONOUS, overall_tokens_per_second=50.0)
+    assert recommended([slow, turns, small, large]) is small

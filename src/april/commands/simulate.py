@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,13 +16,14 @@ from rich.console import Console
 from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.simulation.cluster import Cluster, gpu_cluster
+from april.simulation.cluster import Cluster, gpu_cluster, least_training_gpus
 from april.simulation.cost_model import CostModel, CostModelError
 from april.simulation.hardware import GPUS, MODELS
 from april.simulation.model_shape import shape_of
-from april.simulation.page import PRICED, print_points, simulation_page
-from april.simulation.plan import Point, advice, arms, cut_off, explore, recommended, workload_of
+from april.simulation.page import about_rates, print_points, simulation_page
+from april.simulation.plan import Point, advice, arms, cut_off, explore, recommended, trained_beside, workload_of
 from april.simulation.recorded import Recorded, read_recorded
+from april.simulation.split import Split, best, try_splits
 from april.simulation.workload import WORKLOADS, Workload
 
 
@@ -33,8 +35,9 @@ class Options:
 
     What an engine's work costs comes from a measurement (--cost-model takes a file that april calibrate wrote), or from
     a roofline of a GPU and the recipe's own model. How long responses are comes from a run (--lengths-from), or is one
-    of a few named shapes (--workload). Engines and training share the GPUs, or have GPUs of their own
-    (--training-gpus); they take turns, whatever --overlap says."""
+    of a few named shapes (--workload). Engines and training share the GPUs and take turns, or have GPUs of their own
+    (--training-gpus). Where the recipe lets generation go on beside training (--overlap), both ways are tried, and the
+    split of the GPUs between engines and trainer that trains on most tokens is looked for."""
 
     cost_model: Path | None = None
     """What an engine's work costs, slots included, as april calibrate measured it."""
@@ -50,8 +53,8 @@ class Options:
     """Another model's shape than that of the recipe's own."""
     gpus: int | None = None
     """GPUs in all, an engine on each that does not only train. Unset: 8, or as many engines as the recipe has."""
-    training_gpus: int = 0
-    """GPUs that only train, so that engines have more room for KV caches. 0: generation and training take turns."""
+    training_gpus: int | None = None
+    """GPUs that only train. Unset: as many as train on most tokens where the recipe overlaps, or else none."""
     price: float | None = None
     """Of a GPU for an hour, to see what a million tokens cost."""
     steps: int = 40
@@ -65,7 +68,7 @@ class Options:
         for name in ("gpus", "price", "steps", "prompt_tokens"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
-        if not 0 <= self.training_gpus < (gpus := self.gpus or 8):
+        if not 0 <= (self.training_gpus or 0) < (gpus := self.gpus or 8):
             raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {gpus}")
         if not 0 <= self.warm_up < self.steps:
             raise ConfigError(f"--warm-up {self.warm_up}: must leave at least one of --steps {self.steps}")
@@ -86,6 +89,8 @@ class Simulation:
     workload: Workload
     recorded: Recorded | None
     options: Options
+    splits: Sequence[Split] = ()
+    """Of the GPUs between engines and trainer, as far as they were tried."""
 
     @property
     def hint(self) -> str:
@@ -109,9 +114,18 @@ class Simulation:
                 f"{self._lengths}, cut off at {self.recipe.rollout.max_response_length:,} tokens; prompts of "
                 f"{self.options.prompt_tokens:,} tokens in the middle.",
                 self.cluster.training,
+                *self._split,
                 *([f"A GPU costs {price:g} an hour."] if price else []),
             )
         )
+
+    @property
+    def _split(self) -> Iterator[str]:
+        if self.splits:
+            tried = ", ".join(f"{split.training_gpus} ({split.tokens_per_second:,.0f})" for split in self.splits)
+            yield f"GPUs that train, and tokens/s trained on beside generation at about N' = 2 N: {tried}."
+        if self.recipe.overlaps and not self.cluster.separate:
+            yield "Nothing overlaps: training has no time, or no devices of its own."
 
     @property
     def _lengths(self) -> str:
@@ -143,44 +157,85 @@ def simulation_of(recipe: Recipe, options: Options) -> Simulation:
     """
     recorded = None if options.lengths_from is None else read_recorded(options.lengths_from)
     workload = recorded.workload if recorded else WORKLOADS[options.workload or "lognormal"]
-    cluster = _cluster(recipe, options)
-    if recorded and recorded.train_token_seconds and not cluster.gpus:
-        cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
     lengths = dataclasses.replace(workload, prompt_tokens=options.prompt_tokens)
-    return Simulation(recipe, cluster, lengths, recorded, options)
-
-
-def _cluster(recipe: Recipe, options: Options) -> Cluster:
     measured = None if options.cost_model is None else CostModel.load(options.cost_model)
     if measured is not None and options.hardware is None:
-        engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
-        name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
-        return Cluster(name=name, engines=engines, cost=measured)
-    return gpu_cluster(
-        GPUS[options.hardware or "h100"],
-        MODELS[options.model] if options.model else shape_of(recipe.model.path),
-        options.gpus or 8,
-        slots=recipe.engine.max_running,
-        training_gpus=options.training_gpus,
-        lora=bool(recipe.lora.rank),
-        price=options.price,
-        measured=measured,
-    )
+        cluster = _measured(recipe, options, measured)
+        if recorded and recorded.train_token_seconds:
+            cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
+        return Simulation(recipe, cluster, lengths, recorded, options)
+    hardware = _Hardware(recipe, options, measured)
+    splits = () if options.training_gpus is not None or not recipe.overlaps else hardware.splits(lengths)
+    training_gpus = best(splits).training_gpus if splits else options.training_gpus or 0
+    return Simulation(recipe, hardware.cluster(training_gpus), lengths, recorded, options, splits)
+
+
+def _measured(recipe: Recipe, options: Options, cost: CostModel) -> Cluster:
+    engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
+    name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
+    return Cluster(name=name, engines=engines, cost=cost)
+
+
+class _Hardware:
+    """The GPUs that were named, however they are split between engines and trainer."""
+
+    def __init__(self, recipe: Recipe, options: Options, measured: CostModel | None) -> None:
+        self.recipe, self.options, self.measured = recipe, options, measured
+        self.gpu = GPUS[options.hardware or "h100"]
+        self.shape = MODELS[options.model] if options.model else shape_of(recipe.model.path)
+        self.gpus = options.gpus or 8
+        self.lora = bool(recipe.lora.rank)
+
+    def cluster(self, training_gpus: int) -> Cluster:
+        return gpu_cluster(
+            self.gpu,
+            self.shape,
+            self.gpus,
+            slots=self.recipe.engine.max_running,
+            training_gpus=training_gpus,
+            lora=self.lora,
+            price=self.options.price,
+            measured=self.measured,
+        )
+
+    def splits(self, lengths: Workload) -> Sequence[Split]:
+        """Splits of the GPUs, simulated while one watches."""
+        least = least_training_gpus(self.gpu, self.shape, self.gpus, self.lora)
+        with watched("splits") as say:
+
+            def measure(training_gpus: int) -> float:
+                cluster = self.cluster(training_gpus)
+                rate = trained_beside(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up)
+                say(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
+                return rate
+
+            return try_splits(self.gpus, least, measure)
+
+
+@contextmanager
+def watched(what: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is done, on a line of its own where nobody sees a status."""
+    console = Console(stderr=True)
+    with console.status(f"simulating {what}") as status:
+
+        def say(done: str) -> None:
+            status.update(done)
+            if not console.is_terminal:
+                print(done, file=sys.stderr, flush=True)
+
+        yield say
 
 
 def _explore(simulation: Simulation) -> list[Point]:
     """Every setting, simulated while one watches."""
     points: list[Point] = []
-    recipe, options = simulation.recipe, simulation.options
-    console, count = Console(stderr=True), len(arms(recipe))
-    with console.status(f"0 of {count} settings simulated") as status:
-        for point in explore(recipe, simulation.workload, simulation.cluster, options.steps, options.warm_up):
+    recipe, options, cluster = simulation.recipe, simulation.options, simulation.cluster
+    count = len(arms(recipe, recipe.overlaps and cluster.separate))
+    with watched(f"{count} settings") as say:
+        for point in explore(recipe, simulation.workload, cluster, options.steps, options.warm_up):
             points.append(point)
             rate = f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s"
-            done = f"{len(points)} of {count} settings simulated; {rate}"
-            status.update(done)
-            if not console.is_terminal:  # where nobody sees a status
-                print(done, file=sys.stderr, flush=True)
+            say(f"{len(points)} of {count} settings simulated; {rate}")
     return points
 
 
@@ -195,13 +250,20 @@ def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Se
         "assumptions": simulation.assumptions,
         "hint": hint,
         "cost_model": dataclasses.asdict(simulation.cluster.cost),
+        "training_gpus": simulation.cluster.training_gpus,
+        "splits": [split._asdict() for split in simulation.splits],
         "settings": [point.to_dict() for point in points],
         "recommended": chosen.to_dict(),
     }
     (output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"{title}\n{simulation.subtitle}")
     print_points(points, chosen)
-    rates = f"Tokens per second of rollout{PRICED if simulation.options.price else ''}."
-    for line in ("", rates, simulation.assumptions, hint and f"\n{hint}", f"\nrecommended: {chosen.name}"):
+    for line in (
+        "",
+        f"{about_rates(points)}.",
+        simulation.assumptions,
+        hint and f"\n{hint}",
+        f"\nrecommended: {chosen.name}",
+    ):
         Console().print(line, markup=False, highlight=False)
     print(f"written: {output / 'simulation.html'}")

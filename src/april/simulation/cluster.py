@@ -5,6 +5,7 @@ Invariant: nothing is said about a GPU, a training time or a price that was neit
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from april.simulation.cost_model import CostModel
@@ -29,7 +30,8 @@ class Cluster:
         engines: on a GPU each, if there are GPUs.
         cost: of one engine.
         gpus: in all, those that only train included; 0 if none were named.
-        train_token_seconds: training time for each consumed token, while the engines wait; 0 leaves training out.
+        training_gpus: those that only train; 0 if all of them do both in turn.
+        train_token_seconds: training time for each consumed token; 0 leaves training out.
         training: what that rests on, a sentence.
         price: of a GPU for an hour, in any currency; None if none was named.
     """
@@ -38,9 +40,15 @@ class Cluster:
     engines: int
     cost: CostModel
     gpus: int = 0
+    training_gpus: int = 0
     train_token_seconds: float = 0.0
     training: str = "Training is left out: it was not measured, and no hardware was named."
     price: float | None = None
+
+    @property
+    def separate(self) -> bool:
+        """Whether training has a time and devices of its own, so that generation may go on meanwhile."""
+        return self.train_token_seconds > 0 and (self.training_gpus > 0 or not self.gpus)
 
     def trained_as_in(self, run: str, token_seconds: float) -> Cluster:
         """The same with the training time that a run had."""
@@ -74,16 +82,35 @@ def gpu_cluster(
     shared = 0 if training_gpus else gpus
     cost = measured or roofline(gpu, shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=state)
     seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
-    place = f"{training_gpus} GPUs of its own" if training_gpus else "the same GPUs"
+    own = f"{training_gpus} GPU{'s' * (training_gpus > 1)} of its own, and alternates with rollouts unless they overlap"
+    place = own if training_gpus else "the same GPUs, and alternates with rollouts"
     return Cluster(
         name=f"{shape.name} on {gpus} × {gpu.name}",
         engines=gpus - training_gpus,
         cost=cost,
         gpus=gpus,
+        training_gpus=training_gpus,
         train_token_seconds=seconds,
-        training=f"Training takes {_million(seconds)} and alternates with rollouts, on {place}.",
+        training=f"Training takes {_million(seconds)} on {place}.",
         price=price,
     )
+
+
+def least_training_gpus(gpu: GPU, shape: ModelShape, gpus: int, lora: bool = False) -> int:
+    """The fewest of `gpus` GPUs, an engine's left out, that a trainer of its own fits.
+
+    Raises:
+        ValueError: there is no such number.
+    """
+    if gpus < 2:
+        raise ValueError("overlap takes a GPU for engines and one for the trainer at least: raise --gpus")
+    state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
+    for training_gpus in range(1, gpus - 1):
+        with suppress(ValueError):
+            check_trainer(gpu, shape, training_gpus, state)
+            return training_gpus
+    check_trainer(gpu, shape, gpus - 1, state)
+    return gpus - 1
 
 
 def _million(token_seconds: float) -> str:

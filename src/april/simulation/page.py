@@ -11,9 +11,10 @@ from rich.table import Table
 from april.reporting.charts import HALF, WIDE, Axis, Series, line_chart
 from april.reporting.formats import compact, percent, seconds
 from april.reporting.html import Section, Tile, both_widths, page, row
-from april.simulation.plan import Point
+from april.simulation.plan import Point, rate_of
 
 COLUMNS: dict[str, Callable[[Point], str]] = {
+    "overall/s": lambda p: f"{p.overall_tokens_per_second:,.0f}",
     "consumed/s": lambda p: f"{p.consumed_tokens_per_second:,.0f}",
     "generated/s": lambda p: f"{p.generated_tokens_per_second:,.0f}",
     "step": lambda p: seconds(p.step_seconds),
@@ -23,7 +24,8 @@ COLUMNS: dict[str, Callable[[Point], str]] = {
     "KV": lambda p: f"{p.peak_kv:.1%}",
     "cost": lambda p: "" if p.cost_per_million_tokens is None else compact(p.cost_per_million_tokens),
 }
-"""What is said of a setting; its cost only if GPUs have a price."""
+"""What is said of a setting; its cost only if GPUs have a price, and of its rates either that over everything, where
+some settings overlap, or those over rollouts."""
 FRONTIER = (
     "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older. The automatic "
     "choice learns the lengths as it goes, and takes the least N' that costs little."
@@ -31,11 +33,18 @@ FRONTIER = (
 PRICED = "; cost of a million consumed tokens, training included"
 
 
+def about_rates(points: Sequence[Point]) -> str:
+    """What the rates in the table are, and the cost if there is one."""
+    overlapping = any(point.overlapping for point in points)
+    rates = "Tokens trained on per second, over everything" if overlapping else "Tokens per second of rollout"
+    return rates + (PRICED if any(point.cost_per_million_tokens is not None for point in points) else "")
+
+
 def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
     """A line for each setting; 80 columns are enough."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    columns = _columns(chosen)
+    columns = _columns(points, chosen)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for point in points:
@@ -56,10 +65,11 @@ def simulation_page(
         assumptions: what the figures rest on, in plain sentences.
     """
     synchronous, *partial = points
-    gain = chosen.consumed_tokens_per_second / synchronous.consumed_tokens_per_second - 1
+    rate = rate_of(points)
+    gain = rate(chosen) / rate(synchronous) - 1
     tiles = [
         Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
-        Tile("Consumed tokens/s", compact(chosen.consumed_tokens_per_second), f"{gain:+.0%} to synchronous"),
+        Tile(_rate_name(points).capitalize(), compact(rate(chosen)), f"{gain:+.0%} to synchronous"),
         Tile("Mean staleness", f"{chosen.mean_staleness:.2f}", f"{chosen.max_staleness} updates at most"),
         _last_tile(chosen),
     ]
@@ -83,9 +93,9 @@ def simulation_page(
             Section(
                 "Every figure",
                 table_of(points, chosen),
-                "Consumed and generated tokens per second of rollout; seconds a step, training included; slots that "
-                "decode; mean and 99th percentile of staleness; most of its KV cache that an engine used"
-                f"{PRICED if 'cost' in _columns(chosen) else ''}. In bold: {chosen.name}, the recommended setting.",
+                f"{about_rates(points)}. Beside them: seconds a step, training included; slots that decode; mean and "
+                "99th percentile of staleness; most of its KV cache that an engine used. In bold: "
+                f"{chosen.name}, the recommended setting.",
             ),
             Section("What this rests on", "", assumptions),
         ],
@@ -96,18 +106,35 @@ def simulation_page(
 def frontier(points: Sequence[Point]) -> str:
     """Throughput against staleness, the first of `points` being the synchronous one."""
     synchronous, *partial = points
-    axis = _by_staleness(partial)
+    axis, rate = _by_staleness(partial), rate_of(points)
+
+    def line(name: str, style: str, automatic: bool, overlapping: bool = False) -> Series:
+        kind = (automatic, overlapping)
+        values = [rate(p) if (p.automatic, p.overlapping) == kind else None for p in partial]
+        return Series(name, values, style, dots=True)
+
+    beside = (
+        line("generation beside training, N' fixed", "c-amber", automatic=False, overlapping=True),
+        line("beside training, N' automatic", "c-purple", automatic=True, overlapping=True),
+    )
     rates = [
-        Series("partial rollouts, N' fixed", _rates(partial, automatic=False), "c-blue", dots=True),
-        Series("N' chosen automatically", _rates(partial, automatic=True), "c-green", dots=True),
-        Series("synchronous", [synchronous.consumed_tokens_per_second] * len(partial), "c-grey"),
+        line("partial rollouts, N' fixed", "c-blue", automatic=False),
+        line("N' chosen automatically", "c-green", automatic=True),
+        *(beside if any(point.overlapping for point in points) else ()),
+        Series("synchronous", [rate(synchronous)] * len(partial), "c-grey"),
     ]
     return both_widths(
         *(
-            line_chart("Consumed tokens/s against mean staleness", axis, rates, y_range=(0, None), size=size)
+            line_chart(
+                f"{_rate_name(points).capitalize()} against mean staleness", axis, rates, y_range=(0, None), size=size
+            )
             for size in (WIDE, HALF)
         )
     )
+
+
+def _rate_name(points: Sequence[Point]) -> str:
+    return "tokens/s over everything" if any(point.overlapping for point in points) else "consumed tokens/s"
 
 
 def _by_staleness(partial: list[Point]) -> Axis:
@@ -120,20 +147,18 @@ def _by_staleness(partial: list[Point]) -> Axis:
     )
 
 
-def _columns(chosen: Point) -> dict[str, Callable[[Point], str]]:
-    return {
-        name: cell for name, cell in COLUMNS.items() if name != "cost" or chosen.cost_per_million_tokens is not None
-    }
+def _columns(points: Sequence[Point], chosen: Point) -> dict[str, Callable[[Point], str]]:
+    overlapping = any(point.overlapping for point in points)
+    left_out = {"consumed/s", "generated/s"} if overlapping else {"overall/s"}
+    if chosen.cost_per_million_tokens is None:
+        left_out.add("cost")
+    return {name: cell for name, cell in COLUMNS.items() if name not in left_out}
 
 
 def _last_tile(chosen: Point) -> Tile:
     if chosen.cost_per_million_tokens is None:
         return Tile("A step", seconds(chosen.step_seconds), f"{seconds(chosen.rollout_seconds)} of it rollouts")
     return Tile("Cost of a million tokens", f"{chosen.cost_per_million_tokens:.3g}", "consumed; rollout and training")
-
-
-def _rates(points: Sequence[Point], automatic: bool) -> list[float | None]:
-    return [p.consumed_tokens_per_second if p.automatic is automatic else None for p in points]
 
 
 def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
@@ -143,7 +168,7 @@ def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
 
 def table_of(points: Sequence[Point], chosen: Point) -> str:
     """Every figure of every setting, the chosen one in bold."""
-    columns = _columns(chosen)
+    columns = _columns(points, chosen)
     head = "".join(f"<th>{column}</th>" for column in ("", *columns))
     rows = (
         f"<tr class='{'chosen' * (point is chosen)}'><td>{point.name}</td>"

@@ -7,7 +7,7 @@ is never bought for nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ EMPTY = 0.1
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 """Values of N' / N that are tried, as far as the staleness bound allows them."""
 
-SYNCHRONOUS, AUTOMATIC = "synchronous", "automatic"
+SYNCHRONOUS, AUTOMATIC, OVERLAPPING = "synchronous", "automatic", "overlap"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,10 @@ class Point:
     """The N' it had, or the mean of those that were chosen."""
     synchronous: bool
     automatic: bool
+    overlapping: bool
+    """Generation went on beside training; then a step's rollout is all of it."""
+    overall_tokens_per_second: float
+    """Trained on, over everything; the other rates are over rollouts."""
     consumed_tokens_per_second: float
     generated_tokens_per_second: float
     step_seconds: float
@@ -60,7 +64,9 @@ class Point:
             name=name,
             over_sampling_batch_size=round(sum(step.target for step in outcome.counted) / steps),
             synchronous=name == SYNCHRONOUS,
-            automatic=name == AUTOMATIC,
+            automatic=name.startswith(AUTOMATIC),
+            overlapping=name.endswith(OVERLAPPING),
+            overall_tokens_per_second=outcome.overall_tokens_per_second,
             consumed_tokens_per_second=outcome.consumed_tokens_per_second,
             generated_tokens_per_second=outcome.generated_tokens_per_second,
             step_seconds=outcome.seconds / steps,
@@ -100,46 +106,75 @@ def targets(recipe: Recipe) -> list[int]:
     return sorted(tried | ({own} if isinstance(own, int) else set()))
 
 
-def arms(recipe: Recipe) -> dict[str, dict[str, Any]]:
+def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
     """What is simulated, by name, as settings of the scheduler: synchronous rollouts, then partial ones under the
-    recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically."""
+    recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically; with `overlap` each of
+    the partial ones once more, generation going on beside training."""
     params = recipe.rollout_params(partial_rollout=True)
     policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
-    return {
-        SYNCHRONOUS: {"partial_rollout": False},
-        **{f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)},
-        **automatic,
-    }
+    fixed = {f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)}
+    partial = {**fixed, **automatic}
+    beside = {f"{name}, {OVERLAPPING}": {**chosen, "overlap": True} for name, chosen in partial.items()}
+    return {SYNCHRONOUS: {"partial_rollout": False}, **partial, **(beside if overlap else {})}
 
 
 def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
-    """Simulate each of `arms`."""
-    workload = workload_of(recipe, lengths)
-    for name, chosen in arms(recipe).items():
-        outcome = simulate(
-            workload,
-            cluster.cost,
-            replicas=cluster.engines,
-            steps=steps,
-            warm_up=warm_up,
-            on_update=recipe.engine.on_update,
-            train_token_seconds=cluster.train_token_seconds,
-            # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
-            resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),
-            seed=recipe.training.seed,
-            **chosen,
-        )
-        yield Point.of(outcome, cluster, name)
+    """Simulate each of `arms`, those that overlap where the recipe and the cluster do."""
+    for name, chosen in arms(recipe, recipe.overlaps and cluster.separate).items():
+        yield Point.of(_simulated(recipe, lengths, cluster, steps, warm_up, chosen), cluster, name)
+
+
+def trained_beside(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> float:
+    """Tokens trained on per second where generation goes on beside training, at about N' = 2 N."""
+    size = recipe.rollout.rollout_batch_size
+    chosen = min(
+        (arm for arm in arms(recipe).values() if _under_way(arm)), key=lambda arm: abs(_under_way(arm) - 2 * size)
+    )
+    outcome = _simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True})
+    return outcome.overall_tokens_per_second
+
+
+def _under_way(arm: Mapping[str, Any]) -> int:
+    """The N' that an arm sets; 0 if it sets none."""
+    target = arm.get("over_sampling_batch_size")
+    return target if isinstance(target, int) else 0
+
+
+def _simulated(
+    recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int, chosen: Mapping[str, Any]
+) -> Outcome:
+    return simulate(
+        workload_of(recipe, lengths),
+        cluster.cost,
+        replicas=cluster.engines,
+        steps=steps,
+        warm_up=warm_up,
+        on_update=recipe.engine.on_update,
+        train_token_seconds=cluster.train_token_seconds,
+        # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
+        resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),
+        seed=recipe.training.seed,
+        **chosen,
+    )
+
+
+def rate_of(points: Sequence[Point]) -> Callable[[Point], float]:
+    """What points are compared by: tokens trained on per second, over everything where some of them overlap, as that
+    is what overlap changes, and over rollouts where none does."""
+    if any(point.overlapping for point in points):
+        return lambda point: point.overall_tokens_per_second
+    return lambda point: point.consumed_tokens_per_second
 
 
 def recommended(points: Sequence[Point]) -> Point:
     """The smallest fixed N' within `GOOD_ENOUGH` of the best rate."""
     fixed = [point for point in points if not point.automatic]
+    rate_by = rate_of(points)
 
     def rate(point: Point) -> float:
         # Over a short run, tokens consumed may exceed those generated by what was under way before; no run keeps that.
-        return min(point.consumed_tokens_per_second, point.generated_tokens_per_second)
+        return rate_by(point) * min(1.0, point.generated_tokens_per_second / point.consumed_tokens_per_second)
 
     best = max(map(rate, fixed))
     return min((p for p in fixed if rate(p) >= GOOD_ENOUGH * best), key=lambda p: p.over_sampling_batch_size)
