@@ -320,7 +320,7 @@ class Requests:
             stream.sent = True
             while await self._request(stream) == "again":
                 stream.renew()
-        except (*FAILURES, ValueError, LookupError, TypeError) as failure:
+        except Exception as failure:  # whatever it is, its sample is told, and nobody waits for it without end
             error = f"{self._name}: {self._why(failure)}"
         finally:
             if self._streams.get(stream.sample_id) is stream:
