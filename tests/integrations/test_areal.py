@@ -1,0 +1,194 @@
+"""AReaL's own trainer, FSDP2 engine, workflow, evaluation, recovery and logs, on a CPU, with its optimizer steps.
+
+What stands in: SGLang's servers (`model_server.py`). scripts/setup_areal.sh makes an environment for it; run this file
+with that environment's Python.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("areal", reason="AReaL is not installed here: scripts/setup_areal.sh")
+
+import torch
+from areal.workflow.rlvr import RLVRWorkflow
+
+from april.integrations.areal import check
+from april.integrations.settings import Settings
+from april.rollout.rewards import RewardError
+from tests import tiny
+from tests.integrations.areal_trainer import (
+    BATCH,
+    GROUP,
+    Trainer,
+    TwoTurns,
+    accept,
+    configuration,
+    prepare,
+    rank,
+    reward,
+)
+from tests.integrations.model_server import SGLangServer
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`run(changed settings)` trains in `tmp_path`, on two servers, and returns the trainer."""
+    prepare(tmp_path)
+    servers: list[SGLangServer] = []
+
+    def trained(workflow: type = RLVRWorkflow, accept: Any = None, evaluate: bool = False, **changed: Any) -> Trainer:
+        while servers:  # a restart finds servers with the first weights
+            servers.pop().close()
+        servers.extend(SGLangServer(tmp_path / "model") for _ in range(2))
+        for name, value in rank().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", ",".join(server.address for server in servers))
+        config = configuration(tmp_path, **changed)
+        trainer = Trainer(config, servers)
+        told = {"reward_fn": reward, "gconfig": config.gconfig, "tokenizer": config.tokenizer_path}
+        try:
+            trainer.train(
+                workflow=workflow,
+                workflow_kwargs=told,
+                dynamic_filter_fn=accept,
+                eval_workflow=RLVRWorkflow if evaluate else None,
+                eval_workflow_kwargs=told,
+            )
+        finally:
+            trainer.close()
+        return trainer
+
+    yield trained
+    for server in servers:
+        server.close()
+
+
+def prompts(trainer: Trainer) -> list[str]:
+    return [group.prompt.metadata["row"]["answer"] for step in trainer.steps for group in step.groups]
+
+
+def sequence(trajectory: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+    return trajectory["input_ids"][i][trajectory["attention_mask"][i].bool()].long()
+
+
+def logprobs(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first."""
+    policy = tiny.model()
+    policy.load_state_dict(weights)
+    with torch.no_grad():
+        scores = policy(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    return scores.gather(-1, ids[1:, None])[:, 0]
+
+
+def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> None:
+    trainer = run(total_train_epochs=2)
+    assert len(trainer.steps) == 8, "four steps of four prompts an epoch"
+    older = 0
+    for version, (step, batch) in enumerate(zip(trainer.steps, trainer.batches, strict=True)):
+        assert [len(group.samples) for group in step.groups] == [GROUP] * BATCH == [len(t["rewards"]) for t in batch]
+        # AReaL deals them out to its ranks, by their length.
+        dealt = {tuple(sequence(trajectory, 0).tolist()): trajectory for trajectory in batch}
+        for group in step.groups:
+            trajectory = dealt[(*group.prompt.token_ids, *group.samples[0].response_ids)]
+            for i, sample in enumerate(group.samples):
+                ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
+                assert ids.tolist() == [*sample.prompt_ids, *sample.response_ids]
+                assert tiny.tokenizer().decode(ids).startswith(f"{group.prompt.metadata['row']['answer']}?")
+                assert trajectory["rewards"][i] == sample.length % 3 == sample.reward
+                versions = trajectory["versions"][i][mask]
+                assert versions.tolist() == sample.versions.tolist()
+                drawn = trajectory["logprobs"][i][mask]
+                every = [logprobs(weights, ids)[-sample.length :] for weights in trainer.weights[: version + 1]]
+                named = torch.stack(every)[versions.long(), torch.arange(sample.length)]
+                torch.testing.assert_close(drawn, named, rtol=1e-4, atol=1e-4)
+                older += int((versions < version).sum())
+        assert step.metrics()["staleness_max"] <= 5
+    assert older > 0, "no sample was carried over an update: the test saw nothing"
+    first, last = trainer.weights[0], trainer.weights[-1]
+    assert any(not torch.equal(first[name], last[name]) for name in first), "the policy was not trained"
+    given = prompts(trainer)
+    assert len(set(given)) == 16
+    assert max(map(given.count, given)) == 2, "each prompt at most once an epoch"
+
+
+def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
+    first = run(total_train_steps=2)
+    (path,) = tmp_path.rglob("dataloader_info.pkl")
+    (info,) = pickle.loads(path.read_bytes())
+    groups = info["april"]["scheduler"]["state"]["buffer"]["groups"]
+    begun = {
+        (group["prompt"]["metadata"]["row"]["answer"], sample["index"]): [
+            token for _, ids, _ in sample["segments"] for token in ids
+        ]
+        for group in groups
+        for sample in group["samples"]
+    }
+    assert sum(map(len, begun.values())) > 0
+    second = run()
+    assert (len(first.steps), len(second.steps)) == (2, 2), "the epoch's four steps"
+    responses = {
+        (group.prompt.metadata["row"]["answer"], sample.index): sample.response_ids
+        for step in second.steps
+        for group in step.groups
+        for sample in group.samples
+    }
+    assert begun.keys() & responses.keys()
+    for name in begun.keys() & responses.keys():
+        assert responses[name][: len(begun[name])] == begun[name]
+    assert second.steps[0].version == 2
+    given = [*prompts(first), *prompts(second)]
+    assert len(set(given)) == len(given) == 16, "each prompt of the epoch once, over the restart"
+
+
+def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
+    trainer = run(evaluate=True, evaluator__freq_steps=1, total_train_steps=2)
+    asked = sum(server.asked for server in trainer.servers)
+    assert asked > sum(len(group.samples) for step in trainer.steps for group in step.groups) + 2 * 6 * GROUP
+    assert len(trainer.waiting) == 4
+    assert trainer.waiting[::2] == trainer.waiting[1::2]
+
+
+def test_areals_filter_replaces_groups(run: Any) -> None:
+    trainer = run(accept=accept, total_train_steps=3, total_train_epochs=3)
+    assert len(trainer.steps) == 3
+    for step in trainer.steps:
+        assert all(len({sample.reward for sample in group.samples}) > 1 for group in step.groups)
+    assert trainer.rejected > 0
+
+
+def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
+    with pytest.raises(RewardError, match="the workflow asks for another turn"):
+        run(workflow=TwoTurns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dynamic_bs": True}, "dynamic_bs = True: april replaces groups"),
+        ({"gconfig__stop": ["x"]}, r"gconfig.stop = \['x'\]: april stops at token ids"),
+        ({"gconfig__frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: log-probabilities"),
+        ({"rollout__backend": "vllm:d1"}, "rollout.backend = vllm:d1: april has been run with SGLang"),
+        ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: april has been run with one rank"),
+        ({"actor__use_decoupled_loss": False, "actor__recompute_logprob": True}, "actor.recompute_logprob = True: it"),
+        ({"train_dataset__batch_size": 9}, "over_sampling_batch_size = 7 is less than train_dataset.batch_size = 9"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, message: str
+) -> None:
+    monkeypatch.setenv("AREAL_SPMD_MODE", "1")
+    with pytest.raises(ValueError, match=message) as caught:
+        check(configuration(tmp_path, **changed), Settings(over_sampling_batch_size=7))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_single_controller_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AREAL_SPMD_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"^AREAL_SPMD_MODE is not set: .*areal.infra.launcher.local"):
+        check(configuration(tmp_path), Settings())
