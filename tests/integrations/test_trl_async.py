@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,12 +126,29 @@ def test_it_is_never_more_than_one_batch_ahead_and_keeps_the_bound(tmp_path: Pat
         assert all(version - sample.model_version <= 2 for sample in taken)
         ids += [sample.group_id for sample in taken[::4]]
         assert [sample.group_id for sample in taken] == [id for id in ids[-4:] for _ in range(4)]
-        for _ in range(3):  # every call gives the producer a turn
-            assert len(worker.state_dict()["batches"]) <= 2
+        ahead: dict[str, Any] = {"batches": []}
+        while len(ahead["batches"]) < 2:  # every call gives the producer a turn
+            worker.check_health(60)
+            ahead = worker.state_dict()
+            assert len(ahead["batches"]) <= 2
         worker.send_weights(iter(weights))
         worker.update_model_version(version + 1)
         worker.check_health(60)
     assert len(set(ids)) == 20
+    worker.stop()
+
+
+def test_generation_goes_on_while_two_batches_wait_for_the_trainer(tmp_path: Path) -> None:
+    worker = trainer(tmp_path, max_staleness=2).rollout_worker
+    worker.send_weights((name, parameter.detach().clone()) for name, parameter in worker.model.named_parameters())
+    worker.start()
+    finished, deadline = 0, time.monotonic() + 120
+    while finished < 16:  # all that the bound allows behind them
+        assert time.monotonic() < deadline, "nothing is sampled beside training"
+        state = worker.state_dict()
+        groups = state["rollout"]["state"]["buffer"]["groups"]
+        finished = sum(sample["finish"] is not None for group in groups for sample in group["samples"])
+        finished *= len(state["batches"]) == 2
     worker.stop()
 
 
@@ -165,10 +183,10 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
     [
         ({"token_budget": 4096}, "token_budget = 4096: april counts the samples of an update"),
         ({"num_generations": 5}, "num_generations = 5: must divide the 16 samples"),
-        ({"max_staleness": 0}, "max_staleness = 0: generation runs a version ahead"),
+        ({"max_staleness": 0}, "max_staleness = 0: a batch is taken one sync ahead"),
         (
             {"rollouts": {"over_sampling_batch_size": 40}},
-            "over_sampling_batch_size = 40 cannot keep max_staleness - 1 = 3",
+            "over_sampling_batch_size = 40 cannot keep max_staleness = 4",
         ),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april draws from the policy itself"),
     ],

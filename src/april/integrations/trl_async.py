@@ -1,11 +1,13 @@
-"""TRL's `AsyncGRPOTrainer` with active partial rollouts: generation beside training, one batch ahead.
+"""TRL's `AsyncGRPOTrainer` with active partial rollouts: generation goes on beside training (`RolloutScheduler.take`).
 
-A batch is what the trainer takes between two weight syncs. Batch k + 1 is collected under version k while the trainer
-works on batch k, and batch k + 2 is not begun before the next sync, so the age of what is trained on is known: one
-version more than the scheduler's own bound, and nothing is ever dropped for it.
+A batch is what the trainer takes between two weight syncs. TRL's data loader reads into batch k + 1 before it has
+trained on batch k, so a batch is taken one sync ahead; generation goes on for those behind it, and is interrupted for
+the sync alone. The scheduler's bound counts from the sync at which a batch is trained on, so it is TRL's own, and
+nothing is ever dropped for it.
 
 Invariants:
-- weights change only while nothing is being collected;
+- weights change only while nothing is in flight, and no batch is being taken;
+- batches handed over and not trained on are as many as steps that the scheduler counts as in training;
 - every group that the scheduler hands over is put on the trainer's queue once, whole, its rows one after the other;
 - a worker that has failed is reported by `check_health`, with its cause.
 """
@@ -140,7 +142,7 @@ class AsyncRollouts:
                 "between two weight syncs"
             )
         if args.max_staleness < 1:
-            raise ValueError("max_staleness = 0: generation runs a version ahead of training here; set it to 1 or more")
+            raise ValueError("max_staleness = 0: a batch is taken one sync ahead of training here; set it to 1 or more")
         self.rollout_buffer: Any = queue.Queue()
         self.metrics_queue: Any = queue.Queue()
         self.tokenizer = tokenizer
@@ -168,12 +170,13 @@ class AsyncRollouts:
                 self.engine,
                 ShuffledRows(dataset, encoder(tokenizer, None, args.chat_template_kwargs or {}), args.seed),
                 self._score,
-                settings.params(batch_size, args.num_generations, args.max_staleness - 1, "max_staleness - 1"),
+                settings.params(batch_size, args.num_generations, args.max_staleness),
                 sampling=sampling_of(args, stop_tokens(self.model, tokenizer)),
                 reward_scope="group",
                 seed=args.seed,
                 on_progress=self._beat,
             )
+            self._run(self._stack.enter_async_context(self.scheduler))
         except BaseException:
             self.stop()
             raise
@@ -198,7 +201,7 @@ class AsyncRollouts:
             async with self._turn:
                 await self._turn.wait_for(lambda: len(self._batches) < AHEAD)
                 self._progress = time.monotonic()
-                step = await self.scheduler.collect()
+                step = await self.scheduler.take()
                 self._hand_over(step.groups)
             self.metrics_queue.put({f"april/{name}": value for name, value in step.metrics().items()})
 
@@ -290,7 +293,7 @@ class AsyncRollouts:
         self._run(self._take_over(iterator))
 
     async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        async with self._turn:
+        async with self._turn, self.scheduler.paused():  # the embedded engine generates with `self.model`
             self._transfer.withdraw()
             own = dict(self.model.named_parameters())
             with torch.no_grad():
@@ -312,7 +315,7 @@ class AsyncRollouts:
         return state
 
     async def _state(self) -> dict[str, Any]:
-        async with self._turn:
+        async with self._turn, self.scheduler.paused():
             batches = [[group.to_dict() for group in batch] for batch in self._batches]
             return {"rollout": self.scheduler.state_dict(), "batches": batches}
 

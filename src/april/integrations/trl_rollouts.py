@@ -70,7 +70,7 @@ class PartialRollouts(EngineSettings):
         except ConfigError as error:
             raise ValueError(f"PartialRollouts: {error}") from None
 
-    def params(self, batch_size: int, group_size: int, bound: int, bound_name: str = "max_staleness") -> RolloutParams:
+    def params(self, batch_size: int, group_size: int, bound: int) -> RolloutParams:
         """How many groups of TRL's batches are under way, and how old they may be.
 
         Raises:
@@ -81,7 +81,7 @@ class PartialRollouts(EngineSettings):
             n_samples_per_prompt=group_size,
             over_sampling_batch_size=self.over_sampling_batch_size,
             max_staleness=bound,
-            names={"rollout_batch_size": "N (prompts a batch)", "max_staleness": bound_name},
+            names={"rollout_batch_size": "N (prompts a batch)"},
         )
 
 

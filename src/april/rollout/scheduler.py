@@ -297,31 +297,24 @@ class RolloutScheduler:
 
     async def swap(self, weights: Any = None) -> None:
         """`update_weights` in the midst of generation: it is interrupted, and goes on under the new weights."""
-        async with self._policy_kept:
-            account, going_on = self._pump.account, self._pump.running
-            interrupted_at = account.now if going_on else None
-            async with self._stopped():
-                await self.update_weights(weights)
-                if going_on:
-                    step = account.step
-                    step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
-                    step.resumed_at = account.now
+        async with self.paused():
+            await self.update_weights(weights)
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Inside, nothing runs in the engine; afterwards generation goes on if it did before. `swap` is an update in
         here, and right behind it is the moment for `state_dict`."""
-        async with self._policy_kept, self._stopped():
+        async with self._policy_kept:
+            pump, version = self._pump, self.version
+            step, going_on = pump.account.step, pump.running
+            interrupted_at = pump.account.now if going_on else None
+            await pump.pause()
             yield
-
-    @asynccontextmanager
-    async def _stopped(self) -> AsyncIterator[None]:
-        pump = self._pump
-        going_on = pump.running
-        await pump.pause()
-        yield
-        if going_on:
-            pump.start()
+            if going_on:
+                if self.version > version:
+                    step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
+                    step.resumed_at = pump.account.now
+                pump.start()
 
     async def rest(self) -> None:
         """Let generation beside training stop until the next step is asked for; nothing sampled is lost."""
