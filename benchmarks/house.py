@@ -3,8 +3,11 @@
     python benchmarks/house.py BEFORE AFTER --pairs 5
 
 BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, or `april` itself, on its own
-sources. A section is replaced in the JSON, the others stay. Rates are per second of processor time: those that a script
-prints by the clock of its process, the others by that of everything the command starts.
+sources. A section is replaced in the JSON, the others stay.
+
+The two of a pair take turns of a tenth of a second: one is stopped while the other works, so that whatever else the
+machine does slows both alike. Rates are therefore per second of processor time: those that a script prints by the clock
+of its process, the others by that of the whole process.
 """
 
 from __future__ import annotations
@@ -13,20 +16,21 @@ import argparse
 import json
 import os
 import re
-import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from record import machine, spread
 
 SECTIONS: dict[str, tuple[list[str], str]] = {
-    "scheduler_throughput": (["scheduler_throughput.py", "--runs", "1", "--steps", "4"], r"^(.+?): ([\d,]+) chunks/s"),
+    "scheduler_throughput": (["scheduler_throughput.py", "--runs", "3", "--steps", "4"], r"^(.+?): ([\d,]+) chunks/s"),
     "durability": (
-        ["durability.py", "--pairs", "1", "--steps", "1", "--warm-up", "1"],
+        ["durability.py", "--pairs", "1", "--steps", "2", "--warm-up", "1"],
         r"'(consumed_tokens_per_second_with(?:out)?)': \{'median': ([\d.]+)",
     ),
     "quickstart": (["-m", "april", "train", "examples/gcd/recipe.toml", "--steps", "3", "--eval-interval", "0"], ""),
@@ -40,36 +44,81 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Others may use the machine meanwhile: figures are by the processor's clock."""
+TURN = 0.1
+"""Seconds for which one of a pair works and the other is stopped."""
 
 
-def run(tree: Path, command: list[str], pattern: str) -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / "benchmarks"
+class Run:
+    """A section's command on the sources of a checkout, stopped until its first `turn`."""
+
+    def __init__(self, tree: Path, name: str, directory: Path) -> None:
+        command, self._pattern = SECTIONS[name]
+        copy = directory / "benchmarks"
         shutil.copytree(tree / "benchmarks", copy, ignore=shutil.ignore_patterns("*.json"))
-        environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
-        if pattern:
+        if self._pattern:
             script, *arguments = command
             arguments = ["-c", PROCESSOR_TIME, str(copy / script), *arguments]
         else:
-            arguments = [*command, "--output", str(Path(directory) / "run")]
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, check=True, env=environment, cwd=tree
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if not pattern:
-        return {"runs": 1 / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)}
-    return {name: float(value.replace(",", "")) for name, value in re.findall(pattern, done.stdout, re.MULTILINE)}
+            arguments = [*command, "--output", str(directory / "run")]
+        self._output = directory / "output"
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(tree / "src")},
+                cwd=tree,
+            )
+        os.kill(self._process.pid, signal.SIGSTOP)
+        self.seconds = 0.0
+        """Of processor time, once it has ended."""
+
+    def turn(self) -> bool:
+        """Let it work for a while; whether it has more to do."""
+        os.kill(self._process.pid, signal.SIGCONT)
+        until = time.monotonic() + TURN
+        while time.monotonic() < until:
+            ended, status, usage = os.wait4(self._process.pid, os.WNOHANG)
+            if ended:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.seconds = usage.ru_utime + usage.ru_stime
+                return False
+            time.sleep(0.005)
+        os.kill(self._process.pid, signal.SIGSTOP)
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def figures(self) -> dict[str, float]:
+        printed = self._output.read_text()
+        if self._process.returncode:
+            raise SystemExit(f"{self._process.args}: exit status {self._process.returncode}\n{printed}")
+        if not self._pattern:
+            return {"runs": 1 / self.seconds}
+        return {kind: float(rate.replace(",", "")) for kind, rate in re.findall(self._pattern, printed, re.MULTILINE)}
+
+
+def pair(before: Path, after: Path, name: str) -> dict[str, dict[str, float]]:
+    """The figures of a section's command on both sources."""
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        runs = {"before": Run(before, name, Path(one)), "after": Run(after, name, Path(other))}
+        working = list(runs.values())
+        try:
+            while working:
+                working = [run for run in working if run.turn()]
+        finally:
+            for run in working:
+                run.kill()
+        return {which: run.figures() for which, run in runs.items()}
 
 
 def section(before: Path, after: Path, name: str, pairs: int) -> dict[str, object]:
     """Medians of each tree, and the ratio after/before pair by pair."""
-    command, pattern = SECTIONS[name]
     measured = []
     for number in range(pairs):
-        turn = [("before", before), ("after", after)]
-        found = {which: run(tree, command, pattern) for which, tree in (turn if number % 2 else turn[::-1])}
+        found = pair(before, after, name)
         measured.append(found)
         print(name, number, {kind: f"{found['after'][kind] / found['before'][kind]:.3f}" for kind in found["after"]})
     kinds = measured[0]["after"]

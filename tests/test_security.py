@@ -42,7 +42,7 @@ CODE_FROM_DATA = {
 }
 ALLOWED = {
     (
-        "engines/servers/link.py",
+        "engines/link.py",
         "pickle.loads",
     ): "what goes to and from processes that april started",
     ("environments/loading.py", "importlib.import_module"): "the dotted path of an environment or of tools",

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from april.engines.packed import pack, unpack
 from april.engines.pool import EnginePool
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.intake import Intake, processes_for
 from april.engines.servers.interval import MOST, StreamInterval
-from april.engines.servers.packed import pack, unpack
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
@@ -158,6 +158,29 @@ async def test_samples_of_a_killed_process_go_on_elsewhere_and_it_comes_back() -
         await pool.close()
     check(samples)
     check(more)
+
+
+async def test_a_process_that_hangs_is_killed_and_ends_every_wait_for_it() -> None:
+    (sample,) = make_samples(1, 10**5)
+    async with playing("vllm") as urls, reading("vllm", urls) as ((engine,), (intake,)):
+        engine.submit(sample)
+        await run(engine, [sample], lambda: sample.length > 20)
+        await engine.check()
+        os.kill(intake.process.pid, signal.SIGSTOP)
+        checking = asyncio.create_task(engine.check())
+        interrupting = asyncio.create_task(engine.interrupt())
+        with pytest.raises(EngineError, match="intake process 0 hung: it left 'answer' unanswered"):
+            await intake.call("answer", 0, limit=0.1)
+        for waiting in (checking, interrupting):
+            with pytest.raises(EngineError, match="hung"):
+                await waiting
+        absorb(await engine.abandon(), [sample])
+        await engine.learn()
+        assert (intake.life, intake.down) == (2, None)
+        engine.submit(sample)
+        received = sample.length
+        await run(engine, [sample], lambda: sample.length > received + 20)
+    check([sample])
 
 
 async def test_a_process_that_keeps_dying_is_given_up() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from april.engines.servers.packed import pack
+from april.engines.calls import Answers
+from april.engines.packed import pack
 from april.rollout.engine import Chunk, KVPolicy
 from april.rollout.trajectory import Sample
 
@@ -80,7 +81,7 @@ class Host:
         self._send = send
         self._read = read
         self._work = asyncio.Event()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._answers = Answers(send, self._do)
 
     async def generate(self) -> None:
         """Hand on what is sampled, until cancelled."""
@@ -105,19 +106,12 @@ class Host:
             case "forget", sample_ids:
                 self._engine.forget(sample_ids)
             case "call", number, what, arguments:
-                task = asyncio.create_task(self._answer(number, what, arguments))
-                self._calls.add(task)
-                task.add_done_callback(self._calls.discard)
+                self._answers.asked(number, what, arguments)
 
-    async def _answer(self, number: int, what: str, arguments: tuple[Any, ...]) -> None:
-        error = None
-        try:
-            match what, arguments:
-                case "interrupt", (names,):
-                    if chunks := await self._engine.interrupt(names):
-                        self._send_chunks(chunks)
-                case "update", (version, weights):
-                    await self._engine.update_weights(version, await self._read(weights))
-        except Exception as failure:  # whoever asked waits for an answer
-            error = str(failure) or type(failure).__name__
-        self._send(("done", number, error, None))
+    async def _do(self, what: str, *arguments: Any) -> None:
+        match what, arguments:
+            case "interrupt", (names,):
+                if chunks := await self._engine.interrupt(names):
+                    self._send_chunks(chunks)
+            case "update", (version, weights):
+                await self._engine.update_weights(version, await self._read(weights))

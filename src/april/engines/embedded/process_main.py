@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from april.engines.embedded.host import EmbeddedSettings, Host
-from april.engines.servers.link import Link
+from april.engines.link import Link
 
 
 class Process:

@@ -3,20 +3,25 @@
 Both halves exchange messages, each way in order: `submit`, `forget` and numbered calls go out, chunks and answers come
 back (`host.py` is the other half).
 
-Invariant: what the other half sampled and sent is handed out exactly once, also if it dies.
+Invariants:
+- what the other half sampled and sent is handed out exactly once, also if it dies;
+- nobody waits for ever: another half that hangs, and one that is gone, end what waits for it with an `EngineError`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from april.engines.calls import Calls
 from april.engines.chunk_queue import ChunkQueue
-from april.engines.servers.packed import unpack
+from april.engines.packed import unpack
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.trajectory import Sample
+
+LOADING = 1800.0
+"""Seconds that the other half may take to load the model, or new weights."""
 
 
 class Wire(Protocol):
@@ -24,11 +29,17 @@ class Wire(Protocol):
 
     def send(self, message: Any) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> object: ...
 
 
 class RemoteEngine:
-    """The base of engines whose work is done elsewhere; `_link` leads there."""
+    """The base of engines whose work is done elsewhere; `_link` leads there.
+
+    Attributes:
+        patience: seconds that a forward pass may take. Another half that says nothing for twice as long hangs.
+    """
+
+    patience = 120.0
 
     def __init__(self) -> None:
         self.capacity = Capacity(0, 0)
@@ -37,8 +48,7 @@ class RemoteEngine:
         self._link: Wire
         self._queue = ChunkQueue()
         self._in_flight: set[str] = set()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
+        self._calls = Calls(lambda message: self._link.send(message), self._hung)
         self._down: str | None = None
 
     def submit(self, sample: Sample) -> None:
@@ -56,7 +66,11 @@ class RemoteEngine:
         while self._in_flight and not self._queue:
             if self._down is not None:
                 raise EngineError(self._down)
-            await self._queue.ready()
+            try:
+                async with asyncio.timeout(self.patience):
+                    await self._queue.ready()
+            except TimeoutError:
+                await self._call("answer")
         return self._take()
 
     def _take(self, names: set[str] | None = None) -> list[Chunk]:
@@ -77,7 +91,7 @@ class RemoteEngine:
         """Go over to policy `version`, whose tensors are where `weights` says, in a form that the engine documents."""
         if self._in_flight:
             raise EngineError("weights change only while nothing is in flight: interrupt first")
-        await self._call("update", version, self._sent(weights))
+        await self._call("update", version, self._sent(weights), limit=LOADING)
         self.version = version
 
     def _sent(self, weights: Any) -> Any:
@@ -92,16 +106,10 @@ class RemoteEngine:
         if self._down is None:
             self._link.send(("forget", None if sample_ids is None else list(sample_ids)))
 
-    async def _call(self, what: str, *arguments: Any) -> Any:
+    async def _call(self, what: str, *arguments: Any, limit: float | None = None) -> Any:
         if self._down is not None:
             raise EngineError(self._down)
-        number = next(self._numbers)
-        answer = self._calls[number] = asyncio.get_running_loop().create_future()
-        self._link.send(("call", number, what, arguments))
-        try:
-            return await answer
-        finally:
-            self._calls.pop(number, None)
+        return await self._calls.call(what, *arguments, limit=limit or self.patience)
 
     def _received(self, message: Any) -> None:
         match message:
@@ -110,20 +118,17 @@ class RemoteEngine:
                 for chunk in unpack(packed):
                     if chunk.sample_id in self._in_flight:
                         self._queue.put(chunk)
-            case "done", number, error, answer:
-                if (call := self._calls.get(number)) is not None and not call.done():
-                    if error is None:
-                        call.set_result(answer)
-                    else:
-                        call.set_exception(EngineError(error))
-
+            case "done", number, error, value:
+                self._calls.answered(number, error, value)
             case "failed", reason:
                 self._lost(reason)
 
     def _lost(self, reason: str) -> None:
         """The other half is gone: nothing comes any more beside what has come."""
         self._down = self._down or reason
-        for call in self._calls.values():
-            if not call.done():
-                call.set_exception(EngineError(self._down))
+        self._calls.fail(self._down)
         self._queue.wake()
+
+    def _hung(self, reason: str) -> None:
+        """The other half does not answer."""
+        self._lost(reason)

@@ -8,9 +8,8 @@ Invariants:
 - what a process has sent is handed out in the order in which it was sent, and what it sent for a sample before it
   answers that the sample is interrupted is handed out by that interrupt;
 - a driver that falls behind leaves the socket unread, and the processes their streams; while it interrupts, it reads;
-- a process that dies takes with it nothing but what it had not sent: the engines whose streams it read fail as engines
-  do, and start it again when they are asked to come back, at most `restarts` times in a row;
-- no process outlives `close`, nor this process.
+- a process that dies, or hangs and is killed, takes with it nothing but what it had not sent: the engines whose streams
+  it read fail as engines do, and start it again when they are asked to come back, at most `restarts` times in a row.
 """
 
 from __future__ import annotations
@@ -18,28 +17,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
-import socket
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from april.engines.calls import Calls
 from april.engines.chunk_queue import ChunkQueue
+from april.engines.linked_process import LinkedProcess
+from april.engines.packed import PackedChunks, unpack
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.launch import RESTARTS, STEADY
-from april.engines.servers.link import Link
 from april.engines.servers.log_cause import exit_of
-from april.engines.servers.packed import PackedChunks, unpack
 from april.engines.servers.requests import Order, ReadingSettings
 from april.rollout.engine import Chunk, EngineError
 
 log = logging.getLogger(__name__)
 
-GRACE = 5.0
-"""Seconds that a process has to end itself before it is killed."""
 STREAMS_HERE = 1024
 """Streams that the driver reads itself: reading those of a few replicas costs less than a process."""
 STREAMS_EACH = 4096
@@ -61,7 +56,7 @@ class Intake:
 
     def __init__(self, name: str = "intake process", restarts: int = RESTARTS) -> None:
         self.name = name
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: LinkedProcess | None = None
         self.down: str | None = f"{name} has not been started"
         """Why it does not run; None while it does."""
         self.life = 0
@@ -70,11 +65,9 @@ class Intake:
         self._deaths = 0
         self._began = 0.0
         self._starting = asyncio.Lock()
-        self._link: Link | None = None
         self._readers: dict[int, RemoteRequests] = {}
         self._keys = itertools.count()
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._calls = Calls(lambda message: self.send(*message), self._hung)
 
     async def start(self) -> None:
         """See that it runs.
@@ -88,25 +81,11 @@ class Intake:
                 return
             if self._deaths > self._restarts:
                 raise ReplicaGoneError(f"{self.down}; it died {self._deaths} times in a row, and is not started again")
-            await self._reap()
-            ours, theirs = socket.socketpair()
-            path = os.pathsep.join(filter(None, sys.path))
-            try:
-                self.process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "april.engines.servers.intake_process", str(theirs.fileno())),
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
-                    start_new_session=True,  # Ctrl-C is for the driver, which ends it
-                )
-            except OSError as error:
-                ours.close()
-                raise EngineError(f"{self.name} could not be started: {error}") from error
-            finally:
-                theirs.close()
-            loop = asyncio.get_running_loop()
-            _, self._link = await loop.create_connection(lambda: Link(self._received, self._lost), sock=ours)
-            self.down, self._began = None, loop.time()
+            await self._end()
+            self.process = await LinkedProcess.start(
+                self.name, "april.engines.servers.intake_process", self._received, self._lost
+            )
+            self.down, self._began = None, asyncio.get_running_loop().time()
             self.life += 1
 
     def add(self, reader: RemoteRequests) -> int:
@@ -117,31 +96,32 @@ class Intake:
 
     def send(self, *message: Any) -> None:
         """Have something done, if the process lives."""
-        if self.down is None and self._link is not None:
-            self._link.send(message)
+        if self.down is None and self.process is not None:
+            self.process.send(message)
 
-    async def call(self, what: str, key: int, *arguments: Any) -> None:
+    async def call(self, what: str, key: int, *arguments: Any, limit: float) -> None:
         """Have something done, and wait for it.
 
         Raises:
-            EngineError: the process has died.
+            EngineError: the process has died, or has not answered for `limit` seconds and was killed.
         """
-        if self.down is not None or self._link is None:
-            raise EngineError(self.down or "")
-        number = next(self._numbers)
-        done = self._calls[number] = asyncio.get_running_loop().create_future()
+        if self.down is not None or self.process is None:
+            raise EngineError(self.down)
+        self.process.read(True)
         try:
-            self._link.send(("call", number, key, what, arguments))
-            self.pace()
-            await done
+            await self._calls.call(what, key, *arguments, limit=limit)
         finally:
-            del self._calls[number]
             self.pace()
+
+    @property
+    def behind(self) -> bool:
+        """Someone whom it reads for does not keep up."""
+        return any(reader.behind for reader in self._readers.values())
 
     def pace(self) -> None:
         """Read on, unless someone whom it reads for is behind; whoever waits for an answer has it read on anyhow."""
-        if self._link is not None:
-            self._link.read(bool(self._calls) or not any(reader.behind for reader in self._readers.values()))
+        if self.process is not None:
+            self.process.read(len(self._calls) > 0 or not self.behind)
 
     def _received(self, message: Any) -> None:
         match message:
@@ -150,48 +130,40 @@ class Intake:
                     if (reader := self._readers.get(key)) is not None:
                         reader.arrived(packed)
                 self.pace()
-            case "done", number, error:
-                if (done := self._calls.get(number)) is not None and not done.done():
-                    if error is None:
-                        done.set_result(None)
-                    else:
-                        done.set_exception(EngineError(error))
+            case "done", number, error, value:
+                self._calls.answered(number, error, value)
             case "log", name, level, text:
                 logging.getLogger(name).log(level, "%s", text)
 
     def _lost(self) -> None:
-        """The process has closed its end: it has died, or been closed."""
-        self._link = None
-        if self.down is None:
-            steady = asyncio.get_running_loop().time() - self._began > STEADY
-            self._deaths = 1 if steady else self._deaths + 1
-            self.down = f"{self.name} died"
-            log.warning("%s; the streams it read go on elsewhere", self.down)
-        for done in self._calls.values():
-            if not done.done():
-                done.set_exception(EngineError(self.down))
+        self._died("died")
+
+    def _hung(self, reason: str) -> None:
+        if self.process is not None:
+            self.process.kill()
+        self._died(f"{reason}, and was killed")
+
+    def _died(self, reason: str) -> None:
+        if self.down is not None:  # it has been closed, or that is known
+            return
+        steady = asyncio.get_running_loop().time() - self._began > STEADY
+        self._deaths = 1 if steady else self._deaths + 1
+        self.down = f"{self.name} {reason}"
+        log.warning("%s; the streams it read go on elsewhere", self.down)
+        self._calls.fail(self.down)
         for reader in self._readers.values():
             reader.wake()
 
-    async def _reap(self) -> None:
-        if self.process is not None:
-            try:
-                async with asyncio.timeout(GRACE):
-                    await self.process.wait()
-            except TimeoutError:
-                with suppress(ProcessLookupError):
-                    self.process.kill()
-                await self.process.wait()
-            assert self.process.returncode is not None
-            log.info("%s ended (%s)", self.name, exit_of(self.process.returncode))
-            self.process = None
+    async def _end(self) -> None:
+        self.down = self.down or f"{self.name} has been closed"
+        self._calls.fail(self.down)
+        process, self.process = self.process, None
+        if process is not None:
+            log.info("%s ended (%s)", self.name, exit_of(await process.close()))
 
     async def close(self) -> None:
         async with self._starting:
-            self.down = self.down or f"{self.name} has been closed"
-            if self._link is not None:
-                self._link.close()
-            await self._reap()
+            await self._end()
 
 
 class RemoteRequests:
@@ -213,6 +185,7 @@ class RemoteRequests:
         self._life = 0
         """Of the process, when it learned of this server."""
         self._queue = ChunkQueue(settings.backlog)
+        self._patience = settings.patience
         self.vocab_size = 0
 
     def __len__(self) -> int:
@@ -226,7 +199,11 @@ class RemoteRequests:
         """
         await self._intake.start()
         self._life = self._intake.life
-        await self._intake.call("open", self._key, *self._opening, self.vocab_size)
+        await self._call("open", *self._opening, self.vocab_size)
+
+    async def _call(self, what: str, *arguments: Any) -> None:
+        # A frozen server is resumed, requests are aborted, and their streams end: each has the patience by itself.
+        await self._intake.call(what, self._key, *arguments, limit=4 * self._patience)
 
     def require(self) -> None:
         """Raises EngineError if the process that this server's streams were read in has died."""
@@ -234,6 +211,16 @@ class RemoteRequests:
             raise EngineError(self._intake.down)
         if self._life != self._intake.life:
             raise EngineError(f"{self._intake.name} died and knows nothing of this server yet")
+
+    async def check(self) -> None:
+        """See that the process lives, and knows this server.
+
+        Raises:
+            EngineError: it does not, or hangs.
+        """
+        self.require()
+        if not self._intake.behind:  # else it is this end that does not read
+            await self._intake.call("answer", self._key, limit=self._patience)
 
     def holds(self, version: int, salt: str) -> None:
         self._intake.send("holds", self._key, version, salt)
@@ -259,14 +246,14 @@ class RemoteRequests:
         stopped = set(self._flight) if named is None else self._flight & named
         if stopped:
             self.require()
-            await self._intake.call("interrupt", self._key, stopped)
+            await self._call("interrupt", stopped)
         self._flight -= stopped
         self._queue.wake()
         return self._take(named)
 
     async def abandon(self) -> list[Chunk]:
         with suppress(EngineError):
-            await self._intake.call("abandon", self._key)
+            await self._call("abandon")
         self._flight.clear()
         return self._take()
 
@@ -275,7 +262,7 @@ class RemoteRequests:
 
     async def close(self) -> None:
         with suppress(EngineError):
-            await self._intake.call("close", self._key)
+            await self._call("close")
         self._flight.clear()
 
     @property

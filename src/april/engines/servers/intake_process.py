@@ -14,11 +14,12 @@ import socket
 import sys
 from typing import Any
 
+from april.engines.calls import Answers
 from april.engines.chunk_queue import ChunkQueue
-from april.engines.servers.client import HTTPClient, describe
+from april.engines.link import Link
+from april.engines.packed import pack
+from april.engines.servers.client import HTTPClient
 from april.engines.servers.dialect import Dialect
-from april.engines.servers.link import Link
-from april.engines.servers.packed import pack
 from april.engines.servers.requests import Order, ReadingSettings, Requests
 from april.rollout.engine import Chunk
 
@@ -44,14 +45,10 @@ class Process(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.ended = asyncio.Event()
-        self._link = Link(self._received, self.ended.set, self._flush)
+        self.link = Link(self._received, self.ended.set, self._flush)
+        self._answers = Answers(self.link.send, self._do)
         self._servers: dict[int, tuple[Requests, Outbox, HTTPClient]] = {}
         self._scheduled = False
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self, own_end: socket.socket) -> None:
-        await asyncio.get_running_loop().create_connection(lambda: self._link, sock=own_end)
-        await self.ended.wait()
 
     def schedule(self) -> None:
         if not self._scheduled:
@@ -60,11 +57,11 @@ class Process(logging.Handler):
 
     def _flush(self) -> None:
         self._scheduled = False
-        if self._link.full:
+        if self.link.full:
             return
         several = [(key, pack(outbox.take())) for key, (_, outbox, _) in self._servers.items() if outbox]
         if several:
-            self._link.send(("chunks", several))
+            self.link.send(("chunks", several))
 
     def _received(self, message: Any) -> None:
         match message:
@@ -75,33 +72,23 @@ class Process(logging.Handler):
                 self._servers[key][0].holds(version, salt)
             case "forget", key, sample_ids if key in self._servers:
                 self._servers[key][0].forget(sample_ids)
-            case "call", number, key, what, arguments:
-                task = asyncio.create_task(self._answer(number, key, what, arguments))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            case "call", number, what, arguments:
+                self._answers.asked(number, what, arguments)
 
-    async def _answer(self, number: int, key: int, what: str, arguments: tuple[Any, ...]) -> None:
-        error = None
-        try:
-            chunks = await self._do(key, what, *arguments)
-            if chunks:
-                self._link.send(("chunks", [(key, pack(chunks))]))
-        except Exception as failure:  # whoever asked waits for an answer
-            error = describe(failure)
-        self._link.send(("done", number, error))
-
-    async def _do(self, key: int, what: str, *arguments: Any) -> list[Chunk]:
+    async def _do(self, what: str, key: int, *arguments: Any) -> None:
+        chunks: list[Chunk] = []
         match what:
             case "open":
                 await self._close(key)
                 await self._open(key, *arguments)
-            case "interrupt":
-                return await self._servers[key][0].interrupt(*arguments)
+            case "interrupt" if key in self._servers:
+                chunks = await self._servers[key][0].interrupt(*arguments)
             case "abandon" if key in self._servers:
-                return await self._servers[key][0].abandon()
+                chunks = await self._servers[key][0].abandon()
             case "close":
                 await self._close(key)
-        return []
+        if chunks:
+            self.link.send(("chunks", [(key, pack(chunks))]))
 
     async def _open(
         self, key: int, http: HTTPClient, dialect: Dialect, settings: ReadingSettings, vocab_size: int
@@ -119,7 +106,7 @@ class Process(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not self.ended.is_set():
-            self._link.send(("log", record.name, record.levelno, record.getMessage()))
+            self.link.send(("log", record.name, record.levelno, record.getMessage()))
 
 
 async def main() -> None:
@@ -130,7 +117,9 @@ async def main() -> None:
     logger.propagate = False
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    await process.run(socket.socket(fileno=int(sys.argv[1])))
+    own_end = socket.socket(fileno=int(sys.argv[1]))
+    await asyncio.get_running_loop().create_connection(lambda: process.link, sock=own_end)
+    await process.ended.wait()
 
 
 if __name__ == "__main__":

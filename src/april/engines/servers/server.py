@@ -220,6 +220,6 @@ class ServerEngine:
         except FAILURES as error:
             raise EngineError(f"{self!r} is not well: {self._why(error)}") from error
         if isinstance(self.requests, RemoteRequests):
-            self.requests.require()
+            await self.requests.check()
         if label != self._label:
             raise EngineError(f"{self!r} holds weights {label!r} where {self._label!r} were given to it")
