@@ -19,8 +19,7 @@ SOURCE = need_slime()
 from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
-from april import FinishReason, Group, Prompt, SamplingParams  # noqa: E402
-from april import Sample as AprilSample  # noqa: E402
+from april import FinishReason, Group, SamplingParams  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.rollout.disk import as_json  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -107,30 +106,49 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         plugin.DataSource(args)
 
 
-def one_sample(args: Namespace) -> tuple[plugin.Rollouts, Prompt, AprilSample]:
-    """Rollouts, a prompt of theirs, and a sample of it that has ended."""
-    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
-    prompt = next(rollouts._prompts())
-    (sample,) = Group.start(0, prompt, 1, SamplingParams(max_tokens=2), seed=0).samples
-    sample.extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
-    return rollouts, prompt, sample
+def finished_group(rollouts: plugin.Rollouts) -> Group:
+    """A group of a prompt of theirs, whose sample has ended."""
+    group = Group.start(0, next(rollouts.prompts()), 1, SamplingParams(max_tokens=2), seed=0)
+    group.samples[0].extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    return group
+
+
+async def rewarded(rollouts: plugin.Rollouts) -> Group:
+    """The same, scored, and restored from a checkpoint."""
+    group = finished_group(rollouts)
+    (sample,) = group.samples
+    reward = await rollouts.score(group.prompt, sample)
+    sample.reward, sample.reward_info = reward.value, reward.info
+    return Group.from_dict(json.loads(as_json(group.to_dict())))
 
 
 async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
     """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
     args.custom_rm_path = "tests.integrations.slime_source.teacher"
-    rollouts, prompt, sample = one_sample(args)
-    assert await rollouts._score(prompt, sample) == 0
-    theirs = rollouts.samples[prompt.id][0]
-    assert theirs.reward["logprobs"].tolist() == [-0.5, -0.25]
-    assert json.loads(as_json(theirs.to_dict()))["reward"] == {"logprobs": [-0.5, -0.25]}
+    group = await rewarded(plugin.Rollouts(args, plugin.DataSource(args)))
+    (theirs,) = plugin.scored(group)
+    assert group.samples[0].reward == 0
+    assert theirs.reward == {"logprobs": [-0.5, -0.25]}
+
+
+async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime_source.length_parity"
+    args.rollout_sample_hook_path = ["tests.integrations.slime_source.note_length"]
+    group = await rewarded(rollouts := plugin.Rollouts(args, plugin.DataSource(args)))
+    (theirs,) = plugin.scored(group)
+    assert theirs.tokens == [*group.prompt.token_ids, 5, 6]
+    assert theirs.response == rollouts.tokenizer.decode([5, 6])
+    assert (theirs.rollout_log_probs, theirs.loss_mask, theirs.label) == ([-1.0, -2.0], [1, 1], "0")
+    assert (theirs.reward, theirs.metadata) == (0.0, {"row": 0, "hooked": 2})
+    assert set(group.samples[0].reward_info["slime"]) == {"reward", "metadata", "response"}, "not tokens once more"
 
 
 async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime_source.unsaveable"
-    rollouts, prompt, sample = one_sample(args)
+    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
+    group = finished_group(rollouts)
     with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
-        await rollouts._score(prompt, sample)
+        await rollouts.score(group.prompt, group.samples[0])
 
 
 # slime's contract tests put stubs for modules that are not imported yet; here they are, so they run on the real ones.

@@ -166,6 +166,7 @@ def test_a_resumed_run_goes_on_with_what_waited(tmp_path: Path) -> None:
     assert second.state.global_step == 4
     assert len(second._trained_groups) >= 8
     assert set(waiting) <= second._trained_groups
+    assert all("rewards/reward" in entry for entry in second.state.log_history if "loss" in entry)
     assert not any("sample/dropped_stale_total" in entry for entry in second.state.log_history)
 
 

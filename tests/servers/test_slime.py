@@ -124,6 +124,13 @@ def response_ids(saved: dict[str, Any]) -> list[int]:
     return [token for _, token_ids, _ in saved["segments"] for token in token_ids]
 
 
+def prompts_under_way(source: plugin.DataSource) -> dict[str, list[dict[str, Any]]]:
+    """slime's samples of the groups that wait, by the prompt's id."""
+    state = run_on_slimes_loop(source.rollouts.state_dict())
+    prompts = [group["prompt"] for group in state["scheduler"]["state"]["buffer"]["groups"]]
+    return {prompt["id"]: prompt["metadata"]["slime"] for prompt in prompts}
+
+
 def check(groups: list[list[Sample]], seen: set[int]) -> None:
     """N groups of G, each of one prompt, and no sample twice."""
     assert [len(group) for group in groups] == [G] * N
@@ -189,10 +196,10 @@ def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Serv
                 response = sample.tokens[-sample.response_length :]
                 assert response[: len(ids)] == ids
                 went_on += 0 < len(ids) < len(response)
-        assert waiting.keys() <= again.rollouts.samples.keys(), "a saved group was lost"
+        assert waiting.keys() <= prompts_under_way(again).keys(), "a saved group was lost"
     assert went_on == len(begun)
     assert output.metrics["rollout/april/policy_version"] == 1
-    under_way = {sample.index for group in again.rollouts.samples.values() for sample in group}
+    under_way = {sample["index"] for group in prompts_under_way(again).values() for sample in group}
     assert seen | under_way == set(range(len(seen) + len(under_way))), "a prompt was lost, or begun twice"
 
 

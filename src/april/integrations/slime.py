@@ -34,9 +34,9 @@ from april.integrations.saved import opened, stamped
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import MAX_STALENESS, RolloutParams
-from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 try:
     from slime.rollout import sglang_rollout
@@ -55,6 +55,8 @@ try:
     from slime.utils.processing_utils import load_tokenizer
     from slime.utils.types import Sample as SlimeSample
     from transformers import AutoConfig, GenerationConfig
+
+    from april.integrations.slime_samples import differs, sampled, scored
 except ImportError as error:
     raise ImportError(
         f"april's integration was written for slime 0.3.1, which is installed from its source "
@@ -64,7 +66,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 REGISTRATION = 30.0
 """Seconds that slime's router may take to know of a server: it answers before it does."""
@@ -223,7 +225,10 @@ class SlimeServer(ServerEngine):
 
 
 class Rollouts:
-    """What waits between slime's calls: the scheduler's groups, and slime's own sample for each of theirs.
+    """What waits between slime's calls: the scheduler's groups.
+
+    slime's samples of a prompt are its metadata, and what slime's hooks and reward models made of a finished one beside
+    its tokens is the `slime` in what its reward says.
 
     Args:
         args: slime's.
@@ -236,8 +241,6 @@ class Rollouts:
         self.args = args
         self.data_source = data_source
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=False)
-        self.samples: dict[str, list[SlimeSample]] = {}
-        """slime's samples of every prompt under way, by the prompt's id."""
         self.drawn = 0
         self._scheduler: RolloutScheduler | None = None
         self._label: str | None = None
@@ -256,8 +259,6 @@ class Rollouts:
         finally:
             await engine.close()
         groups = [self._hand_over(group, step.version) for group in step.groups]
-        under_way = {group.prompt.id for group in scheduler.buffer}
-        self.samples = {id: samples for id, samples in self.samples.items() if id in under_way}
         if self.args.rollout_sample_filter_path is not None:
             load_function(self.args.rollout_sample_filter_path)(self.args, groups)
         if self.args.rollout_all_samples_process_path is not None:
@@ -273,7 +274,6 @@ class Rollouts:
         return stamped(
             FORMAT,
             drawn=self.drawn,
-            samples={id: [sample.to_dict() for sample in group] for id, group in self.samples.items()},
             scheduler=self._scheduler.state_dict(),
         )
 
@@ -330,8 +330,8 @@ class Rollouts:
         args = self.args
         return RolloutScheduler(
             engine,
-            self._prompts(),
-            self._score_group if args.group_rm else self._score,
+            self.prompts(),
+            self._score_group if args.group_rm else self.score,
             params_of(args),
             sampling=SamplingParams(
                 max_tokens=args.rollout_max_response_len,
@@ -348,7 +348,6 @@ class Rollouts:
         opened(state, FORMAT, "slime's checkpoint")
         scheduler.load_state_dict(state["scheduler"])
         self.drawn = state["drawn"]
-        self.samples = {id: [SlimeSample.from_dict(s) for s in group] for id, group in state["samples"].items()}
 
     def _stop_tokens(self) -> tuple[int, ...]:
         """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
@@ -361,7 +360,8 @@ class Rollouts:
             ids.update(several if isinstance(several, list) else [several])
         return tuple(sorted(ids - {None}))
 
-    def _prompts(self) -> Iterator[Prompt]:
+    def prompts(self) -> Iterator[Prompt]:
+        """New groups of slime's data source, as prompts."""
         while groups := self.data_source.get_samples(1):
             (group,) = groups
             if len(group) != self.args.n_samples_per_prompt:
@@ -370,59 +370,50 @@ class Rollouts:
             if not isinstance(first.prompt, str):
                 raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
             try:
-                as_json(first.metadata)
+                metadata = json.loads(as_json({"slime": [sample.to_dict() for sample in group]}))
             except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"the metadata of prompt {first.index} cannot be part of a checkpoint: {error}"
-                ) from None
+                raise ValueError(f"prompt {first.index} cannot be part of a checkpoint: {error}") from None
             given = first.tokens[: len(first.tokens) - first.response_length]
             token_ids = given or self.tokenizer.encode(first.prompt, add_special_tokens=False)
-            self.samples[id] = group
             self.drawn += 1
-            yield Prompt(tuple(token_ids), id)
+            yield Prompt(tuple(token_ids), id, metadata)
 
     async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
         """slime's sample for a finished one of april's, after slime's hooks; its reward is still to come."""
-        theirs = self.samples[prompt.id][sample.index]
-        theirs.tokens = [*sample.prompt_ids, *sample.response_ids]
+        theirs = sampled(prompt, sample)
         theirs.response = self.tokenizer.decode(
             sample.response_ids, skip_special_tokens=self.args.rollout_skip_special_tokens
         )
-        theirs.response_length = sample.length
-        theirs.rollout_log_probs = sample.logprobs.tolist()
-        theirs.loss_mask = sample.loss_mask.astype(int).tolist()
-        theirs.weight_versions = [str(segment.version) for segment in sample.segments]
-        stopped = sample.finish is FinishReason.STOP
-        theirs.status = SlimeSample.Status.COMPLETED if stopped else SlimeSample.Status.TRUNCATED
-        theirs.reward = None
-        theirs = await apply_rollout_sample_hooks(self.args, theirs, evaluation=False)
-        self.samples[prompt.id][sample.index] = theirs
-        return theirs
+        return await apply_rollout_sample_hooks(self.args, theirs, evaluation=False)
 
-    async def _score(self, prompt: Prompt, sample: Sample) -> float:
+    async def score(self, prompt: Prompt, sample: Sample) -> Reward:
+        """What slime's reward model says of a finished sample."""
         theirs = await self._finish(prompt, sample)
         if theirs.reward is None:
             theirs.reward = await async_rm(self.args, theirs)
-        return self._value(theirs)
+        return self._reward(prompt, sample, theirs)
 
-    async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
+    async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         group = [await self._finish(prompt, sample) for sample in samples]
         for theirs, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
             theirs.reward = reward
-        return [self._value(theirs) for theirs in group]
+        return [self._reward(prompt, sample, theirs) for sample, theirs in zip(samples, group, strict=True)]
 
-    def _value(self, theirs: SlimeSample) -> float:
-        """For april's own figures; the reward that slime trains on stays as it is."""
-        as_json([theirs.reward, theirs.metadata])  # part of a checkpoint: better that it fails here than there
+    def _reward(self, prompt: Prompt, sample: Sample, theirs: SlimeSample) -> Reward:
+        """The value is for april's own figures; the reward that slime trains on stays as it is."""
+        before = sampled(prompt, sample).to_dict()
+        made = {name: value for name, value in theirs.to_dict().items() if differs(value, before.get(name))}
         try:
-            return float(theirs.get_reward_value(self.args))
+            value = float(theirs.get_reward_value(self.args))
         except TypeError:  # a teacher's answer, say: slime makes a number of it once the rollout is over
-            return 0.0
+            value = 0.0
+        parts = theirs.reward if isinstance(theirs.reward, dict) else {}
+        return Reward(value, {**{name: part for name, part in parts.items() if isinstance(part, float)}, "slime": made})
 
     def _keep(self, group: Group) -> bool:
         """slime's dynamic sampling filter."""
         assert self._scheduler is not None
-        samples = self.samples[group.prompt.id]
+        samples = scored(group)
         output = call_dynamic_filter(self._filter, self.args, samples)
         dropped: bool = should_drop_dynamic_filter_output(
             output,
@@ -435,7 +426,7 @@ class Rollouts:
         return not dropped
 
     def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
-        samples = self.samples[group.prompt.id]
+        samples = scored(group)
         if self.args.mask_offpolicy_in_partial_rollout:
             for theirs, sample in zip(samples, group.samples, strict=True):
                 current = (sample.versions == version).tolist()

@@ -43,7 +43,7 @@ from april.integrations.trl_rollouts import (
 )
 from april.rollout.event_loop import EventLoop
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.training.engines import engine_of
 from april.training.policy import load_policy, stop_tokens
 from april.training.weights import transfer_of
@@ -153,7 +153,6 @@ class AsyncRollouts:
         self.model, _ = load_policy(recipe.model)
         directory = Path(args.output_dir)
         self._transfer = transfer_of(recipe, self.model, tokenizer, directory)
-        self._details: dict[int, list[dict[str, float]]] = {}
         self._batches: deque[list[Group]] = deque()
         """Handed over and not trained on: a checkpoint must not lose them."""
         self._synced = False
@@ -213,12 +212,12 @@ class AsyncRollouts:
 
     def _rows(self, group: Group) -> Iterator[RolloutSample]:
         """A group as TRL trains on it, with GRPO's advantages as TRL's own worker computes them."""
-        details = self._details.pop(group.id, [{} for _ in group.samples])
         rewards = np.array([sample.reward for sample in group.samples], dtype=float)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-        for sample, advantage, detail in zip(group.samples, advantages, details, strict=True):
+        for sample, advantage in zip(group.samples, advantages, strict=True):
             assert group.first_version is not None
             prompt = len(sample.prompt_ids)
+            said = {f"rewards/{name}": value for name, value in sample.reward_info.items()}
             yield RolloutSample(
                 prompt=_messages(group.prompt.metadata["prompt"]),
                 completion=_messages(self._completion(group.prompt, sample), role="assistant"),
@@ -228,7 +227,7 @@ class AsyncRollouts:
                 advantage=float(advantage),
                 model_version=group.first_version + self._offset,
                 group_id=group.id,
-                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **detail},
+                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **said},
                 enqueued_at=time.time(),
             )
 
@@ -237,19 +236,18 @@ class AsyncRollouts:
         conversation = not isinstance(prompt.metadata["prompt"], str)
         return [{"role": "assistant", "content": text}] if conversation else text
 
-    async def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[float]:
-        """The sum of the reward functions for each sample; one that returns None does not count."""
+    async def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        """The sum of the reward functions for each sample, and what each gave; one that returns None does not count."""
         row = prompt.metadata
         given: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
         given["completions"] = [self._completion(prompt, sample) for sample in samples]
         given["completion_ids"] = [sample.response_ids for sample in samples]
         given["prompts"] = given.pop("prompt")
         columns = await asyncio.gather(*(_call(function, given) for function in self.reward_funcs))
-        names = [f"rewards/{getattr(function, '__name__', type(function).__name__)}" for function in self.reward_funcs]
-        details = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
-        counted = [{name: float(value) for name, value in d.items() if value is not None} for d in details]
-        self._details[samples[0].group_id] = counted
-        return [sum(detail.values()) for detail in counted]
+        names = [getattr(function, "__name__", type(function).__name__) for function in self.reward_funcs]
+        said = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
+        counted = [{name: float(value) for name, value in each.items() if value is not None} for each in said]
+        return [Reward(sum(each.values()), each) for each in counted]
 
     def stop(self) -> None:
         """Stop generating, and the engine with it. TRL calls it when training ends."""
