@@ -47,8 +47,8 @@ class TimedJournal(Journal):
     def flush(self) -> None:
         self.held_up += _seconds(super().flush)
 
-    def _commit(self, records: Any) -> None:
-        super()._commit(records)
+    def commit(self, records: Any) -> None:
+        super().commit(records)
         self.writing = time.thread_time()  # of the writer's thread, since it began
 
 

@@ -126,7 +126,7 @@ class Points:
         ):
             setattr(owner, name, self.counted(getattr(owner, name)))
         os.fsync = self.counted(self.seen(os.fsync))
-        Journal._commit = self.counted(self.committed(Journal._commit))  # type: ignore[method-assign]
+        Journal.commit = self.counted(self.committed(Journal.commit))  # type: ignore[method-assign]
 
     def counted(self, write: Callable[..., Any]) -> Callable[..., Any]:
         rmtree = shutil.rmtree

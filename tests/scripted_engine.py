@@ -33,32 +33,32 @@ class ScriptedEngine:
         self.submissions: list[str] = []
         self.dead = False
         self.broken = broken
-        self._rng = random.Random(seed)
-        self._failure_rate = failure_rate
-        self._flight: dict[str, tuple[list[int], int, int]] = {}
+        self.rng = random.Random(seed)
+        self.failure_rate = failure_rate
+        self.flight: dict[str, tuple[list[int], int, int]] = {}
 
     @property
     def running(self) -> int:
-        return min(len(self._flight), self.capacity.slots)
+        return min(len(self.flight), self.capacity.slots)
 
     def submit(self, sample: Sample) -> None:
-        assert sample.id not in self._flight, "submitted twice"
+        assert sample.id not in self.flight, "submitted twice"
         assert sample.finish is None, "submitted after it had finished"
         assert self.ledger.get(sample.id, []) == sample.response_ids, "the scheduler lost or invented a token"
         self.submissions.append(sample.id)
         whole = response(sample.seed, sample.sampling.max_tokens)
-        self._flight[sample.id] = (whole, sample.length, sample.sampling.max_tokens)
+        self.flight[sample.id] = (whole, sample.length, sample.sampling.max_tokens)
 
-    def _serve(self, id: str, count: int) -> Chunk:
-        whole, position, budget = self._flight[id]
+    def serve(self, id: str, count: int) -> Chunk:
+        whole, position, budget = self.flight[id]
         tokens = whole[position : position + count]
         self.ledger.setdefault(id, []).extend(tokens)
         position += len(tokens)
-        self._flight[id] = (whole, position, budget)
+        self.flight[id] = (whole, position, budget)
         finish = None
         if position == len(whole):
             finish = FinishReason.LENGTH if position == budget else FinishReason.STOP
-            del self._flight[id]
+            del self.flight[id]
         return Chunk(id, tokens, [logprob(t, self.version) for t in tokens], self.version, finish)
 
     async def poll(self) -> list[Chunk]:
@@ -66,26 +66,26 @@ class ScriptedEngine:
         if self.dead:
             raise EngineError("the scripted engine was killed")
         chunks = []
-        for id in list(self._flight)[: self.capacity.slots]:
-            if self.broken or self._rng.random() < self._failure_rate:
-                del self._flight[id]
+        for id in list(self.flight)[: self.capacity.slots]:
+            if self.broken or self.rng.random() < self.failure_rate:
+                del self.flight[id]
                 chunks.append(Chunk(id, (), (), self.version, error="scripted failure"))
             else:
-                chunks.append(self._serve(id, self._rng.randint(1, 3)))
+                chunks.append(self.serve(id, self.rng.randint(1, 3)))
         return chunks
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         if self.dead:
             raise EngineError("the scripted engine was killed")
-        named = set(self._flight if sample_ids is None else sample_ids)
-        late = [id for id in list(self._flight)[: self.capacity.slots] if id in named and self._rng.random() < 0.3]
-        chunks = [self._serve(id, 1) for id in late]
+        named = set(self.flight if sample_ids is None else sample_ids)
+        late = [id for id in list(self.flight)[: self.capacity.slots] if id in named and self.rng.random() < 0.3]
+        chunks = [self.serve(id, 1) for id in late]
         for id in named:
-            self._flight.pop(id, None)
+            self.flight.pop(id, None)
         return chunks
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        assert not self._flight, "weights changed while samples were in flight"
+        assert not self.flight, "weights changed while samples were in flight"
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:

@@ -26,22 +26,22 @@ class TalkingEngine(ScriptedEngine):
     """Ends turns with `STOP`; every token follows from the seed and what is before it."""
 
     def submit(self, sample: Sample) -> None:
-        assert sample.id not in self._flight, "submitted twice"
+        assert sample.id not in self.flight, "submitted twice"
         assert not sample.awaits_environment, "submitted while it awaits its environment"
         assert sample.finish is None, "submitted after it had finished"
         self.submissions.append(sample.id)
-        self._flight[sample.id] = (list(sample.response_ids), sample.seed, sample.room(self.capacity.context_length))
+        self.flight[sample.id] = (list(sample.response_ids), sample.seed, sample.room(self.capacity.context_length))
 
-    def _serve(self, id: str, count: int) -> Chunk:
-        context, seed, room = self._flight[id]
+    def serve(self, id: str, count: int) -> Chunk:
+        context, seed, room = self.flight[id]
         drawn: list[int] = []
         while len(drawn) < min(count, room) and STOP not in drawn:
             drawn.append(token(seed, context))
             context.append(drawn[-1])
-        self._flight[id] = (context, seed, room - len(drawn))
+        self.flight[id] = (context, seed, room - len(drawn))
         finish = FinishReason.STOP if STOP in drawn else FinishReason.LENGTH if len(drawn) == room else None
         if finish is not None:
-            del self._flight[id]
+            del self.flight[id]
         return Chunk(id, drawn, [logprob(t, self.version) for t in drawn], self.version, finish)
 
 

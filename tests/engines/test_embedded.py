@@ -222,13 +222,14 @@ async def test_a_copy_in_another_type_follows_the_model() -> None:
     assert next(policy.parameters()).dtype == torch.float32
 
 
-async def test_a_group_is_prefilled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    subject = engine(max_running=16)
+async def test_a_group_is_prefilled_once() -> None:
+    policy = copy.deepcopy(POLICY)
     forwarded: list[int] = []
-    logits = subject._model.logits
-    monkeypatch.setattr(
-        subject._model, "logits", lambda tokens, *rest: forwarded.append(tokens.shape[1]) or logits(tokens, *rest)
+    policy.register_forward_pre_hook(
+        lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
     )
+    subject = engine(policy, max_running=16)
+    forwarded.clear()
     done = await run(subject, samples(groups=2, size=8, max_tokens=1, prompt=40))
     # Each prompt once, and its last token again for each of the group's other samples.
     assert sum(forwarded) == 40 + 45 + 2 * 7 + sum(sample.length - 1 for sample in done)
@@ -264,7 +265,7 @@ async def test_a_tiny_budget_preempts_and_stays_exact(rows: float) -> None:
         tight.submit(sample)
     while chunks := await tight.poll():
         append(done, chunks)
-        assert tight._cache.allocated_bytes <= tight._cache.budget
+        assert tight.kv_cache_bytes <= int(rows * row_bytes)
     assert responses(done) == responses(free)
     assert_behaviour(POLICY, done)
 
@@ -279,7 +280,7 @@ async def test_parked_samples_give_way_oldest_first() -> None:
         append(parked, await subject.interrupt())
     others = [Sample(9 + i, 0, (9 + i, 2, 3), SamplingParams(max_tokens=20), seed=i) for i in range(2)]
     await run(subject, others)
-    assert list(subject._parked) == ["1.0", "2.0"]
+    assert list(subject.parked) == ["1.0", "2.0"]
     await run(subject, parked)
     assert_behaviour(POLICY, [*parked, *others])
 
@@ -292,9 +293,9 @@ async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
     append(done, await subject.poll())
     append(done, await subject.interrupt())
     assert subject.running == 0
-    assert len(subject._parked) == 3
+    assert len(subject.parked) == 3
     subject.forget([done[0].id])
-    assert len(subject._parked) == 2
+    assert len(subject.parked) == 2
     subject.forget()
     assert subject._cache.allocated_bytes == 0
     assert await subject.poll() == []
@@ -380,14 +381,17 @@ async def test_the_model_is_left_as_it_is() -> None:
     policy.train()
     policy.set_attn_implementation("sdpa")
     before = copy.deepcopy(policy.state_dict())
+    own = {parameter.data_ptr() for parameter in policy.parameters()}
+    served: set[int] = set()
+    seeing = policy.register_forward_hook(lambda module, *_: served.update(p.data_ptr() for p in module.parameters()))
     subject = engine(policy)
+    seeing.remove()
     done = await run(subject, samples())
+    assert served == own
     assert policy.training
     assert policy.config._attn_implementation == "sdpa"
     assert all(parameter.requires_grad and parameter.grad is None for parameter in policy.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.state_dict().items())
-    own = {parameter.data_ptr() for parameter in policy.parameters()}
-    assert {parameter.data_ptr() for parameter in subject._model.module.parameters()} == own
     ids = torch.tensor([[1, 2, 3]], device=DEVICE)
     policy(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in policy.parameters())

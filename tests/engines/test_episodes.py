@@ -129,9 +129,9 @@ async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
     async with scheduler:
         collecting = asyncio.create_task(scheduler.collect())
         await asyncio.sleep(0)
-        while scheduler.in_flight or not engine._parked:
+        while scheduler.in_flight or not engine.parked:
             await asyncio.sleep(0.001)
-        assert len(engine._parked) == len(scheduler.episodes) > 1
+        assert len(engine.parked) == len(scheduler.episodes) > 1
         missing = []
         submit = engine.submit
 

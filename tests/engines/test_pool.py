@@ -120,7 +120,7 @@ class Machine(StreamEngine):
         await self._resumed.wait()
         if not self.alive or self.refuses_update:
             raise EngineError(f"{self.name} does not take weights")
-        assert not self._tasks, "weights changed under running samples"
+        assert not self.running, "weights changed under running samples"
         self.version = version
         self.updates.append(version)
 
@@ -304,7 +304,7 @@ async def test_an_interrupt_that_is_cancelled_can_be_made_again() -> None:
         with suppress(asyncio.CancelledError):
             await interrupting
         absorb(await pool.interrupt(), samples)
-        assert not any(machine._tasks for machine in machines)
+        assert not any(machine.running for machine in machines)
         submit(pool, samples)
         await run(pool, samples)
         assert finished(samples)

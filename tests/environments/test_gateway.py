@@ -112,7 +112,7 @@ def test_a_program_that_asks_nothing_is_named(program):
 def test_the_program_ends_with_its_episode(program):
     environment = program(AGENT)
     environment.reset(ROW, 0)
-    process = environment._process
+    process = environment.process
     environment.close()
     assert process.returncode is not None
     environment.close()

@@ -135,7 +135,7 @@ def test_a_restored_adapter_returns_the_same_groups(case: dict[str, Any]) -> Non
         steps = []
         for number in range(6):
             if number == 3:
-                engine._rng.seed(5)  # an engine started anew deals its tokens out in other portions
+                engine.rng.seed(5)  # an engine started anew deals its tokens out in other portions
                 if restart:
                     state = json.loads(json.dumps(adapter.state_dict()))
                     adapter = build(case, engine)
@@ -192,7 +192,7 @@ async def test_a_failed_call_is_resumed_without_asking_again() -> None:
         with pytest.raises(EngineError):
             await rollouts.rollout(ASKED[3:6])
         engine.dead = False
-        engine._flight.clear()
+        engine.flight.clear()
         step = await rollouts.resume()
         assert len(step.groups) == 3
         assert rollouts.prompts.asked == 6

@@ -173,13 +173,13 @@ def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> 
         max_steps=2,
     )
     evaluated.train()
-    waiting = evaluated._rollouts.adapter.state_dict()
+    waiting = evaluated.rollouts.adapter.state_dict()
     assert waiting["state"]["buffer"]["groups"]
     reward.seen.clear()
     evaluated.evaluate()
     asked = [(row["prompt"], row["answer"]) for row in held_out for _ in range(2)]
     assert sorted(reward.seen) == sorted(asked)
-    assert evaluated._rollouts.adapter.state_dict() == waiting
+    assert evaluated.rollouts.adapter.state_dict() == waiting
     assert "eval_reward" in evaluated.state.log_history[-1]
     evaluated.close()
 
@@ -188,7 +188,7 @@ def test_several_updates_a_generation_batch_count_as_one_version(tmp_path: Path)
     several = trainer(tmp_path, gradient_accumulation_steps=1, steps_per_generation=2, max_steps=6)
     several.train()
     assert len(several.batches) == 3
-    assert several._rollouts.adapter.version == 2
+    assert several.rollouts.adapter.version == 2
     several.close()
 
 
@@ -197,7 +197,7 @@ def test_a_second_training_goes_on_with_a_new_version(tmp_path: Path) -> None:
     twice = trainer(tmp_path, max_steps=1)
     twice.train()
     twice.train()
-    assert twice._rollouts.adapter.version == 1
+    assert twice.rollouts.adapter.version == 1
     twice.close()
 
 
@@ -207,7 +207,7 @@ def test_prompts_are_tokenized_as_trl_does(tmp_path: Path) -> None:
     chat.processing_class.chat_template = TEMPLATE
     for prompts in (["7?", "12?"], messages[:3]):
         theirs = chat._tokenize_prompts(prompts)[0]
-        assert [list(chat._rollouts.encode({"prompt": p}).token_ids) for p in prompts] == theirs
+        assert [list(chat.rollouts.encode({"prompt": p}).token_ids) for p in prompts] == theirs
     chat.close()
 
 

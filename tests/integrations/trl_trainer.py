@@ -45,6 +45,6 @@ class Watched(GRPOTrainer):
         training = self.model.training
         output = super()._generate_and_score_completions(inputs)
         if training:
-            self.batches.append((list(self._rollouts.groups), dict(output)))
-            self.rows.append((list(self._rollouts.rows), dict(output)))
+            self.batches.append((list(self.rollouts.groups), dict(output)))
+            self.rows.append((list(self.rollouts.rows), dict(output)))
         return output

@@ -462,12 +462,13 @@ async def test_evaluation_has_episodes_too() -> None:
     rollouts = build(world)
     async with rollouts:
         await rollouts.collect()
+        before = list(world.alive)
         groups = await rollouts.evaluate([Prompt((1, 2), "a"), Prompt((3,), "b")], 2)
         for group in groups:
             for sample in group.samples:
                 whole, finish, _ = episode(sample, group.environment_seed, CONTEXT)
                 assert (sample.response_ids, sample.finish) == (whole, finish)
-        assert not [room for room in world.alive if room not in rollouts.episodes._live.values()]
+        assert all(room in before for room in world.alive), "an evaluation's environments end with it"
 
 
 async def test_an_evaluation_leaves_the_runs_own_environments_alone() -> None:

@@ -421,13 +421,13 @@ async def until_error(rollouts: RolloutScheduler) -> None:
 async def test_a_slow_disk_holds_up_who_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "BACKLOG", 100)
     release = threading.Event()
-    commit = Journal._commit
+    commit = Journal.commit
 
     def slow(self: Journal, records: Any) -> None:
         release.wait()
         commit(self, records)
 
-    monkeypatch.setattr(Journal, "_commit", slow)
+    monkeypatch.setattr(Journal, "commit", slow)
     with closing(Journal(tmp_path / "j", delay=3600)) as journal:
         await journal.drain()
         for _ in range(101):
@@ -466,7 +466,7 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
         armed = False
 
         def __enter__(self) -> bool:
-            while self.armed and threading.current_thread() is threading.main_thread() and journal._backlog:
+            while self.armed and threading.current_thread() is threading.main_thread() and journal.backlog:
                 time.sleep(0.001)
             return super().__enter__()
 

@@ -156,7 +156,7 @@ async def test_what_goes_wrong_beside_training_is_raised_by_the_next_take_and_no
         with pytest.raises(EngineError, match="was killed"):
             await rollouts.take()
         engine.dead = False
-        engine._flight.clear()
+        engine.flight.clear()
         await rollouts.swap()
         assert len((await rollouts.take()).groups) == 3
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
@@ -199,7 +199,7 @@ def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_af
     saved: dict[str, list[int]] = {}
     steps, state = asyncio.run(before())
     revived, again = build(s, prompts=Counted())
-    revived._rng.seed(99)
+    revived.rng.seed(99)
     revived.ledger, revived.version = saved, stop_after
     again.load_state_dict(state)
     steps += asyncio.run(overlapped(again, [(training, 9)] * 4))
@@ -269,7 +269,7 @@ class Late(ScriptedEngine):
         return chunks
 
     async def poll(self) -> list[Chunk]:
-        late = [self._serve(id, 1)._replace(version=v) for id, v in self.frozen.items() if id in self._flight]
+        late = [self.serve(id, 1)._replace(version=v) for id, v in self.frozen.items() if id in self.flight]
         self.frozen = {}
         return late or await super().poll()
 
@@ -305,12 +305,12 @@ async def test_what_came_as_the_wait_was_cancelled_is_kept_where_the_interrupt_f
         pump = rollouts._pump
         pump.begin(None)
         pump.fill()
-        pump.flight._late = [engine._serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
+        pump.flight._late = [engine.serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
         engine.dead = True
         with pytest.raises(EngineError):
             await pump.interrupt()
         engine.dead = False
-        engine._flight.clear()
+        engine.flight.clear()
         step = await rollouts.collect()
         for sample in (sample for group in step.groups for sample in group.samples):
             assert sample.response_ids == response(sample.seed, sample.sampling.max_tokens)

@@ -26,9 +26,9 @@ class Cursed(ScriptedEngine):
 
     async def poll(self) -> list[Chunk]:
         chunks = []
-        for id in list(self._flight):
+        for id in list(self.flight):
             if id.rpartition(".")[0] in self.cursed and len(self.ledger.get(id, [])) >= self.after:
-                del self._flight[id]
+                del self.flight[id]
                 chunks.append(Chunk(id, (), (), self.version, error=f"no luck with {id}"))
         return chunks + await super().poll()
 

@@ -33,13 +33,13 @@ class Compared(Watched):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        samples = [sample for group in self._rollouts.groups for sample in group.samples]
+        samples = [sample for group in self.rollouts.groups for sample in group.samples]
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         with torch.no_grad():
             own = self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].shape[1])[0]
         kept = output["completion_mask"].bool()
-        fresh = torch.cat([torch.tensor(sample.versions == self._rollouts.adapter.version) for sample in samples])
+        fresh = torch.cat([torch.tensor(sample.versions == self.rollouts.adapter.version) for sample in samples])
         difference = (output["old_per_token_logps"] - own)[kept].abs()
         self.differences.append((difference[fresh], difference[~fresh]))
         return output

@@ -44,11 +44,11 @@ def after_restart(problem: Problem) -> Problem:
 def test_any_dataset_scores_as_its_own_scorer_does_even_after_a_restart(name, params):
     task = build_task(gym(name, params=params, eval_size=3))
     for index in range(3):
-        entry, problem = task._eval[index], task.problem(index, "eval")
+        entry, problem = task.eval_data[index], task.problem(index, "eval")
         assert problem.prompt == entry["question"]
         for answer in (entry["answer"], "17", "nonsense", ""):
             try:
-                expected = task._eval.score_answer(answer, entry)
+                expected = task.eval_data.score_answer(answer, entry)
             except (TypeError, ValueError):
                 expected = 0.0
             if answer is not None:
@@ -75,8 +75,8 @@ def test_another_tag_or_the_whole_response():
 
 def test_training_and_evaluation_draw_from_seeds_that_no_run_shares():
     runs = [build_task(gym(seed=seed, size=size)) for seed, size in [(0, 10), (7, 5000), (2**31 - 60, 60)]]
-    trained = [range(run._train.seed, run._train.seed + len(run)) for run in runs]
-    evaluated = [range(run._eval.seed, run._eval.seed + run.eval_size) for run in runs]
+    trained = [range(run.train_data.seed, run.train_data.seed + len(run)) for run in runs]
+    evaluated = [range(run.eval_data.seed, run.eval_data.seed + run.eval_size) for run in runs]
     assert max(seeds.stop for seeds in trained) <= min(seeds.start for seeds in evaluated)
     assert max(seeds.stop for seeds in evaluated) <= 2**32
 
@@ -86,7 +86,7 @@ def test_no_question_is_both_trained_and_evaluated(max_value):
     task = build_task(gym(params={"max_value": max_value}, size=300, eval_size=3 if max_value == 3 else 20))
     trained = {task.problem(i).prompt for i in range(len(task))}
     evaluated = {task.problem(i, "eval").prompt for i in range(task.eval_size)}
-    drawn = {task._train[i]["question"] for i in range(len(task))}
+    drawn = {task.train_data[i]["question"] for i in range(len(task))}
     assert not trained & evaluated
     assert trained == drawn - evaluated
     if max_value < 99:

@@ -252,7 +252,7 @@ def test_updates_take_whole_groups_once_each(groups: int, updates: list[list[int
     settings = recipe()
     settings.training.updates_per_step = 3
     learner = LocalLearner(tiny.model(), settings)
-    assert [list(part) for part in learner._updates(rollout(4, groups=groups, size=2).groups)] == updates
+    assert [list(part) for part in learner.updates(rollout(4, groups=groups, size=2).groups)] == updates
 
 
 @pytest.mark.parametrize("correction", ["none", "decoupled", "tis"])
@@ -264,7 +264,7 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     step = rollout(4)
     alone = LocalLearner(tiny.model(sharpness=1.0), settings)
     batch = alone.prepare(step)
-    start = alone._logprobs(batch).detach()
+    start = alone.logprobs(batch).detach()
     trained = batch.advantages != 0
     torch.testing.assert_close(batch.prox[trained], start[trained], atol=1e-5, rtol=1e-5)
     assert not batch.prox[~trained].any(), "what carries no signal is not scored"
@@ -274,9 +274,9 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     moved = []
     with alone.packed():
         batch = alone.prepare(step)
-        for rows in alone._updates(step.groups):
-            alone._update("an update", batch.rows(rows), [])
-            moved.append(float((alone._logprobs(batch).detach() - start).abs().max()))
+        for rows in alone.updates(step.groups):
+            alone.update("an update", batch.rows(rows), [])
+            moved.append(float((alone.logprobs(batch).detach() - start).abs().max()))
     assert moved[0] > 1e-3
     for a, b in zip(learner.model.parameters(), alone.model.parameters(), strict=True):
         assert torch.equal(a, b)

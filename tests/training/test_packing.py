@@ -144,7 +144,7 @@ def test_no_sequence_sees_another() -> None:
 @settings(max_examples=100, deadline=None)
 def test_runs_partition_the_tokens_and_pad_little(lengths: list[int]) -> None:
     packing = Packing(lengths, torch.device("cpu"))
-    runs = packing._runs
+    runs = packing.runs
     assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
     assert runs[-1].stop == sum(lengths)
     assert sum(run.sequences for run in runs) == len(lengths)

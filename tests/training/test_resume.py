@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from april.training import run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
 from april.training.output import locked
-from april.training.trainer import Trainer
 from tests.crash_points import RECIPE, differences, outcome, prepare
 
 OFTEN = RECIPE.replace("save_interval = 2", "save_interval = 1").replace("keep_checkpoints = 1", "keep_checkpoints = 2")
@@ -33,6 +33,7 @@ SELDOM = RECIPE.replace("save_interval = 2", "save_interval = 0")
 SCRIPT = """
 import sys
 from pathlib import Path
+from typing import Any
 from april.reporting.metrics_log import last_step
 from tests.crash_points import Points, live
 
@@ -239,11 +240,11 @@ def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
     saved_often: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy(saved_often, tmp_path)
-    save, learn = run_state.save_checkpoint, Trainer._learn
+    save, train = run_state.save_checkpoint, LocalLearner.train
 
-    async def learn_interrupted(self: object, step: object) -> object:
+    def train_interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return await learn(self, step)
+        return train(*args)
 
     def save_interrupted(*args: object) -> Path:
         for _ in range(3):
@@ -251,7 +252,7 @@ def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
             time.sleep(0.01)
         return save(*args)
 
-    monkeypatch.setattr(Trainer, "_learn", learn_interrupted)
+    monkeypatch.setattr(LocalLearner, "train", train_interrupted)
     monkeypatch.setattr(run_state, "save_checkpoint", save_interrupted)
     assert resume(run, "--steps", "9", "--save-interval", "0") == 130
     assert "Stopped. To go on" in capsys.readouterr().out

@@ -61,7 +61,7 @@ class Program:
         self._happened: Queue[Asked | Ended] = Queue()
         self._history: list[Message] = []
         self._waiting: Asked | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self._server: ThreadingHTTPServer | None = None
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
@@ -72,17 +72,17 @@ class Program:
         self._server = _server(self._happened)
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         address = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._errors,
             env={**os.environ, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": "april"},
         )
-        assert self._process.stdin is not None
-        with self._process.stdin as stdin:
+        assert self.process.stdin is not None
+        with self.process.stdin as stdin:
             stdin.write(json.dumps({**prompt, "seed": seed}).encode() + b"\n")
-        threading.Thread(target=_wait, args=(self._process, self._happened), daemon=True).start()
+        threading.Thread(target=_wait, args=(self.process, self._happened), daemon=True).start()
         happened = self._happened.get()
         if isinstance(happened, Ended):
             raise ObservationError(f"the program ended before it asked anything: {self._last_words(happened.code)}")
@@ -101,12 +101,12 @@ class Program:
         return EnvStep(reward=self._reward(), done=True)
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
             self._output.close()
             self._errors.close()
-            self._process = None
+            self.process = None
         if self._waiting is not None:
             self._waiting.answer.put(None)
             self._waiting = None

@@ -66,13 +66,13 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         if served:
             self.args.use_vllm = self.use_vllm = True
         _refuse_model(self)
-        self._rollouts = Rollouts(self, settings)
+        self.rollouts = Rollouts(self, settings)
         self.rollout_func = self._completions
-        self.add_callback(Checkpoint(self._rollouts))
-        weakref.finalize(self, self._rollouts.close)
+        self.add_callback(Checkpoint(self.rollouts))
+        weakref.finalize(self, self.rollouts.close)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        training, rollouts = self.model.training, self._rollouts
+        training, rollouts = self.model.training, self.rollouts
         if training:
             rollouts.train(inputs, self.state.global_step)
             inputs = [dict(row) for row, _ in rollouts.rows]
@@ -86,7 +86,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
 
     def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: what was just generated for this process, a row per sample."""
-        samples = [sample for _, sample in self._rollouts.rows]
+        samples = [sample for _, sample in self.rollouts.rows]
         assert len(samples) == len(prompts), "TRL asked for completions of other rows than it was given"
         return {
             "prompt_ids": [list(sample.prompt_ids) for sample in samples],
@@ -101,27 +101,27 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             SystemExit: another process of the job has ended; the first to see it says how to go on.
         """
         try:
-            leads = self._rollouts.job.leads
+            leads = self.rollouts.job.leads
             state = read_state(resume_from_checkpoint, self.args.output_dir) if leads else None
-            self._rollouts.load_state_dict(state)
+            self.rollouts.load_state_dict(state)
             return super().train(resume_from_checkpoint, *args, **kwargs)
         except Exception as error:
-            if self._rollouts.job.size == 1 or not lost(error):
+            if self.rollouts.job.size == 1 or not lost(error):
                 raise
-            first = self._rollouts.job.first("a process has ended")
+            first = self.rollouts.job.first("a process has ended")
             raise SystemExit(how_to_go_on(Path(self.args.output_dir)) if first else 1) from None
         finally:
-            self._rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
+            self.rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL's, with april's metrics of the rollouts since the last call under `april/`."""
         if self.model.training:
-            logs.update(self._rollouts.take_metrics())
+            logs.update(self.rollouts.take_metrics())
         super().log(logs, start_time)
 
     def close(self) -> None:
         """Stop the engine, and the servers that april started. It happens by itself when the program ends."""
-        self._rollouts.close()
+        self.rollouts.close()
 
 
 def how_to_go_on(directory: Path) -> str:

@@ -112,14 +112,14 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         except BaseException:
             worker.stop()
             raise
-        self._rollouts = worker
+        self.rollouts = worker
         self.add_callback(Checkpoint(worker))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a checkpoint brings back what waited when it was written."""
         state = read_state(resume_from_checkpoint, self.args.output_dir)
         if state is not None:
-            self._rollouts.load_state_dict(state)
+            self.rollouts.load_state_dict(state)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
 

@@ -67,7 +67,7 @@ class Journal:
         self.last = self._last()
         self._changed = threading.Condition()
         self._pending: list[Event] = []
-        self._backlog = 0
+        self.backlog = 0
         self._urgent = self._closing = False
         self._waiting: list[Future[None]] = []
         self._failure: str | None = None
@@ -137,7 +137,7 @@ class Journal:
             idle = not self._pending
             self.position += len(events)
             self._pending += events
-            self._backlog += backlog
+            self.backlog += backlog
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
                 self._writer.start()
@@ -151,10 +151,10 @@ class Journal:
             JournalError: the disk is full, or fails otherwise.
         """
         most = BACKLOG if self.delay else 0
-        while self._failure is None and self._backlog > most:
+        while self._failure is None and self.backlog > most:
             written: Future[None] = Future()
             with self._changed:
-                if self._failure is not None or self._backlog <= most:
+                if self._failure is not None or self.backlog <= most:
                     break  # the writer has just been through, and nobody would wake who waits now
                 self._waiting.append(written)
                 self._urgent = True
@@ -171,7 +171,7 @@ class Journal:
         with self._changed:
             self._urgent = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._backlog or self._failure is not None)
+            self._changed.wait_for(lambda: not self.backlog or self._failure is not None)
         self._check()
 
     def _check(self) -> None:
@@ -218,21 +218,21 @@ class Journal:
                     return
                 self._changed.wait_for(lambda: self._urgent or self._closing, self.delay or None)
                 events, self._pending = self._pending, []
-                written, weight, self._urgent = self.position, self._backlog, False
+                written, weight, self._urgent = self.position, self.backlog, False
             try:
-                self._commit(list(encode(events, written - len(events) + 1)))
+                self.commit(list(encode(events, written - len(events) + 1)))
             except Exception as error:  # whoever records hears of it; a thread that dies would leave it waiting
                 self._failure = f"{type(error).__name__}: {error}"
             with self._changed:
                 self.last = written
-                self._backlog = 0 if self._failure else self._backlog - weight
+                self.backlog = 0 if self._failure else self.backlog - weight
                 waiting, self._waiting = self._waiting, []
                 self._changed.notify_all()
             for future in waiting:
                 if future.set_running_or_notify_cancel():
                     future.set_result(None)
 
-    def _commit(self, records: Sequence[Record]) -> None:
+    def commit(self, records: Sequence[Record]) -> None:
         with self._access, self._database as transaction:
             transaction.execute("BEGIN IMMEDIATE")
             transaction.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?)", records)

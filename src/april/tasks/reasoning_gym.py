@@ -37,8 +37,8 @@ class ReasoningGymTask(Task):
         self.eval_size = 128 if spec.eval_size is None else int(spec.eval_size)
         if spec.seed + max(self.size, self.eval_size) > SEEDS:
             raise ValueError(f"seed = {spec.seed}: seed and size together must stay below {SEEDS}")
-        self._train = open_dataset(self.name, spec.params, spec.seed, self.size)
-        self._eval = open_dataset(self.name, spec.params, SEEDS + spec.seed, max(self.eval_size, 1))
+        self.train_data = open_dataset(self.name, spec.params, spec.seed, self.size)
+        self.eval_data = open_dataset(self.name, spec.params, SEEDS + spec.seed, max(self.eval_size, 1))
         self.scorer = scorer
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class ReasoningGymTask(Task):
         if split == "eval":
             return self._eval_problems[index]
         for source in chain(range(index, self.size), range(index)):
-            problem = self._make(self._train[source], f"{self.name}/train/{source}")
+            problem = self._make(self.train_data[source], f"{self.name}/train/{source}")
             if problem.question not in self._held_out:
                 return problem
         raise ValueError(
@@ -63,7 +63,7 @@ class ReasoningGymTask(Task):
 
     @cached_property
     def _eval_problems(self) -> list[Problem]:
-        return [self._make(self._eval[i], f"{self.name}/eval/{i}") for i in range(self.eval_size)]
+        return [self._make(self.eval_data[i], f"{self.name}/eval/{i}") for i in range(self.eval_size)]
 
     @cached_property
     def _held_out(self) -> set[str]:

@@ -137,8 +137,8 @@ class LocalLearner:
         with self.packed():
             batch = self.memory.fit(lambda: self.prepare(step), lengths)
             results = [
-                self._update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
-                for index, rows in enumerate(self._updates(step.groups))
+                self.update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
+                for index, rows in enumerate(self.updates(step.groups))
             ]
         metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
         metrics["skipped_updates"] *= len(results)
@@ -162,13 +162,13 @@ class LocalLearner:
         if self.objective.regularised:
             batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
         if self.objective.penalised:
-            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch))
+            batch = dataclasses.replace(batch, prox=self._score(self.logprobs, batch))
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
         if batch.prox is None and self.settings.updates_per_step > 1 and self.objective.asks_prox:
             signal = self.objective.carrying_signal(batch)
-            batch = dataclasses.replace(batch, prox=self._score(self._logprobs, batch, signal))
+            batch = dataclasses.replace(batch, prox=self._score(self.logprobs, batch, signal))
         return batch
 
     def rewards(self, groups: Sequence[Group]) -> Tensor:
@@ -177,7 +177,7 @@ class LocalLearner:
         lengths = torch.tensor([[sample.policy_tokens for sample in group.samples] for group in groups])
         return self.objective.rewards(rewards, lengths)
 
-    def _updates(self, groups: Sequence[Group]) -> Iterator[range]:
+    def updates(self, groups: Sequence[Group]) -> Iterator[range]:
         """The rows of each optimizer update: whole groups, as many in each."""
         sizes = [len(group.samples) for group in groups]
         count = self.settings.updates_per_step
@@ -185,7 +185,7 @@ class LocalLearner:
         for first, last in itertools.pairwise(bounds):
             yield range(sum(sizes[:first]), sum(sizes[:last]))
 
-    def _update(self, name: str, batch: Batch, samples: Sequence[Sample]) -> tuple[dict[str, float], Diagnostics]:
+    def update(self, name: str, batch: Batch, samples: Sequence[Sample]) -> tuple[dict[str, float], Diagnostics]:
         """One optimizer update on all rows of `batch`, which are these `samples`."""
         sums = self.memory.fit(lambda: self.gradient(batch), batch.lengths)
         measured = {"loss": sums.loss} | ({"value_loss": sums.value_loss} if self.critic else {})
@@ -226,7 +226,7 @@ class LocalLearner:
     def gradient(self, batch: Batch) -> Sums:
         """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
         if self.objective.chooses_tokens:
-            now = self._score(self._logprobs, batch)
+            now = self._score(self.logprobs, batch)
             correction = self.objective.correct(batch, now, now if batch.prox is None else batch.prox)
             batch = dataclasses.replace(batch, correction=correction)
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
@@ -258,14 +258,14 @@ class LocalLearner:
                 raise Interrupted
             yield part, batch.rows(part, self.device)
 
-    def _logprobs(self, batch: Batch) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         logp: Tensor = self.policy(batch)[0]
         return logp
 
     def _reference_logprobs(self, batch: Batch) -> Tensor:
         if self.adapters:
             with self.adapters.disabled():
-                return self._logprobs(batch)
+                return self.logprobs(batch)
         assert self.reference is not None
         logp: Tensor = self.reference(batch)[0]
         return logp

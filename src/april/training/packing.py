@@ -59,7 +59,7 @@ class Packing:
         self.lengths = lengths
         self.context = context
         self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-        self._runs = list(_runs(lengths, device))
+        self.runs = list(_runs(lengths, device))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
         longest = max(lengths)
@@ -76,7 +76,7 @@ class Packing:
         """Causal attention within each sequence: [1, heads, tokens, size] to [1, tokens, heads, size]."""
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         parts = []
-        for run in self._runs:
+        for run in self.runs:
             mask = self._mask(run, window, cap, query)
             out = attend(_batch(queries, run), _batch(keys, run), _batch(values, run), mask, scaling, cap)
             flat = out.transpose(1, 2).reshape(run.sequences * run.longest, out.shape[1], -1)

@@ -135,6 +135,11 @@ class EmbeddedEngine:
         """The most that keys and values have taken so far."""
         return self._cache.peak_bytes
 
+    @property
+    def parked(self) -> list[str]:
+        """The interrupted samples whose keys and values are kept, those that give them up first in front."""
+        return list(self._parked)
+
     def submit(self, sample: Sample) -> None:
         tokens = [*sample.prompt_ids, *sample.response_ids]
         limit = min(len(tokens) + sample.budget_left, self.capacity.context_length)
