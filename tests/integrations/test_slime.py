@@ -106,14 +106,14 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         plugin.DataSource(args)
 
 
-def finished_group(rollouts: plugin.Rollouts) -> Group:
+def finished_group(rollouts: plugin.SlimeRollouts) -> Group:
     """A group of a prompt of theirs, whose sample has ended."""
     group = Group.start(0, next(rollouts.prompts()), 1, SamplingParams(max_tokens=2), seed=0)
     group.samples[0].extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
     return group
 
 
-async def rewarded(rollouts: plugin.Rollouts) -> Group:
+async def rewarded(rollouts: plugin.SlimeRollouts) -> Group:
     """The same, scored, and restored from a checkpoint."""
     group = finished_group(rollouts)
     (sample,) = group.samples
@@ -125,7 +125,7 @@ async def rewarded(rollouts: plugin.Rollouts) -> Group:
 async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
     """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
     args.custom_rm_path = "tests.integrations.slime_source.teacher"
-    group = await rewarded(plugin.Rollouts(args, plugin.DataSource(args)))
+    group = await rewarded(plugin.SlimeRollouts(args, plugin.DataSource(args)))
     (theirs,) = plugin.scored(group)
     assert group.samples[0].reward == 0
     assert theirs.reward == {"logprobs": [-0.5, -0.25]}
@@ -134,7 +134,7 @@ async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namesp
 async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime_source.length_parity"
     args.rollout_sample_hook_path = ["tests.integrations.slime_source.note_length"]
-    group = await rewarded(rollouts := plugin.Rollouts(args, plugin.DataSource(args)))
+    group = await rewarded(rollouts := plugin.SlimeRollouts(args, plugin.DataSource(args)))
     (theirs,) = plugin.scored(group)
     assert theirs.tokens == [*group.prompt.token_ids, 5, 6]
     assert theirs.response == rollouts.tokenizer.decode([5, 6])
@@ -145,7 +145,7 @@ async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(ar
 
 async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:
     args.custom_rm_path = "tests.integrations.slime_source.unsaveable"
-    rollouts = plugin.Rollouts(args, plugin.DataSource(args))
+    rollouts = plugin.SlimeRollouts(args, plugin.DataSource(args))
     group = finished_group(rollouts)
     with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
         await rollouts.score(group.prompt, group.samples[0])

@@ -15,7 +15,7 @@ from april.simulation.idle_engine import calibrate_recipe
 
 
 @dataclass(kw_only=True)
-class Options:
+class CalibrateOptions:
     """Measure the recipe's engine for some seconds to minutes and write a cost model for april simulate.
 
     Takes the engine the recipe's [engine] names: embedded, or vLLM and SGLang by their urls, or started for the
@@ -38,7 +38,7 @@ class Options:
 
 def run(args: list[str]) -> int:
     """`april calibrate RECIPE [OPTIONS] [FLAGS OF april train]`."""
-    path, options, flags = read_options(Options, "april calibrate", args)
+    path, options, flags = read_options(CalibrateOptions, "april calibrate", args)
     recipe = read_recipe([path, *flags], "april calibrate")
     ready_for_output(options.output.parent)
     try:

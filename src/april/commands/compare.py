@@ -21,7 +21,7 @@ from april.reporting.comparison import compare_runs, run_record
 
 
 @dataclass(kw_only=True)
-class Options:
+class CompareOptions:
     """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
     same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way.
 
@@ -60,7 +60,7 @@ class ArmRun:
 
 def run(args: list[str]) -> int:
     """`april compare RECIPE [OPTIONS] [FLAGS OF april train]`."""
-    path, options, flags = read_options(Options, "april compare", args)
+    path, options, flags = read_options(CompareOptions, "april compare", args)
     recipe = read_recipe([path, *flags], "april compare")
     arms = arms_at(recipe, options.ratios) if options.ratios else arms_of(recipe)
     for own in arms.values():
@@ -112,7 +112,7 @@ def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
     return {"synchronous": ["--no-partial-rollout", *slots], **partial}
 
 
-def _runs(arms: dict[str, list[str]], options: Options, flags: Sequence[str]) -> Iterator[ArmRun]:
+def _runs(arms: dict[str, list[str]], options: CompareOptions, flags: Sequence[str]) -> Iterator[ArmRun]:
     """Every arm with every seed, the arms of one seed one after the other."""
     for seed in options.seeds:
         for arm, own in arms.items():

@@ -19,7 +19,7 @@ from april.simulation.profile_page import lines_of, profile_page, trust_of
 
 
 @dataclass(kw_only=True)
-class Options:
+class ProfileOptions:
     """Roll out the recipe's prompts with its own model and engine, without training: how long responses are, how alike
     those of one prompt are, how long the last of them hold a synchronous step, what partial rollouts would gain at
     which N', and whether they are worth it.
@@ -43,7 +43,7 @@ class Options:
 
 def run(args: list[str]) -> int:
     """`april profile RECIPE [OPTIONS] [FLAGS OF april train]`."""
-    path, options, flags = read_options(Options, "april profile", args)
+    path, options, flags = read_options(ProfileOptions, "april profile", args)
     recipe = read_recipe([path, *flags], "april profile")
     if (options.output / "metrics.jsonl").exists():
         raise ConfigError(f"--output {options.output}: a run is there; choose another directory")

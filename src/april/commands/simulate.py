@@ -28,7 +28,7 @@ from april.simulation.workload import WORKLOADS, Workload
 
 
 @dataclass(kw_only=True)
-class Options:
+class SimulateOptions:
     """What a recipe would do on a cluster, in virtual time: the scheduler that real runs use, over engines that follow
     a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
     smallest N' that comes within 3 % of the best.
@@ -88,7 +88,7 @@ class Simulation:
     cluster: Cluster
     workload: Workload
     recorded: Recorded | None
-    options: Options
+    options: SimulateOptions
     splits: Sequence[Split] = ()
     """Of the GPUs between engines and trainer, as far as they were tried."""
 
@@ -137,7 +137,7 @@ class Simulation:
 
 def run(args: list[str]) -> int:
     """`april simulate RECIPE [OPTIONS] [FLAGS OF april train]`."""
-    path, options, flags = read_options(Options, "april simulate", args)
+    path, options, flags = read_options(SimulateOptions, "april simulate", args)
     recipe = read_recipe([path, *flags], "april simulate")
     try:
         simulation = simulation_of(recipe, options)
@@ -149,7 +149,7 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def simulation_of(recipe: Recipe, options: Options) -> Simulation:
+def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
     """What the recipe is simulated on, and with which lengths.
 
     Raises:
@@ -170,7 +170,7 @@ def simulation_of(recipe: Recipe, options: Options) -> Simulation:
     return Simulation(recipe, hardware.cluster(training_gpus), lengths, recorded, options, splits)
 
 
-def _measured(recipe: Recipe, options: Options, cost: CostModel) -> Cluster:
+def _measured(recipe: Recipe, options: SimulateOptions, cost: CostModel) -> Cluster:
     engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
     name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
     return Cluster(name=name, engines=engines, cost=cost)
@@ -179,7 +179,7 @@ def _measured(recipe: Recipe, options: Options, cost: CostModel) -> Cluster:
 class _Hardware:
     """The GPUs that were named, however they are split between engines and trainer."""
 
-    def __init__(self, recipe: Recipe, options: Options, measured: CostModel | None) -> None:
+    def __init__(self, recipe: Recipe, options: SimulateOptions, measured: CostModel | None) -> None:
         self.recipe, self.options, self.measured = recipe, options, measured
         self.gpu = GPUS[options.hardware or "h100"]
         self.shape = MODELS[options.model] if options.model else shape_of(recipe.model.path)

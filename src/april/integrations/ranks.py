@@ -40,7 +40,7 @@ AFFINITY = 0.25
 """How much more load, as a share of its slots, an engine may have and be given back samples whose prefix it holds."""
 
 
-class RankLostError(EngineError):
+class JobLostError(EngineError):
     """A process of the job is gone."""
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ def lost(error: BaseException) -> bool:
     gone = (
         r"gloo.transport|connection (closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
     )
-    return isinstance(error, RankLostError) or (
+    return isinstance(error, JobLostError) or (
         isinstance(error, RuntimeError) and re.search(gone, str(error), re.IGNORECASE) is not None
     )
 
 
 @dataclass(slots=True)
-class Order:
+class JobOrder:
     """What one process is to do: samples to forget and to submit, and then the rest."""
 
     what: Literal["poll", "interrupt", "update", "over", "failed"]
@@ -98,7 +98,7 @@ class Job:
         try:
             dist.gather_object(mine, everyone, group=self._group)
         except RuntimeError as error:
-            raise RankLostError from error
+            raise JobLostError from error
         return everyone or []
 
     def scatter(self, items: Sequence[T]) -> T:
@@ -109,10 +109,10 @@ class Job:
         try:
             dist.scatter_object_list(mine, list(items) if self.leads else None, group=self._group)
         except RuntimeError as error:
-            raise RankLostError from error
+            raise JobLostError from error
         return mine[0]  # type: ignore[no-any-return]
 
-    def together(self, lead: Callable[[], Sequence[T]], follow: Callable[[Order], Reply]) -> T:
+    def together(self, lead: Callable[[], Sequence[T]], follow: Callable[[JobOrder], Reply]) -> T:
         """Called by all: the leader runs `lead`, the others do what it orders; item r of its result is process r's.
 
         Raises:
@@ -124,15 +124,15 @@ class Job:
             results = lead()
         except BaseException:
             if self._group is not None:
-                with suppress(RankLostError):
-                    self.scatter([Order("failed")] * self.size)
+                with suppress(JobLostError):
+                    self.scatter([JobOrder("failed")] * self.size)
             raise
-        mine: T = self.scatter([Order("over", result=result) for result in results]).result
+        mine: T = self.scatter([JobOrder("over", result=result) for result in results]).result
         return mine
 
-    def _follow(self, follow: Callable[[Order], Reply]) -> Any:
+    def _follow(self, follow: Callable[[JobOrder], Reply]) -> Any:
         while True:
-            order: Order = self.scatter([])
+            order: JobOrder = self.scatter([])
             if order.what == "over":
                 return order.result
             if order.what == "failed":
@@ -170,12 +170,12 @@ class Hands:
         self._in_flight: set[str] = set()
         self._came: list[Chunk] = []
 
-    def __call__(self, order: Order) -> Reply:
+    def __call__(self, order: JobOrder) -> Reply:
         """Carry out an order of the leader's; an error is part of the reply."""
         offer = self.transfer.offer(order.version) if order.what == "update" else None
         return self._loop.run(self.obey(order, offer))
 
-    async def obey(self, order: Order, weights: Any = None) -> Reply:
+    async def obey(self, order: JobOrder, weights: Any = None) -> Reply:
         error = None
         try:
             for names in order.forget:
@@ -333,9 +333,9 @@ class JobEngine:
                 await before
         orders = []
         for place in self._places:
-            orders.append(Order(what, place.forget, place.submit, version, stop))
+            orders.append(JobOrder(what, place.forget, place.submit, version, stop))
             place.forget, place.submit = [], []
-        own: Order = await asyncio.to_thread(self._job.scatter, orders)
+        own: JobOrder = await asyncio.to_thread(self._job.scatter, orders)
         reply = await self._hands.obey(own, weights)
         replies: list[Reply] = await asyncio.to_thread(self._job.gather, reply)
         for place, reply in zip(self._places, replies, strict=True):

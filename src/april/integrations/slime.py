@@ -148,7 +148,7 @@ def rollout(
     if rollouts is None:
         if not isinstance(data_source, DataSource):
             log.warning("unfinished samples are in no checkpoint: use --data-source-path %s.DataSource", __name__)
-        rollouts = data_source.rollouts = Rollouts(args, data_source)
+        rollouts = data_source.rollouts = SlimeRollouts(args, data_source)
     return run(rollouts.collect())
 
 
@@ -161,7 +161,7 @@ class DataSource(RolloutDataSourceWithBuffer):
     def __init__(self, args: Namespace) -> None:
         check_settings(args)
         super().__init__(args)
-        self.rollouts: Rollouts | None = None
+        self.rollouts: SlimeRollouts | None = None
 
     def save(self, rollout_id: int) -> None:
         super().save(rollout_id)
@@ -176,7 +176,7 @@ class DataSource(RolloutDataSourceWithBuffer):
             return
         path = state_path(self.args.load, rollout_id)
         if path.exists():
-            self.rollouts = Rollouts(self.args, self, json.loads(path.read_text()))
+            self.rollouts = SlimeRollouts(self.args, self, json.loads(path.read_text()))
         else:
             log.info("%s does not exist: no unfinished samples to go on with", path)
 
@@ -224,7 +224,7 @@ class SlimeServer(ServerEngine):
         self._name_weights()
 
 
-class Rollouts:
+class SlimeRollouts:
     """What waits between slime's calls: the scheduler's groups.
 
     slime's samples of a prompt are its metadata, and what slime's hooks and reward models made of a finished one beside

@@ -29,7 +29,7 @@ from april.integrations.trl_rollouts import (
     STATE,
     Checkpoint,
     PartialRollouts,
-    Rollouts,
+    TRLRollouts,
     partial_rollouts_of,
     read_state,
 )
@@ -66,7 +66,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         if served:
             self.args.use_vllm = self.use_vllm = True
         _refuse_model(self)
-        self.rollouts = Rollouts(self, settings)
+        self.rollouts = TRLRollouts(self, settings)
         self.rollout_func = self._completions
         self.add_callback(Checkpoint(self.rollouts))
         weakref.finalize(self, self.rollouts.close)

@@ -29,7 +29,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.ranks import Hands, Job, JobEngine, Order, Reply
+from april.integrations.ranks import Hands, Job, JobEngine, JobOrder, Reply
 from april.integrations.saved import opened, stamped
 from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
@@ -85,7 +85,7 @@ class PartialRollouts(EngineSettings):
         )
 
 
-class Rollouts:
+class TRLRollouts:
     """The engine, what waits, and the weights between them. It knows TRL's model and rows, not its trainer.
 
     Every method but `close` is called by all processes of the job at the same time.
@@ -159,7 +159,7 @@ class Rollouts:
         keeps = recipe.engine.on_update == "keep"
         return JobEngine(self.job, self._hands, capacities, keeps) if self.job.leads else None
 
-    def _follow(self, order: Order) -> Reply:
+    def _follow(self, order: JobOrder) -> Reply:
         assert self._hands is not None, "there are no engines but the leader's"
         return self._hands(order)
 

@@ -29,7 +29,7 @@ LOGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Bytes by part."""
 
     rank: dict[str, int]
@@ -40,7 +40,7 @@ class Plan:
     """The policy's, a number."""
 
 
-def planned(recipe: Recipe) -> Plan:
+def planned(recipe: Recipe) -> MemoryPlan:
     """What the recipe's run will hold.
 
     Raises:
@@ -75,10 +75,10 @@ def planned(recipe: Recipe) -> Plan:
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
     first = {"engine's weights": sum(counts) * computed if copies > 1 or engine.engine != "embedded" else 0, "KV": kv}
-    return Plan(rank, first, sum(counts))
+    return MemoryPlan(rank, first, sum(counts))
 
 
-def table(plan: Plan, recipe: Recipe) -> Iterator[str]:
+def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     """The plan, line by line."""
     trainer = recipe.trainer
     yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es)"

@@ -32,7 +32,7 @@ PADDING_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Padded:
     """Consecutive sequences, tokens `start` to `stop`, that share a call of attention.
 
     `padded` [sequences · longest] picks the tokens of a padded batch, `packed` [tokens] picks from it what is no
@@ -83,7 +83,7 @@ class Packing:
             parts.append(flat if run.packed is None else flat.index_select(0, run.packed))
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
-    def _mask(self, run: _Run, window: int | None, cap: float | None, query: Tensor) -> Tensor | None:
+    def _mask(self, run: _Padded, window: int | None, cap: float | None, query: Tensor) -> Tensor | None:
         window = None if window is None or window >= run.longest else window
         if window is None and cap is None:
             return None
@@ -93,7 +93,7 @@ class Packing:
         return self._masks[run.longest, window]
 
 
-def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
+def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Padded]:
     first, start = 0, 0
     for last in range(1, len(lengths) + 1):
         tokens, longest = sum(lengths[first:last]), max(lengths[first:last])
@@ -109,11 +109,11 @@ def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Run]:
             firsts = sizes.cumsum(0) - sizes
             padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
             packed = real.flatten().nonzero()[:, 0].to(device)
-        yield _Run(start, start + tokens, count, longest, padded, packed)
+        yield _Padded(start, start + tokens, count, longest, padded, packed)
         first, start = last, start + tokens
 
 
-def _batch(tokens: Tensor, run: _Run) -> Tensor:
+def _batch(tokens: Tensor, run: _Padded) -> Tensor:
     """The run's [sequences, heads, longest, size] of [tokens, heads, size]."""
     own = tokens[run.start : run.stop]
     picked = own if run.padded is None else own.index_select(0, run.padded)

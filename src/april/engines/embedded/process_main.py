@@ -21,7 +21,7 @@ from april.engines.embedded.host import EmbeddedSettings, Host
 from april.engines.link import Link
 
 
-class Process:
+class EngineHost:
     """The engine, and the trainer at the other end of the link."""
 
     def __init__(self) -> None:
@@ -72,4 +72,4 @@ async def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 if __name__ == "__main__":
-    asyncio.run(Process().run(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(EngineHost().run(socket.socket(fileno=int(sys.argv[1]))))

@@ -30,7 +30,7 @@ from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.launch import RESTARTS, STEADY
 from april.engines.servers.log_cause import exit_of
-from april.engines.servers.requests import Order, ReadingSettings
+from april.engines.servers.requests import ReadingSettings, RequestOrder
 from april.rollout.engine import Chunk, EngineError
 
 log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class RemoteRequests:
     def holds(self, version: int, salt: str) -> None:
         self._intake.send("holds", self._key, version, salt)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: RequestOrder) -> None:
         self._flight.add(order.sample_id)
         self._intake.send("submit", self._key, order)
 

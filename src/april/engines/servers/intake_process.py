@@ -20,7 +20,7 @@ from april.engines.link import Link
 from april.engines.packed import pack
 from april.engines.servers.client import HTTPClient
 from april.engines.servers.dialect import Dialect
-from april.engines.servers.requests import Order, ReadingSettings, Requests
+from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.rollout.engine import Chunk
 
 TOGETHER = 0.005
@@ -30,7 +30,7 @@ TOGETHER = 0.005
 class Outbox(ChunkQueue):
     """The chunks of one server that have not been sent yet."""
 
-    def __init__(self, backlog: int, process: Process) -> None:
+    def __init__(self, backlog: int, process: IntakeHost) -> None:
         super().__init__(backlog)
         self._process = process
 
@@ -39,7 +39,7 @@ class Outbox(ChunkQueue):
         self._process.schedule()
 
 
-class Process(logging.Handler):
+class IntakeHost(logging.Handler):
     """What runs here: servers' requests by their keys, and the driver at the other end; what is logged goes there."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Process(logging.Handler):
     def _received(self, message: Any) -> None:
         match message:
             # Of a server that this process does not know, because the one before it died, the driver hears from itself.
-            case "submit", key, Order() as order if key in self._servers:
+            case "submit", key, RequestOrder() as order if key in self._servers:
                 self._servers[key][0].submit(order)
             case "holds", key, version, salt if key in self._servers:
                 self._servers[key][0].holds(version, salt)
@@ -110,7 +110,7 @@ class Process(logging.Handler):
 
 
 async def main() -> None:
-    process = Process()
+    process = IntakeHost()
     logger = logging.getLogger("april")
     logger.addHandler(process)
     logger.setLevel(logging.INFO)

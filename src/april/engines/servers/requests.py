@@ -39,7 +39,7 @@ REST = 2**24
 """Bytes that a server may send after the end of a response, or in one event."""
 
 
-class Order(NamedTuple):
+class RequestOrder(NamedTuple):
     """What is asked of a server for a sample: to go on from its tokens so far (prompt included) up to the budget."""
 
     sample_id: str
@@ -49,7 +49,7 @@ class Order(NamedTuple):
     budget: int
 
     @classmethod
-    def of(cls, sample: Sample, context_length: int) -> Order:
+    def of(cls, sample: Sample, context_length: int) -> RequestOrder:
         token_ids = array("i", sample.prompt_ids)
         for segment in sample.segments:
             token_ids.extend(
@@ -123,7 +123,7 @@ class Requests:
         """Where the server is asked to generate, and what."""
         return self._dialect.generate_path, self._dialect.body(stream, self._salt)
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: RequestOrder) -> None:
         id = order.sample_id
         if not self._streams:
             self._watch.heard()

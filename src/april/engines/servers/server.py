@@ -21,7 +21,7 @@ from april.engines.servers.dialect import Dialect
 from april.engines.servers.intake import Intake, RemoteRequests
 from april.engines.servers.interval import Interval
 from april.engines.servers.launch import Server
-from april.engines.servers.requests import Order, ReadingSettings, Requests
+from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.engines.weights import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.trajectory import Sample
@@ -166,7 +166,7 @@ class ServerEngine:
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
         if reason := self._dialect.inexact(sample.sampling):
             raise ValueError(f"sample {sample.id}: {self!r} {reason}")
-        self.requests.submit(Order.of(sample, self.capacity.context_length))
+        self.requests.submit(RequestOrder.of(sample, self.capacity.context_length))
 
     async def poll(self) -> list[Chunk]:
         return await self.requests.poll()

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": "abort"}
 
 
-class Finished(msgspec.Struct, gc=False):
+class SGLangFinish(msgspec.Struct, gc=False):
     type: str
     matched: Any = None
     message: str | None = None
@@ -47,13 +47,13 @@ class Finished(msgspec.Struct, gc=False):
 class Meta(msgspec.Struct, gc=False):
     completion_tokens: int
     weight_version: str
-    finish_reason: Finished | None = None
+    finish_reason: SGLangFinish | None = None
     output_token_logprobs: list[tuple[float, int, Any]] = []
     output_token_sampling_logprobs: list[float] | None = None
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class Event(msgspec.Struct, gc=False):
+class SGLangEvent(msgspec.Struct, gc=False):
     """What april reads of an event; an error has no `meta_info`."""
 
     output_ids: list[int] = []
@@ -61,7 +61,7 @@ class Event(msgspec.Struct, gc=False):
     error: Any = None
 
 
-decode = msgspec.json.Decoder(Event).decode
+decode = msgspec.json.Decoder(SGLangEvent).decode
 
 
 async def connect_sglang(url: str, **settings: Any) -> ServerEngine:

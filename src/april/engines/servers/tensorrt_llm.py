@@ -30,26 +30,26 @@ from april.rollout.sampling import FinishReason, SamplingParams
 FINISH: dict[str, Finish] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "cancelled": "abort"}
 
 
-class Scores(msgspec.Struct, gc=False):
+class TRTScores(msgspec.Struct, gc=False):
     token_logprobs: list[float]
 
 
-class Choice(msgspec.Struct, gc=False):
+class TRTChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
-    logprobs: Scores | None = None
+    logprobs: TRTScores | None = None
     finish_reason: str | None = None
 
 
-class Event(msgspec.Struct, gc=False):
+class TRTEvent(msgspec.Struct, gc=False):
     """What april reads of an event."""
 
-    choices: list[Choice] = []
+    choices: list[TRTChoice] = []
     object: str | None = None
     error: Any = None
     message: str | None = None
 
 
-decode = msgspec.json.Decoder(Event).decode
+decode = msgspec.json.Decoder(TRTEvent).decode
 
 LoadWeights = Callable[[int, Any], Awaitable[None]]
 

@@ -32,25 +32,25 @@ class Score(msgspec.Struct, gc=False):
     logprob: float
 
 
-class Scores(msgspec.Struct, gc=False):
+class VLLMScores(msgspec.Struct, gc=False):
     content: list[Score] | None = None
 
 
-class Choice(msgspec.Struct, gc=False):
+class VLLMChoice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
-    logprobs: Scores | None = None
+    logprobs: VLLMScores | None = None
     finish_reason: str | None = None
     weight_versions: list[dict[str, Any]] | None = None
 
 
-class Event(msgspec.Struct, gc=False):
+class VLLMEvent(msgspec.Struct, gc=False):
     """What april reads of an event. The server sends each log-probability twice, with its rank; that is skipped."""
 
-    choices: list[Choice] = []
+    choices: list[VLLMChoice] = []
     error: Any = None
 
 
-decode = msgspec.json.Decoder(Event).decode
+decode = msgspec.json.Decoder(VLLMEvent).decode
 
 
 async def connect_vllm(url: str, **settings: Any) -> ServerEngine:
