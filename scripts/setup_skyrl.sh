@@ -8,9 +8,9 @@ source "$(dirname "$0")/environment.sh"
 PYTHON=${PYTHON:-python3.12}
 environment "${1:-$root/.frameworks/skyrl}" scripts/setup_skyrl.sh
 $pip install torch==2.13.0
-$pip install ray==2.57.0 transformers==5.15.0 peft==0.18.1 accelerate datasets fastapi hydra-core==1.3.4 httpx jaxtyping \
-  loguru omegaconf orjson psutil pybase64 rich setuptools skyrl-gym==0.4.0 tensorboard tensordict torchdata uvicorn \
-  vllm-router xxhash zstandard
+$pip install ray==2.57.0 transformers==5.15.0 peft==0.18.1 accelerate cloudpathlib datasets fastapi hydra-core==1.3.4 \
+  httpx jaxtyping loguru omegaconf orjson psutil pybase64 rich setuptools skyrl-gym==0.4.0 tensorboard tensordict \
+  torchdata uvicorn vllm-router xxhash zstandard
 $pip install --no-deps skyrl==0.4.0
 $pip install pytest pytest-asyncio hypothesis
 $pip install --editable "$root[servers]"

@@ -292,7 +292,7 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: 
 
 def test_several_gpus_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl.GRPOConfig, "n_gpu", 2)
-    with pytest.raises(ValueError, match=r"2 GPUs: april's trainers for TRL .* by CUDA_VISIBLE_DEVICES=0"):
+    with pytest.raises(ValueError, match=r"2 GPUs in one process: .* accelerate launch .* by CUDA_VISIBLE_DEVICES=0"):
         trainer(tmp_path)
 
 
@@ -373,6 +373,9 @@ def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch)
     require("trl", "1.15", "1.16", extra="trl")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.160.0")
     with pytest.raises(ImportError, match=r"trl 1\.16\.\*, and 1\.160\.0 is installed: pip install 'trl==1\.16\.\*'"):
+        require("trl", "1.16", extra="trl")
+    monkeypatch.setenv("APRIL_ANY_VERSION", "1")
+    with pytest.warns(UserWarning, match=r"written for trl 1\.16\.\*, and 1\.160\.0 is installed"):
         require("trl", "1.16", extra="trl")
 
 

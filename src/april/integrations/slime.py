@@ -68,6 +68,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 
+TRUSTED = True
+"""Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
+
 REGISTRATION = 30.0
 """Seconds that slime's router may take to know of a server: it answers before it does."""
 
@@ -240,7 +243,7 @@ class SlimeRollouts:
         check_settings(args)
         self.args = args
         self.data_source = data_source
-        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=False)
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=TRUSTED)
         self.drawn = 0
         self._scheduler: RolloutScheduler | None = None
         self._label: str | None = None
@@ -352,9 +355,12 @@ class SlimeRollouts:
     def _stop_tokens(self) -> tuple[int, ...]:
         """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
         path = self.args.hf_checkpoint
-        declared = [self.tokenizer.eos_token_id, AutoConfig.from_pretrained(path, trust_remote_code=False).eos_token_id]
+        declared = [
+            self.tokenizer.eos_token_id,
+            AutoConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id,
+        ]
         with suppress(OSError):
-            declared.append(GenerationConfig.from_pretrained(path, trust_remote_code=False).eos_token_id)
+            declared.append(GenerationConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id)
         ids = set(self.args.rollout_stop_token_ids or ())
         for several in declared:
             ids.update(several if isinstance(several, list) else [several])

@@ -159,7 +159,8 @@ def check_arguments(args: Any) -> None:
         )
     if args.n_gpu > 1:
         raise ValueError(
-            f"{args.n_gpu} GPUs: april's trainers for TRL train on one so far; show them one, by CUDA_VISIBLE_DEVICES=0"
+            f"{args.n_gpu} GPUs in one process: start a process for each, by accelerate launch (GRPOTrainer), or show "
+            "it one, by CUDA_VISIBLE_DEVICES=0"
         )
 
 

@@ -95,7 +95,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
             )
         args.token_budget = 0
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
-        tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         check_rows(train_dataset)
         worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings)
         try:
