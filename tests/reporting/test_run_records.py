@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april.reporting.metrics_log import MetricsLog, read_metrics
+from april.reporting.timeline import timeline
 from april.reporting.trace import chrome_trace, read_trace, waits, write_chrome_trace
 from april.rollout.step import Span
 from tests.reporting.conftest import simulate, write_run
@@ -76,6 +77,26 @@ def test_the_chrome_trace_has_every_sample_that_decoded_and_no_two_on_a_slot_at_
         mine = sorted((bar["ts"], bar["ts"] + bar["dur"]) for bar in bars if bar["tid"] == lane)
         assert all(end <= start + 0.2 for (_, end), (start, _) in pairwise(mine))
     assert chrome_trace([])["traceEvents"]
+
+
+def test_generation_and_training_beside_it_are_two_lanes_and_the_update_is_in_both(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=2)
+    alternating = timeline(traces[1])
+    middle = traces[1]["end"] / 2
+    traces[1] |= {"interrupt_at": middle, "resumed_at": middle + 0.25}
+    write_run(tmp_path, metrics, traces, summary)
+    beside = timeline(list(read_trace(tmp_path))[1])
+    assert beside.count("<title>weight update") == 2
+    assert f"<title>training on the step before, 0.00 to {middle:.2f} s" in beside
+    assert "<title>generation, " in beside
+    assert "step satisfied" not in beside
+    assert "step satisfied" in alternating
+    assert "weight update" not in alternating
+    events = json.loads(write_chrome_trace(tmp_path).read_text())["traceEvents"]
+    assert [event["name"] for event in events if (event["pid"], event["tid"]) == (1, 1)] == [
+        "training on the step before",
+        "weight update",
+    ]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 16))

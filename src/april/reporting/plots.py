@@ -24,7 +24,7 @@ from april.reporting.formats import clock, compact, hundredths, percent, seconds
 from april.reporting.html import Section, both_widths, folded, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
-from april.reporting.timeline import AWAY, LEGEND, timeline
+from april.reporting.timeline import AWAY, LANES, LEGEND, timeline
 
 MAX_POINTS = 400
 """Points along a plot's x axis; a longer run is drawn with several steps to a point."""
@@ -127,29 +127,44 @@ def _lengths(run: Run) -> Section:
     )
 
 
+IN_TURN = (
+    "At the line the step had its groups: what was still decoding was interrupted with all its tokens kept, and goes "
+    "on in the next step."
+)
+BESIDE = (
+    "Generation goes on beside training, a lane each: it stops for the weight update alone, with all tokens kept, and "
+    "the step ends as soon as it has its groups."
+)
+
+
 def _timeline(run: Run) -> Section:
     picks = pick_steps(run.traced)
     if not picks:
         return Section("One step, sample by sample", missing("Timeline"))
-    options, parts, episodes = [], [], False
+    options, parts, episodes, overlaps = [], [], False, False
     for index, (step, reason) in enumerate(picks):
         facts = f"{step.interrupted} interrupted, {step.resumed} resumed"
         options.append(f'<option value="{step.step}">step {step.step}, {reason}: {facts}</option>')
         record = run.load(step)
         episodes |= any(span["outcome"] == "turn" for span in record["spans"])
+        overlaps |= record.get("resumed_at") is not None
         drawing = timeline(record)
         hidden = " hidden" if index else ""
         parts.append(
             f'<div class="timeline" data-step="{step.step}"{hidden}><div class="plot wide">{drawing}</div></div>'
         )
-    legend = legend_of([Series(name, [], style) for style, name in (*LEGEND, *([AWAY] if episodes else ()))])
+    legend = legend_of(
+        [
+            Series(name, [], style)
+            for style, name in (*LEGEND, *([AWAY] if episodes else ()), *(LANES if overlaps else ()))
+        ]
+    )
     select = f'<select id="pick" aria-label="step to show">{"".join(options)}</select>'
     return Section(
         "One step, sample by sample",
         f'<div class="steps">{legend}{select}</div>{"".join(parts)}',
         "Each bar is a sample while it had a slot, in the order in which samples got one, and the strip above counts "
-        "the slots at work. At the line the step had its groups: what was still decoding was interrupted with all its "
-        "tokens kept, and goes on in the next step. Point at a bar to see its group.",
+        f"the slots at work. {BESIDE if overlaps else IN_TURN} Point at a bar to see its group.",
     )
 
 

@@ -1,7 +1,7 @@
 """One step's samples over time as inline SVG: which ran, waited, were interrupted, resumed; how full the engine was.
 
 A row is a sample. Rows are in the order in which samples got a slot, so that a full engine shows as a staircase whose
-steps are slots becoming free.
+steps are slots becoming free. Where generation went on beside training, the two have a lane each above the rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from april.reporting.trace import SpanRecord, StepTrace, decoding_start, duratio
 WIDTH = 1112
 LOAD_HEIGHT = 56
 ROWS_TOP = LOAD_HEIGHT + 26
+LANE_HEIGHT = 24
 ROWS_HEIGHT = 560
 AXIS_HEIGHT = 40
 
@@ -25,6 +26,7 @@ LEGEND = (
     ("c-wait", "waiting for a slot"),
 )
 AWAY = ("c-purple", "waiting for its environment")
+LANES = (("c-load", "generation"), ("c-grey", "training"), ("c-red", "weight update"))
 
 
 def timeline(record: StepTrace) -> str:
@@ -33,22 +35,59 @@ def timeline(record: StepTrace) -> str:
     rows = _rows(spans)
     end = duration(record) or 1.0
     pitch = min(9.0, max(1.4, ROWS_HEIGHT / max(1, len(rows))))
-    floor = ROWS_TOP + pitch * len(rows) + 4
+    resumed_at = record.get("resumed_at")
+    top = ROWS_TOP + (0 if resumed_at is None else 2 * LANE_HEIGHT + 8)
+    floor = top + pitch * len(rows) + 4
     height = round(floor + AXIS_HEIGHT)
     # A little room on the right keeps the line where the step was satisfied off the edge.
     x = Scale(0.0, 1.012 * end, LEFT, WIDTH - RIGHT)
     body = [_axis(x, floor, height), _engine(record, x)]
     thick = pitch * (0.78 if pitch > 3 else 0.9)
     for row, sample in enumerate(rows):
-        body += _away(sample, x, ROWS_TOP + row * pitch + thick / 2)
-        body += [_bar(span, x, ROWS_TOP + row * pitch, thick) for span in sample]
-    if record["interrupt_at"] is not None:
+        body += _away(sample, x, top + row * pitch + thick / 2)
+        body += [_bar(span, x, top + row * pitch, thick) for span in sample]
+    if record["interrupt_at"] is not None and resumed_at is not None:
+        body += _lanes(record, x, record["interrupt_at"], resumed_at)
+    elif record["interrupt_at"] is not None:
         at = x(record["interrupt_at"])
         body.append(f'<path class="satisfied" d="M{at},{ROWS_TOP - 10}V{floor}"/>')
         text = f"step satisfied at {record['interrupt_at']:.3g} s"
         body.append(f'<text class="note" x="{at - 5}" y="{ROWS_TOP - 3}" text-anchor="end">{text}</text>')
     label = f"Timeline of the {len(rows)} samples of step {record['step']}"
     return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
+
+
+def _lanes(record: StepTrace, x: Scale, interrupted_at: float, resumed_at: float) -> list[str]:
+    """Generation, while any slot decodes, and training beside it: training on the step before ends with the weight
+    update, for which generation stops; then the trainer waits until the step is complete."""
+    generation, training, update = (style for style, _ in LANES)
+    drawn = [_stretch(x, 0, generation, *busy, "generation") for busy in _busy(record["spans"])]
+    drawn.append(_stretch(x, 1, training, 0.0, interrupted_at, "training on the step before"))
+    drawn += [_stretch(x, lane, update, interrupted_at, resumed_at, "weight update") for lane in (0, 1)]
+    names = (
+        f'<text class="note" x="{x(0) + 6:g}" y="{ROWS_TOP + (lane + 0.5) * LANE_HEIGHT + 4:g}">{name}</text>'
+        for lane, name in enumerate(("generation", "training"))
+    )
+    return [*drawn, *names]
+
+
+def _busy(spans: Sequence[SpanRecord]) -> list[tuple[float, float]]:
+    """The stretches of time in which something decodes."""
+    stretches: list[tuple[float, float]] = []
+    began = None
+    for time, decoding, _ in load(spans):
+        if decoding and began is None:
+            began = time
+        elif not decoding and began is not None:
+            stretches.append((began, time))
+            began = None
+    return stretches
+
+
+def _stretch(x: Scale, lane: int, style: str, since: float, until: float, what: str) -> str:
+    place = f'x="{x(since):g}" y="{ROWS_TOP + lane * LANE_HEIGHT}" width="{max(1.0, x(until) - x(since)):.1f}"'
+    told = f"<title>{what}, {since:.2f} to {until:.2f} s</title>"
+    return f'<rect class="{style}" {place} height="{LANE_HEIGHT - 4}">{told}</rect>'
 
 
 def _rows(spans: Sequence[SpanRecord]) -> list[list[SpanRecord]]:

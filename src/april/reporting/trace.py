@@ -54,7 +54,10 @@ class StepTrace(TypedDict):
     slots: int
     spans: list[SpanRecord]
     interrupt_at: float | None
-    """When the step was satisfied and the rest interrupted; None if nothing was left to interrupt."""
+    """When the step was satisfied and the rest interrupted, or training beside it had ended and the weights changed;
+    None if nothing was left to interrupt."""
+    resumed_at: NotRequired[float | None]
+    """When generation went on after a weight update in the midst of the step; None if it was interrupted for good."""
     end: NotRequired[float]
     choices: NotRequired[list[list[float]]]
     """Of each N' that automatic admission thought about: N', expected consumed tokens/s, expected mean staleness."""
@@ -78,6 +81,7 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
         "slots": slots,
         "spans": [_record(span, queued) for span, queued in zip(step.spans, waits(step.spans, slots), strict=True)],
         "interrupt_at": step.interrupted_at,
+        "resumed_at": step.resumed_at,
         "end": step.seconds,
         "choices": [list(one) for one in step.plan.alternatives],
     }
@@ -144,8 +148,8 @@ def write_chrome_trace(
 def chrome_trace(records: Sequence[StepTrace]) -> dict[str, Any]:
     """Step traces as one Trace Event object, one step after the other without the training in between.
 
-    The process "steps" shows each rollout and where it was interrupted; the process "engine" has one thread per slot
-    and counts the samples decoding and waiting. Timestamps are in microseconds.
+    The process "steps" shows each rollout, where it was interrupted, and training beside it; the process "engine" has
+    one thread per slot and counts the samples decoding and waiting. Timestamps are in microseconds.
     """
     events: list[dict[str, Any]] = [
         _name("process_name", 1, 0, "steps"),
@@ -156,7 +160,12 @@ def chrome_trace(records: Sequence[StepTrace]) -> dict[str, Any]:
     for record in records:
         end = duration(record)
         events.append(_complete(f"step {record['step']}", 1, 0, offset, end, {"samples": len(record["spans"])}))
-        if record["interrupt_at"] is not None:
+        resumed_at = record.get("resumed_at")
+        if record["interrupt_at"] is not None and resumed_at is not None:
+            update = resumed_at - record["interrupt_at"]
+            events.append(_complete("training on the step before", 1, 1, offset, record["interrupt_at"], {}))
+            events.append(_complete("weight update", 1, 1, offset + record["interrupt_at"], update, {}))
+        elif record["interrupt_at"] is not None:
             events.append(
                 {"ph": "i", "s": "g", "name": "step satisfied", "pid": 1, "tid": 0}
                 | {"ts": _microseconds(offset + record["interrupt_at"])}
