@@ -26,6 +26,10 @@ from april.simulation.engine import SimulatedEngine
 from april.simulation.virtual_time import run
 from april.simulation.workload import Workload
 
+STREAMED = 64
+"""Decode steps after which engines hand out what running samples have, where a step may be taken while they run: as
+servers do, and as what is learnt of an engine's speed needs."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
@@ -175,7 +179,8 @@ def simulate(
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
-    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution)
+    streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
+    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution, streamed)
     scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter)
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
