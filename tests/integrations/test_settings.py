@@ -1,0 +1,104 @@
+"""What integrations share: april's settings beside a framework's, what is refused, and a dataloader's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from april.integrations.rows import Rows
+from april.integrations.settings import Settings, at, refuse
+from april.integrations.versions import Versions
+from april.rollout.params import MAX_STALENESS
+
+
+def test_settings_come_as_text_or_as_numbers() -> None:
+    assert Settings.read({}) == Settings(over_sampling_batch_size="auto", max_staleness=MAX_STALENESS)
+    assert Settings.read({"over_sampling_batch_size": "12", "max_staleness": 3}) == Settings(
+        over_sampling_batch_size=12, max_staleness=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"staleness": 1}, r"^--april.staleness: april has no such setting, only over_sampling_batch_size and max_"),
+        ({"max_staleness": "few"}, r"^--april.max_staleness = few: give a number, or auto$"),
+        ({"over_sampling_batch_size": 3}, r"^--april.over_sampling_batch_size = 3 is less than --batch = 4: raise it"),
+        ({"over_sampling_batch_size": "99"}, r"^--april.over_sampling_batch_size = 99 cannot keep --april.max_stalen"),
+        ({"max_staleness": "auto"}, r"^--april.max_staleness = 'auto': give a number of weight updates"),
+    ],
+)
+def test_what_cannot_be_kept_is_named_as_its_user_writes_it(given: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Settings.read(given, "--april.{}").params(4, 2, {"rollout_batch_size": "--batch"}, "--april.{}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_that_is_not_supported_is_refused_with_what_to_do() -> None:
+    config = SimpleNamespace(train=SimpleNamespace(overlap=True))
+    table = {"train.absent": (None, "leave it out"), "train.overlap": (False, "set it to false")}
+    with pytest.raises(ValueError, match=r"^--train.overlap True: set it to false$"):
+        refuse(table, lambda name, default: at(config, name, default), "--{} {}")
+    config.train.overlap = False
+    refuse(table, lambda name, default: at(config, name, default))
+
+
+class Batches:
+    """Rows in batches of three, in another order each epoch, with its place in its state."""
+
+    def __init__(self) -> None:
+        self.sampler = self
+        self.epoch = self.place = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = [(5 * i + self.epoch) % 6 for i in range(6)]
+        while self.place < 2:
+            self.place += 1
+            yield order[3 * self.place - 3 : 3 * self.place]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("stop", range(14))
+def test_rows_go_on_where_they_were_saved(stop: int) -> None:
+    rows = Rows(Batches())
+    whole = [next(rows) for _ in range(18)]
+    assert [sorted(whole[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3
+    assert whole[:6] != whole[6:12], "each epoch has its own order"
+    first = Rows(Batches())
+    before = [next(first) for _ in range(stop)]
+    second = Rows(Batches())
+    second.load_state_dict(first.state_dict())
+    assert second.peek() == whole[stop]
+    assert before + [next(second) for _ in range(18 - stop)] == whole
+
+
+async def test_weights_are_a_new_version_after_a_step_and_the_same_before_it() -> None:
+    said: list[str] = []
+
+    async def update(weights: Any) -> None:
+        said.append("update")
+
+    async def load(weights: Any) -> None:
+        said.append("load")
+
+    versions = Versions(SimpleNamespace(update_weights=update, load_weights=load))  # type: ignore[arg-type]
+    await versions.catch_up()
+    versions.taken = True
+    await versions.catch_up()
+    await versions.catch_up()
+    assert said == ["load", "update", "load"]
