@@ -8,11 +8,18 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
-def raylets() -> Iterator[Any]:
-    """A head alone: a test adds the nodes that it needs."""
+@pytest.fixture(scope="session")
+def head() -> Iterator[Any]:
     from tests.cluster.raylets import Raylets
 
     cluster = Raylets()
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def raylets(head: Any) -> Iterator[Any]:
+    """A head alone: a test adds the nodes that it needs, and they end with it."""
+    yield head
+    for node in head.nodes:
+        head.kill(node)

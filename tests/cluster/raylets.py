@@ -35,12 +35,17 @@ def below(pid: int) -> Iterator[int]:
 
 
 class Raylets:
-    """A cluster. Its head has no CPUs, so that engines are on the nodes that are added."""
+    """A cluster. Its head has no CPUs, so that engines are on the nodes that are added.
 
-    def __init__(self) -> None:
+    Args:
+        reaped: it ends with this process, however that ends; then nodes are added in its main thread alone.
+    """
+
+    def __init__(self, reaped: bool = True) -> None:
         self._added = 0
         self._cluster = Cluster(
             initialize_head=True,
+            shutdown_at_exit=reaped,
             head_node_args={**self._settings(0), "include_dashboard": False, "dashboard_agent_listen_port": 0},
         )
 
@@ -57,6 +62,11 @@ class Raylets:
     def head(self) -> Any:
         return self._cluster.head_node
 
+    @property
+    def nodes(self) -> list[Any]:
+        """Those that were added and are not gone."""
+        return [node for node in self._cluster.list_all_nodes() if node is not self.head]
+
     def add(self, cpus: int = 1) -> Any:
         """A node that joins."""
         node = self._cluster.add_node(**self._settings(cpus))
@@ -69,7 +79,7 @@ class Raylets:
         return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINE)]
 
     def _tree(self, node: Any) -> list[int]:
-        return [pid for each in node.all_processes["raylet"] for pid in below(each.process.pid)]
+        return [pid for each in node.all_processes.get("raylet", []) for pid in below(each.process.pid)]
 
     def signal(self, node: Any, number: int) -> None:
         """To everything that runs on a node, the raylet first."""

@@ -82,3 +82,42 @@ def test_a_run_on_two_nodes_loses_an_engine_then_its_driver_and_goes_on(raylets:
     assert [row["step"] for row in found] == list(range(1, done + 3)), said
     assert max(row["staleness_max"] for row in found) <= 2
     until(lambda: not raylets.engines())
+
+
+def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Path) -> None:
+    recipe = a_recipe(tmp_path, raylets.address)
+    raylets.add()
+    checked = april("cluster", "check", recipe)
+    said, _ = checked.communicate(timeout=GENEROUS)
+    assert checked.returncode == 1
+    assert "1 of 2 engines fit, each with 1 CPU" in said
+    assert "add nodes for 1 more with 1 CPU free for each" in said
+    said = ended(april("cluster", "check", recipe, "--cluster.replicas", "auto"))
+    assert "1 engines, each with 1 CPU" in said
+    checked = april("cluster", "check", recipe, "--model.dtype", "bfloat16", "--cluster.placement", "beside")
+    said, _ = checked.communicate(timeout=GENEROUS)
+    assert 'left out by placement = "beside"' in said
+    assert not raylets.engines()
+
+
+def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Path) -> None:
+    lost = Raylets()
+    try:
+        lost.add(2)
+        run = april("train", a_recipe(tmp_path, lost.address), "--steps", 2000, "--save-interval", 5)
+        until(lambda: len(steps(tmp_path)) >= 2, run)
+        lost.kill_head()
+        said, _ = run.communicate(timeout=GENEROUS)
+        assert run.returncode != 0, said
+    finally:
+        lost.close()
+    done = len(steps(tmp_path))
+    other = Raylets()
+    try:
+        other.add(2)
+        ended(april("resume", tmp_path / "run", "--steps", done + 2, "--cluster.address", other.address))
+    finally:
+        other.close()
+    found = steps(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, done + 3)), said
+    assert "the head of the Ray cluster" in said

@@ -12,7 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
@@ -21,6 +21,9 @@ from april.engines.embedded.host import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.policy import device_of
+
+if TYPE_CHECKING:
+    from april.engines.cluster.cluster import Wanted
 
 log = logging.getLogger(__name__)
 
@@ -93,24 +96,29 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
 
 async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
     """Engines on the nodes of a cluster, as one pool."""
-    from april.engines.cluster.cluster import Cluster, Wanted, connected, demand_of
+    from april.engines.cluster.cluster import Cluster, connected
 
-    own = recipe.cluster
-    await stack.enter_async_context(connected(own.address))
-    demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
-    device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
-    cluster = Cluster(
-        Wanted(
-            engine=_elsewhere(recipe, device, threads),
-            demand=demand,
-            replicas=None if own.replicas == "auto" else own.replicas,
-            placement=own.placement,
-        )
-    )
+    await stack.enter_async_context(connected(recipe.cluster.address))
+    cluster = Cluster(wanted_of(recipe))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)
     return pool
+
+
+def wanted_of(recipe: Recipe) -> Wanted:
+    """What a recipe wants of the cluster that this process is connected to."""
+    from april.engines.cluster.cluster import Wanted, demand_of
+
+    own = recipe.cluster
+    demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
+    device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
+    return Wanted(
+        engine=_elsewhere(recipe, device, threads),
+        demand=demand,
+        replicas=None if own.replicas == "auto" else own.replicas,
+        placement=own.placement,
+    )
 
 
 def _in_process(recipe: Recipe) -> Engine:

@@ -34,6 +34,8 @@ WATCH = 1.0
 """Seconds between two looks at the nodes."""
 HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
+RESERVING = 5.0
+"""Seconds that a node may take to reserve what an engine needs, before the next engine is placed."""
 SUSPECT = 90.0
 """Seconds that a node is avoided on which an engine hung. Ray itself takes a little over a minute to call it dead."""
 
@@ -56,11 +58,12 @@ class Cluster:
     """The cluster that this process is connected to."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self.home = ray.get_runtime_context().get_node_id()
+        self.home = home()
         self._wanted = wanted
         self._suspects: dict[str, float] = {}
-        self._starting = asyncio.Lock()
+        self._placing = asyncio.Lock()
         self._names = 0
+        self._pool: EnginePool | None = None
 
     async def nodes(self) -> list[Node]:
         """The nodes that Ray calls alive, with what is free on them.
@@ -103,7 +106,7 @@ class Cluster:
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise
-        pool = EnginePool(replicas)
+        pool = self._pool = EnginePool(replicas)
         missing = (wanted.replicas or 0) - len(placed)
         if missing > 0:
             log.warning("%d engines wait for nodes: %s", missing, self._no_room(nodes))
@@ -113,35 +116,40 @@ class Cluster:
 
     def _replica(self, capacity: Capacity) -> ClusterReplica:
         self._names += 1
-        return ClusterReplica(f"engine-{self._names - 1}", self._wanted.engine.on_update, capacity, self._found)
+        name, on_update = f"engine-{self._names - 1}", self._wanted.engine.on_update
+        return ClusterReplica(name, on_update, capacity, self._site, self._opened)
 
-    async def _found(self, name: str, before: Site | None) -> Site:
-        """A site on a node with room. One that hung is given up only for another one.
+    async def _site(self, name: str, before: Site | None) -> Site:
+        """The site that an engine had, if its actor works or will again; else a new one.
 
         Raises:
             EngineError: there is no room.
         """
-        async with self._starting:  # what one takes is not free for the next
-            nodes, wanted, now = await self.nodes(), self._wanted, time.monotonic()
-            if before is not None:
-                self._suspects[before.node] = now + SUSPECT
+        nodes, wanted = await self.nodes(), self._wanted
+        if before is not None:
+            if before.node in {node.id for node in nodes} and await before.alive():
+                return before
+            self._suspects[before.node] = time.monotonic() + SUSPECT
+            await asyncio.to_thread(before.end)
+        async with self._placing:  # what one takes is not free for the next
+            nodes, now = await self.nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
-            chosen = place(nodes, wanted.demand, 1, wanted.placement, self.home, suspects)
+            where = wanted.demand, 1, wanted.placement, self.home
+            chosen = place(nodes, *where, suspects) or place(nodes, *where)
             if not chosen:
-                if before is None or before.node in {node.id for node in nodes}:
-                    raise EngineError(self._no_room(nodes))
-                await asyncio.to_thread(before.end)
-                raise EngineError(f"its node is gone, and {self._no_room(nodes)}")
-            if before is not None:
-                await asyncio.to_thread(before.end)
-            site = await asyncio.to_thread(Site, chosen[0], wanted.engine, wanted.demand, name)
+                raise EngineError(self._no_room(nodes))
             log.info("%s: on node %s", name, chosen[0][:8])
-            await asyncio.to_thread(ray.wait, [site.group.ready()], timeout=HEAD_SILENCE)
+            site = await asyncio.to_thread(Site, chosen[0], wanted.engine, wanted.demand, name)
+            await asyncio.to_thread(site.wait, RESERVING)
             return site
 
     def _no_room(self, nodes: list[Node]) -> str:
         where = {"spread": "no node", "apart": "no node but the trainer's own", "beside": "the trainer's node"}
         return f"{where[self._wanted.placement]} has {self._wanted.demand} free: april cluster check RECIPE says more"
+
+    def _opened(self) -> None:
+        if self._pool is not None:
+            self._pool.wake()
 
     async def watch(self, pool: EnginePool) -> None:
         """Use nodes that join, until cancelled."""
@@ -166,6 +174,11 @@ class Cluster:
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
 
+def home() -> str:
+    """The node that this process is connected by."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
 def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
     """What an engine takes on the cluster that this process is connected to."""
     return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
@@ -180,6 +193,7 @@ def nodes_now() -> list[Node]:
             node["NodeManagerAddress"],
             free.get(node["NodeID"], {}).get("CPU", 0.0),
             free.get(node["NodeID"], {}).get("GPU", 0.0),
+            free.get(node["NodeID"], {}).get("object_store_memory", 0.0),
         )
         for node in ray.nodes()
         if node["Alive"]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from april.engines.cluster.actor import PINGS
 
@@ -23,7 +23,14 @@ SILENCE = 8.0
 
 
 def reason_of(error: BaseException) -> str:
-    """Ray's errors run over many lines; the first says what happened."""
+    """What a person is told; Ray's own words run over many lines."""
+    match error:
+        case ActorUnavailableError():
+            return "its process has died, or cannot be reached"
+        case ActorDiedError():
+            return "its process has died, and Ray does not start it again"
+        case RayTaskError(cause=BaseException() as cause):
+            return str(cause) or type(cause).__name__
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

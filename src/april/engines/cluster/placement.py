@@ -23,6 +23,8 @@ class Node:
     address: str
     cpus: float
     gpus: float
+    store: float = 0.0
+    """Bytes of its object store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ class ClusterReplica(RemoteEngine):
 
     Args:
         capacity: what it is expected to hold until it has said so.
-        found: gives it a site on a node with room, instead of the one that it had.
+        place: gives it a site: the one that it had, or another one if nothing works there any more.
+        opened: called when it can be given weights.
     """
 
     def __init__(
@@ -34,14 +35,16 @@ class ClusterReplica(RemoteEngine):
         name: str,
         on_update: KVPolicy,
         capacity: Capacity,
-        found: Callable[[str, Site | None], Awaitable[Site]],
+        place: Callable[[str, Site | None], Awaitable[Site]],
+        opened: Callable[[], None],
     ) -> None:
         super().__init__()
         self.name = name
         self.on_update: KVPolicy = on_update
         self.capacity = capacity
         self.site: Site | None = None
-        self._found = found
+        self._place = place
+        self._opened = opened
         self._life = 0
         self._opening: asyncio.Task[None] | None = None
         self._down = "it has not been started yet"
@@ -63,8 +66,8 @@ class ClusterReplica(RemoteEngine):
                 self._opening = None
 
     async def _open(self) -> None:
-        if self.site is None or not await self.site.alive():
-            self.site = await self._found(self.name, self.site)
+        before, self.site = self.site, None
+        self.site = await self._place(self.name, before)
         self._life += 1
         try:
             capacity = await self.site.actor.open.remote(self._life)
@@ -74,6 +77,7 @@ class ClusterReplica(RemoteEngine):
         await self.abandon()
         self._down = None
         self._link = ActorLink(self.site.actor, self._life, self._received, self._lost)
+        self._opened()
 
     async def abandon(self) -> list[Chunk]:
         self._lost("it was given up")

@@ -51,6 +51,10 @@ class Site:
             return not self._answered
         return True
 
+    def wait(self, seconds: float) -> None:
+        """Until its resources are reserved, but not longer than that."""
+        ray.wait([self.group.ready()], timeout=seconds)
+
     def end(self) -> None:
         """Give everything back."""
         with suppress(RayError, ValueError):

@@ -1,0 +1,132 @@
+"""Engines on nodes of a real cluster that hang, leave and join: nothing is lost, and nothing is sampled twice."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from april import EngineError, Group, Prompt, Sample, SamplingParams
+from april.engines.cluster.cluster import Cluster, Wanted, connected
+from april.engines.cluster.placement import Demand
+from april.engines.cluster.weights import ObjectStore
+from april.engines.embedded import EmbeddedEngine
+from april.engines.embedded.host import EmbeddedSettings
+from april.engines.pool import EnginePool
+from april.rollout.engine import Engine
+from tests import tiny
+from tests.cluster.raylets import Raylets
+
+GENEROUS = 240.0
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(GENEROUS):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def some_samples(count: int, tokens: int) -> list[Sample]:
+    rng = random.Random(0)
+    prompts = [Prompt(tuple(rng.randrange(4, 100) for _ in range(6)), str(i)) for i in range(count)]
+    return [Group.start(i, prompt, 1, SamplingParams(tokens), seed=0).samples[0] for i, prompt in enumerate(prompts)]
+
+
+async def finish(engine: Engine, samples: list[Sample]) -> None:
+    """Take what comes for these samples until all have ended; it must be theirs, in order."""
+    by_id = {sample.id: sample for sample in samples}
+    async with asyncio.timeout(GENEROUS):
+        while any(sample.finish is None for sample in samples):
+            for chunk in await engine.poll():
+                by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+
+
+async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_place(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    tiny.save(tmp_path / "policy")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    settings = {"max_running": 12, "context_length": 500}
+    first, second = some_samples(24, 400), some_samples(24, 60)
+    expected = [copy.deepcopy(samples) for samples in (first, second)]
+    own = EmbeddedEngine(trained, **settings)  # type: ignore[arg-type]
+    for samples in expected:
+        for sample in samples:
+            own.submit(sample)
+        await finish(own, samples)
+
+    nodes = {node.node_id: node for node in (raylets.add(), raylets.add())}
+    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, **settings)  # type: ignore[arg-type]
+    async with connected(raylets.address):
+        cluster = Cluster(Wanted(engine=engine, demand=Demand(1, 0), replicas=2, placement="apart"))
+        pool = await cluster.start(lambda what: None)
+        watching = asyncio.create_task(cluster.watch(pool))
+        try:
+            with pytest.raises(ValueError, match="must be in the cluster's object store"):
+                await pool.update_weights(1, tmp_path / "policy")
+            await pool.update_weights(1, ObjectStore(lambda: iter(trained.named_parameters()), torch.float32).offer(1))
+            await _one_hangs(pool, raylets, nodes, first)
+            assert [s.response_ids for s in first] == [s.response_ids for s in expected[0]]
+
+            raylets.add()
+            await until(lambda: all(member.ready for member in pool.members))
+            served = {id for member in pool.members for id in member.samples}
+            for sample in second:
+                pool.submit(sample)
+            served = [len(member.samples) for member in pool.members]
+            assert min(served) > 0, "both have work"
+            await finish(pool, second)
+            assert [s.response_ids for s in second] == [s.response_ids for s in expected[1]]
+            assert {v for s in (*first, *second) for v in s.versions} == {1}
+        finally:
+            watching.cancel()
+            await pool.close()
+    await until(lambda: not raylets.engines())
+
+
+async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, object], samples: list[Sample]) -> None:
+    """Of two engines, in the midst of samples, with its node."""
+    for sample in samples:
+        pool.submit(sample)
+    for chunk in await pool.poll():
+        sample = next(sample for sample in samples if sample.id == chunk.sample_id)
+        sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+    victim = next(member for member in pool.members if member.samples)
+    raylets.signal(nodes[victim.replica.site.node], signal.SIGSTOP)  # type: ignore[attr-defined]
+    await finish(pool, [sample for sample in samples if sample.finish is None])
+    await until(lambda: not victim.ready)
+    assert "heartbeat" in victim.reason or "room" in victim.reason
+
+
+async def test_a_cluster_without_room_says_so(raylets: Raylets, tmp_path: Path) -> None:
+    async with connected(raylets.address):
+        wanted = Wanted(engine=EmbeddedSettings(model="none"), demand=Demand(2, 0), replicas=1, placement="spread")
+        with pytest.raises(EngineError, match="no node has 2 CPUs free: april cluster check RECIPE says more"):
+            await Cluster(wanted).start(lambda what: None)
+        raylets.add()
+        wanted = Wanted(
+            engine=EmbeddedSettings(model=str(tmp_path)), demand=Demand(1, 0), replicas=1, placement="spread"
+        )
+        with pytest.raises(EngineError, match=r"(?i)config|model"):
+            await Cluster(wanted).start(lambda what: None)
+    await until(lambda: not raylets.engines())
+
+
+async def test_an_address_at_which_nothing_answers_is_named() -> None:
+    with pytest.raises(EngineError, match=r"cluster.address = '127.0.0.9:1': no Ray cluster answers there"):
+        async with connected("127.0.0.9:1"):
+            pass
