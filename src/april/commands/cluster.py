@@ -18,9 +18,11 @@ model, and whether its object store holds the weights. Exit status 1 if engines 
 
 def run(args: list[str]) -> int:
     """`april cluster check RECIPE [FLAGS]`."""
-    what, *rest = args or [""]
+    what, *rest = args or ["nothing"]
+    if what in ("-h", "--help"):
+        what, rest = "check", [what]
     if what != "check":
-        raise ConfigError(f"april cluster {what}: say what to do: april cluster check RECIPE")
+        raise ConfigError(f"april cluster {what}: there is only april cluster check RECIPE")
     recipe = read_recipe(rest, "april cluster check", DESCRIPTION)
     if not recipe.cluster.enabled:
         raise ConfigError('cluster.address is not set: "auto" is the cluster that this machine is a node of')
