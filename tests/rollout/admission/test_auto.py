@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
-from april.rollout.admission.auto import EFFORT, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
+from april.rollout.admission.auto import EFFORT, FEWEST, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
@@ -236,7 +236,7 @@ def test_learning_and_planning_take_no_more_than_their_part_of_short_steps(
         before = admission.plan(6)
         learn(admission, step)
         if admission.plan(6) is not before:
-            spent.append(len(admission.plan(6).alternatives) * 18 * SECONDS_PER_STEP)
+            spent.append(len(admission.plan(6).alternatives) * FEWEST * SECONDS_PER_STEP)
     later = spent[1:]
     assert len(lessons) * SECONDS_PER_LESSON + sum(later) <= steps * seconds * EFFORT
     assert later or seconds < 0.1, "it plans again"

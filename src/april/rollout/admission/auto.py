@@ -37,8 +37,11 @@ UNBOUNDED = 8
 """The largest N'/N that is considered where no staleness bound limits it."""
 SAMPLES = 512
 """Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
-CANDIDATES, FIRST_CANDIDATES = 10, 5
-"""N' that a plan tries at least, and the first plan, which is made on credit."""
+CANDIDATES = 10
+EARLY, EARLY_CANDIDATES = 8, 5
+"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon."""
+FEWEST = 18
+"""Steps that a forecast plays at least."""
 EFFORT = 0.01
 """Part of the steps' time that learning and planning may take."""
 SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1.2e-4, 1.1e-6
@@ -111,17 +114,20 @@ class AutoAdmission:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
 
     def _due(self, batch_size: int) -> bool:
-        """Every step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
-        steps = self.observed.steps
+        """Any step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
         if self.current is None:
             return True
-        if steps > 4 and steps % 4 and self.current.reason != PROBE:
+        if not self._early and self.observed.steps % 4 and self.current.reason != PROBE:
             return False
         return self.observed.budget >= self._cost(batch_size) * self._steps(batch_size)
 
     @property
+    def _early(self) -> bool:
+        return self.observed.steps <= EARLY
+
+    @property
     def _candidates(self) -> int:
-        return CANDIDATES if self.current else FIRST_CANDIDATES
+        return EARLY_CANDIDATES if self._early else CANDIDATES
 
     def _cost(self, batch_size: int) -> float:
         """Seconds that planning takes for each step that forecasts play."""
@@ -162,10 +168,12 @@ class AutoAdmission:
 
     def _steps(self, batch_size: int) -> int:
         """How many steps a forecast plays: as many as a hundredth of four steps' time allows, within reason."""
+        if self._early:
+            return FEWEST
         groups = max(round(min(batch_size, SAMPLES / self.group_size)), 1)
         most = min(max(768 // groups, 36), 96)
         budget = 4 * self.observed.step_seconds * EFFORT / self._cost(batch_size)
-        return int(min(max(budget, 18), most))
+        return int(min(max(budget, FEWEST), most))
 
     def _conditions(self, batch_size: int, lengths: LengthModel) -> tuple[Conditions, float, int]:
         """What a forecast plays with, by how much it is scaled, and for how many steps."""
