@@ -43,8 +43,9 @@ class Checker(HTMLParser):
 
 
 def page(directory: Path) -> Checker:
-    checker = Checker()
-    checker.feed(write_report(directory).read_text())
+    checker, html = Checker(), write_report(directory).read_text()
+    checker.feed(html)
+    assert html.count("<table") == html.count('<div class="scroll"><table'), "a wide table scrolls by itself"
     checker.close()
     assert not checker.open
     assert not [url for url in checker.fetched if not url.startswith("data:")]

@@ -69,7 +69,7 @@ def saved_recipe(run: Path) -> Recipe:
     checkpoint = newest_checkpoint(run)
     sources = [run / RECIPE, *([checkpoint / STATE] if checkpoint else [])]
     if not any(source.is_file() for source in sources):
-        raise CheckpointError(f"{run}: no run to resume; start it without --resume")
+        raise CheckpointError(f"{run}: no run to resume here; april train begins one")
     problem = ""
     for source in sources:
         try:
