@@ -6,7 +6,10 @@ All arms run in one process in turn, a block of steps each, round after round. R
 its ratio to the synchronous arm of the same round, the share of the time that the scheduler's own code takes, and the
 share of everything but forward passes and scoring (the scheduler, the engine's bookkeeping, tokenizing, asyncio).
 
+`--automatic` puts automatic N' beside a fixed one, by processor time, planning included: for a machine that others use.
+
     OMP_NUM_THREADS=2 python benchmarks/partial_rollout.py
+    OMP_NUM_THREADS=1 python benchmarks/partial_rollout.py --automatic --slots 128 --ratios 1.5 --warm-up 7 --rounds 4 --steps 2
 """
 
 from __future__ import annotations
@@ -35,7 +38,14 @@ class Arm:
     """One way of collecting, with an engine of its own and the time it has taken."""
 
     def __init__(
-        self, recipe: Recipe, name: str, over_sampling: int | None, on_update: str, slots: int, policy: Any, task: Any
+        self,
+        recipe: Recipe,
+        name: str,
+        over_sampling: int | str | None,
+        on_update: str,
+        slots: int,
+        policy: Any,
+        task: Any,
     ) -> None:
         model, tokenizer = policy
         rollout = recipe.rollout
@@ -59,6 +69,8 @@ class Arm:
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
         )
         self.passes = self.scoring = self.elsewhere = 0.0
+        self.busy = False
+        self.targets: list[int] = []
         self.staleness: list[float] = []
         self.off_policy: list[float] = []
         self.occupancy: list[float] = []
@@ -100,11 +112,13 @@ class Arm:
         self.passes = self.scoring = self.elsewhere = waited = 0.0
         consumed = generated = 0
         seconds = 0.0
+        clock = time.process_time if self.busy else time.perf_counter
         for _ in range(steps):
-            began = time.perf_counter()
+            began = clock()
             step = await self.scheduler.collect()
             await self.scheduler.update_weights()
-            seconds += time.perf_counter() - began
+            seconds += clock() - began
+            self.targets.append(step.target)
             consumed += step.consumed_tokens
             generated += step.sampled_tokens
             waited += step.reward_wait_seconds
@@ -128,15 +142,20 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     for slots in args.slots:
         arms = [Arm(recipe, "synchronous", None, "keep", slots, policy, task)]
         for ratio in args.ratios:
-            for on_update in ("keep", "recompute"):
+            for on_update in ("keep",) if args.automatic else ("keep", "recompute"):
                 name = f"partial, N'/N = {ratio:g}, {on_update}"
                 arms.append(Arm(recipe, name, round(ratio * batch_size), on_update, slots, policy, task))
+        if args.automatic:
+            arms.append(Arm(recipe, "partial, automatic, keep", "auto", "keep", slots, policy, task))
+            for arm in arms:
+                arm.busy = True
         rounds: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
         for arm in arms:  # first steps differ: buffers are empty, caches and kernels cold
             await arm.block(args.warm_up)
         for _ in range(args.rounds):
             for arm in arms:
                 rounds[arm.name].append(await arm.block(args.steps))
+            print({arm.name: round(rounds[arm.name][-1]["consumed"]) for arm in arms}, flush=True)
         base = rounds["synchronous"]
         results[f"{slots} slots"] = {
             arm.name: {
@@ -145,6 +164,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 "consumed_ratio_to_synchronous": spread(
                     [r["consumed"] / b["consumed"] for r, b in zip(rounds[arm.name], base, strict=True)]
                 ),
+                "targets": arm.targets,
                 "scheduler_share_of_time": spread([r["scheduler"] for r in rounds[arm.name]]),
                 "share_without_passes_and_scoring": spread([r["everything_else"] for r in rounds[arm.name]]),
                 "mean_staleness": sum(arm.staleness) / len(arm.staleness),
@@ -173,8 +193,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of an arm in a round")
     parser.add_argument("--warm-up", type=int, default=3, help="steps of each arm before the first round")
+    parser.add_argument("--automatic", action="store_true", help="automatic N' too, and all by processor time")
     args = parser.parse_args()
-    print(save(__file__, {"results": asyncio.run(measure(args)), "settings": vars(args)}))
+    found = {"results": asyncio.run(measure(args)), "settings": vars(args)}
+    print(save(__file__, found, "automatic" if args.automatic else ""))
 
 
 if __name__ == "__main__":

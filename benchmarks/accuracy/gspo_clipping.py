@@ -1,15 +1,13 @@
 """What GSPO's clip takes out of partial rollouts, by clip range and correction.
 
-Twelve steps on factors, or on gcd, at N' = 2 N (factors.toml, gcd.toml), at the best learning rate of the second study;
-an arm for each range and correction, the arms of one seed in turn.
+Twelve steps on factors at N' = 2 N (factors.toml), at the best learning rate of the second study; an arm for each range
+and correction, the arms of one seed in turn.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/gspo_clipping.py
-    OMP_NUM_THREADS=1 python benchmarks/accuracy/gspo_clipping.py --task gcd
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -36,10 +34,10 @@ RATE = 1.7e-4
 SEEDS = (500, 501, 502)
 
 
-def measure(task: str, flags: tuple[str, ...], seed: int) -> dict[str, Any]:
+def measure(flags: tuple[str, ...], seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         own = ["--learning-rate", str(RATE), "--seed", str(seed), "--output", f"{folder}/run", "--eval-interval", "0"]
-        command = [sys.executable, "-m", "april", "train", str(HERE / f"{task}.toml"), *flags, *own]
+        command = [sys.executable, "-m", "april", "train", str(HERE / "factors.toml"), *flags, *own]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         metrics = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in metrics if "clip_fraction" in record]
@@ -51,15 +49,11 @@ def measure(task: str, flags: tuple[str, ...], seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--task", choices=("factors", "gcd"), default="factors")
-    task = parser.parse_args().task
     runs: list[dict[str, Any]] = []
     for seed, (arm, flags) in itertools.product(SEEDS, ARMS.items()):
-        runs.append({"arm": arm, "learning_rate": RATE, "seed": seed, **measure(task, flags, seed)})
+        runs.append({"arm": arm, "learning_rate": RATE, "seed": seed, **measure(flags, seed)})
         print(runs[-1], flush=True)
-        found = {"arms": {arm: summary(runs, arm) for arm in ARMS}, "runs": runs}
-        save(__file__, found, "" if task == "factors" else task)
+        save(__file__, {"arms": {arm: summary(runs, arm) for arm in ARMS}, "runs": runs})
 
 
 def summary(runs: list[dict[str, Any]], arm: str) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def test_the_choice_is_never_less_than_a_batch_nor_more_than_the_bound_allows(
 ) -> None:
     rng = np.random.default_rng(seed)
     admission = AutoAdmission(engine(slots, kv_tokens), LengthModel(100), group_size, bound)
-    for _ in range(3):
+    for _ in range(5):
         plan = admission.plan(batch_size)
         assert batch_size <= plan.target
         assert bound is None or plan.target <= batch_size * (bound + 1)
@@ -153,7 +153,7 @@ def test_what_it_learned_is_saved_and_restored() -> None:
     rng = np.random.default_rng(0)
     one = AutoAdmission(engine(), LengthModel(100), 4, 5)
     two = AutoAdmission(engine(), LengthModel(100), 4, 5)
-    for _ in range(3):
+    for _ in range(5):
         one.plan(6)
         learn(one, a_step(rng, 6, 4, 100))
     two.load_state_dict(json.loads(json.dumps(one.state_dict())))
@@ -168,7 +168,7 @@ def test_what_it_learned_is_saved_and_restored() -> None:
 
 def test_the_plan_shows_its_alternatives_and_is_the_freshest_of_those_fast_enough() -> None:
     admission = AutoAdmission(engine(32), LengthModel(100), 4, 5)
-    for _ in range(3):
+    for _ in range(5):
         learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
     plan = admission.plan(6)
     worth = {one: one.consumed_tokens_per_second * (1 - PRICE * one.staleness) for one in plan.alternatives}
@@ -186,7 +186,7 @@ def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:
     for i in range(24):
         targets.append(admission.plan(8).target)
         learn(admission, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
-    assert targets.count(8) > 16
+    assert targets.count(8) > 14
     assert {8, 10} <= set(targets[8:])
     synchronous = AutoAdmission(engine(slots=32), LengthModel(50), 4, 0)
     for i in range(12):
@@ -212,7 +212,7 @@ def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
     targets = []
     for training_seconds in (0.0, 10_000.0):
         admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
-        for _ in range(3):
+        for _ in range(5):
             step = a_step(np.random.default_rng(0), 6, 4, 100)
             if training_seconds:
                 step.interrupted_at = step.resumed_at = step.seconds = training_seconds

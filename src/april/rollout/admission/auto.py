@@ -38,6 +38,8 @@ UNBOUNDED = 8
 SAMPLES = 512
 """Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
 CANDIDATES = 10
+FIRST = 3
+"""Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
 EARLY, EARLY_CANDIDATES = 8, 5
 """Steps in which plans are quick ones, which try fewer N', so that one follows the other soon."""
 FEWEST = 18
@@ -88,7 +90,7 @@ class AutoAdmission:
 
     def plan(self, batch_size: int) -> Plan:
         twice = min(2 * batch_size, self._largest(batch_size))
-        return self.current or Plan(twice, "twice the batch, until a step was seen")
+        return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were seen")
 
     def observe(self, step: Step) -> None:
         batch_size = len(step.groups)
@@ -116,7 +118,7 @@ class AutoAdmission:
     def _due(self, batch_size: int) -> bool:
         """Any step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
         if self.current is None:
-            return True
+            return self.observed.steps >= FIRST
         if not self._early and self.observed.steps % 4 and self.current.reason != PROBE:
             return False
         return self.observed.budget >= self._cost(batch_size) * self._steps(batch_size)
