@@ -9,7 +9,7 @@ share of everything but forward passes and scoring (the scheduler, the engine's 
 `--automatic` puts automatic N' beside a fixed one, by processor time, planning included: for a machine that others use.
 
     OMP_NUM_THREADS=2 python benchmarks/partial_rollout.py
-    OMP_NUM_THREADS=1 python benchmarks/partial_rollout.py --automatic --slots 128 --ratios 1.5 --warm-up 7 --rounds 4 --steps 2
+    OMP_NUM_THREADS=1 python benchmarks/partial_rollout.py --automatic --slots 128 --ratios 1.5
 """
 
 from __future__ import annotations
