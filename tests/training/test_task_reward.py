@@ -118,7 +118,7 @@ async def test_async_functions_share_one_event_loop_and_as_many_wait_at_a_time_a
 
 
 async def test_an_async_function_that_blocks_the_others_is_named() -> None:
-    async with rewards("blocks", reward_workers=0, reward_timeout=0.2) as subject:
+    async with rewards("blocks", reward_workers=0, reward_timeout=1.0) as subject:
         (group,) = groups(0)
         with pytest.raises(HangingError, match="does not await but blocks"):
             await subject(group.prompt, group.samples[0])
