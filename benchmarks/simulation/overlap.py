@@ -5,6 +5,7 @@ alternates (`collect`, train, `update_weights`), one overlaps (`take`, train, `s
 times as long as a synchronous rollout; the aims are 1.35, 1.5 and 1.35 times the consumed tokens/s over everything.
 
     python benchmarks/simulation/overlap.py
+    python benchmarks/simulation/overlap.py --settings "N' automatic, bound 5" --variant auto    # overlap_auto.json
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--on-update", nargs="+", choices=["keep", "recompute"], default=["keep", "recompute"])
+    parser.add_argument("--variant", default="", help="of the file that the figures go to")
     options = parser.parse_args()
     lasting = {"replicas": options.replicas, "steps": options.steps, "warm_up": options.warm_up}
     synchronous = simulate(WORKLOAD, COST, partial_rollout=False, **lasting)
@@ -102,7 +104,8 @@ def main() -> None:
                     f"{results[-1]['gain']['median']:.2f} times, staleness {stale[0]:.2f} and {stale[1]:.2f}",
                     flush=True,
                 )
-    path = save(__file__, {"synchronous_rollout": figures(synchronous), "workload": WORKLOAD.name, "results": results})
+    found = {"synchronous_rollout": figures(synchronous), "workload": WORKLOAD.name, "results": results}
+    path = save(__file__, found, options.variant)
     print(f"written: {path}")
 
 

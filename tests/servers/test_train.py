@@ -196,6 +196,26 @@ async def test_a_running_server(
     assert server.process.returncode is None, "a server that april did not start goes on"
 
 
+async def test_a_running_server_generates_beside_training(
+    kind: Kind, server: Server, models: list[Path], mismatches: Mismatches, tmp_path: Path
+) -> None:
+    """Its requests are stopped for each update alone and go on behind it; evaluations fly beside them."""
+    recipe = write_recipe(tmp_path, models[1], engine=kind.name, urls=[server.url], weight_transfer="broadcast")
+    text = recipe.read_text().replace("eval_interval = 4", "eval_interval = 2")
+    recipe.write_text(f"{text}\n[trainer]\noverlap = true\n")
+    summary = await train(load_recipe(recipe))
+    assert summary is not None
+    assert summary["steps"] == 4
+    assert [one["step"] for one in summary["evaluations"]] == [0, 2, 4]
+    assert summary["staleness_max"] <= 2
+    assert summary["discarded_tokens"] == 0
+    assert summary["generated_tokens"] >= summary["consumed_tokens"] + summary["tokens_buffered"]
+    assert max(mismatches.on_policy) < AGREES
+    assert max(mismatches.off_policy) > 10 * AGREES, "updates are meant to move the policy"
+    assert summary["off_policy_token_share"] > 0, "groups begin beside training"
+    assert server.process.returncode is None, "a server that april did not start goes on"
+
+
 def test_no_server_at_the_url(kind: Kind, models: list[Path], tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, models[0], engine=kind.name, urls=["http://127.0.0.1:9"])
     done = subprocess.run(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +106,16 @@ class Conditions:
                 sampled, depth = sampled + progress.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
         occupancy = sampled / max(depth * self.slots, 1e-9)
-        return Forecast(target, sampled / max(seconds, 1e-12), stale / max(steps - skip, 1), occupancy)
+        rate = min(sampled / max(seconds, 1e-12), self._trainers_rate)
+        return Forecast(target, rate, stale / max(steps - skip, 1), occupancy)
+
+    @property
+    def _trainers_rate(self) -> float:
+        """Tokens/s that the trainer can take: what is sampled beyond them only waits, and gets stale."""
+        if not self.training_seconds:
+            return inf
+        tokens: float = self.batch_size * self.lengths.shape[1] * float(self.lengths.mean())
+        return tokens / (self.training_seconds + self.update_seconds)
 
     def _end(
         self, complete: Floats, starts: Floats, begun: NDArray[np.int64], version: int
