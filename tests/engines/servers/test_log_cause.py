@@ -25,6 +25,16 @@ VLLM_FLAG = """\
 usage: api_server.py [-h] [--headless]
 api_server.py: error: unrecognized arguments: --no-such-flag
 """
+VLLM_SETTING = """\
+pydantic_core.ValidationError: 1 validation error for ModelConfig
+  Value error, User-specified max_model_len (9999999) is greater than the derived max_model_len. [type=value_error]
+    For further information visit https://errors.pydantic.dev/2.14/v/value_error
+"""
+VLLM_FIELD = """\
+pydantic_core.ValidationError: 1 validation error for CacheConfig
+block_size
+  Input should be a valid integer [type=int_parsing]
+"""
 SGLANG_MEMORY = """\
 [2026-11-22 16:37:10] Scheduler hit an exception: Traceback (most recent call last):
   File "model_runner.py", line 1, in init_memory_pool
@@ -47,6 +57,15 @@ CRASH = "all is well\n(EngineCore pid=3) Fatal Python error: Segmentation fault\
             "ValueError: To serve at least one request with the model's max seq len (2048), (0.0 GiB KV cache ",
         ),
         (VLLM_FLAG, "unrecognized arguments: --no-such-flag"),
+        (
+            VLLM_SETTING,
+            "pydantic_core.ValidationError: 1 validation error for ModelConfig: Value error, User-specified "
+            "max_model_len (9999999) is greater",
+        ),
+        (
+            VLLM_FIELD,
+            "pydantic_core.ValidationError: 1 validation error for CacheConfig: block_size: Input should",
+        ),
         (SGLANG_MEMORY, "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),
         (CUDA + "vllm.v1.engine.exceptions.EngineDeadError: see stack trace\n", "torch.OutOfMemoryError: CUDA out of "),
         (CRASH, "Fatal Python error: Segmentation fault"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 
 LONGEST = 300
 """Characters of a cause that are shown."""
@@ -24,17 +25,28 @@ ECHOES = re.compile(
     r"[Ww]orker failed with error"
 )
 """Exceptions that say only that something else has failed, or that somebody asked for nonsense."""
+COUNTED = re.compile(r"ValidationError: \d+ validation errors? for ")
+"""Pydantic counts what is wrong with a setting, and names it in the lines below: the field, and indented what it is."""
 
 
 def cause(log: str) -> str | None:
     """The line that says why a server died; None if no line does."""
-    found = [match[1] for line in log.splitlines() if (match := _cause_in(line))]
+    lines = log.splitlines()
+    found = [match[1] + _detail(lines, i) for i, line in enumerate(lines) if (match := _cause_in(line))]
     told = [line for line in found if not ECHOES.search(line)] or found
     return _short(told[-1]) if told else None
 
 
 def _cause_in(line: str) -> re.Match[str] | None:
     return RAISED.match(line) or REFUSED.match(line) or CRASHED.match(line)
+
+
+def _detail(lines: Sequence[str], number: int) -> str:
+    """What follows a line that only counts."""
+    if not COUNTED.search(lines[number]):
+        return ""
+    below = [re.sub(rf"^{PREFIX}", "", line) for line in lines[number + 1 : number + 3]]
+    return ": " + ": ".join(line.strip() for line in (below[:1] if below and below[0].startswith("  ") else below))
 
 
 def _short(text: str) -> str:
