@@ -195,7 +195,7 @@ def _server(happened: Queue[Asked | Ended]) -> ThreadingHTTPServer:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are no news."""
+            """Requests are not logged."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -27,7 +27,7 @@ TOGETHER = 0.005
 """Seconds that a chunk may wait for others to go with."""
 
 
-class Outbox(ChunkQueue):
+class SendQueue(ChunkQueue):
     """The chunks of one server that have not been sent yet."""
 
     def __init__(self, backlog: int, process: IntakeHost) -> None:
@@ -47,7 +47,7 @@ class IntakeHost(logging.Handler):
         self.ended = asyncio.Event()
         self.link = Link(self._received, self.ended.set, self._flush)
         self._answers = Answers(self.link.send, self._do)
-        self._servers: dict[int, tuple[Requests, Outbox, HTTPClient]] = {}
+        self._servers: dict[int, tuple[Requests, SendQueue, HTTPClient]] = {}
         self._scheduled = False
 
     def schedule(self) -> None:
@@ -59,7 +59,7 @@ class IntakeHost(logging.Handler):
         self._scheduled = False
         if self.link.full:
             return
-        several = [(key, pack(outbox.take())) for key, (_, outbox, _) in self._servers.items() if outbox]
+        several = [(key, pack(queue.take())) for key, (_, queue, _) in self._servers.items() if queue]
         if several:
             self.link.send(("chunks", several))
 
@@ -93,10 +93,10 @@ class IntakeHost(logging.Handler):
     async def _open(
         self, key: int, http: HTTPClient, dialect: Dialect, settings: ReadingSettings, vocab_size: int
     ) -> None:
-        outbox = Outbox(settings.backlog, self)
-        requests = Requests(http, dialect, settings, queue=outbox)
+        queue = SendQueue(settings.backlog, self)
+        requests = Requests(http, dialect, settings, queue=queue)
         requests.vocab_size = vocab_size
-        self._servers[key] = requests, outbox, http
+        self._servers[key] = requests, queue, http
 
     async def _close(self, key: int) -> None:
         if (server := self._servers.pop(key, None)) is not None:
