@@ -143,8 +143,8 @@ def main() -> None:
     saved = json.loads(path.read_text()) if path.exists() else {"sections": {}}
     for name in args.sections:
         saved["sections"][name] = section(args.before.resolve(), args.after.resolve(), name, args.pairs)
-    saved["machine"] = machine()
-    path.write_text(json.dumps(saved, indent=2) + "\n")
+        saved["machine"] = machine()
+        path.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 if __name__ == "__main__":
