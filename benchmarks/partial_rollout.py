@@ -125,9 +125,10 @@ class Arm:
             self.staleness.append(float(step.staleness.mean()))
             self.off_policy.append(step.off_policy_token_share)
             self.occupancy.append(step.occupancy)
-        return {
-            "consumed": consumed / seconds,
-            "generated": generated / seconds,
+        rates = {"consumed": consumed / seconds, "generated": generated / seconds}
+        if self.busy:  # shares are of the clock on the wall
+            return rates | {"scheduler": 0.0, "everything_else": 0.0}
+        return rates | {
             "scheduler": 1 - (self.elsewhere + waited) / seconds,
             "everything_else": 1 - (self.passes + self.scoring) / seconds,
         }
