@@ -10,8 +10,8 @@ $pip install torch==2.13.0
 $pip install ray==2.55.0 transformers==5.3.0 peft==0.18.1 hydra-core==1.4.0.dev1 omegaconf==2.4.0.dev2 accelerate aiofiles \
   colorlog datasets einops fastapi flask httpx lark networkx numba openai orjson pillow psutil pybase64 pyzmq requests rich \
   setproctitle swanlab tabulate tenacity tensorboardX torchdata trackio uvicorn uvloop wandb
-$pip install --no-deps areal==1.0.4
 $pip install pytest pytest-asyncio hypothesis
 $pip install --editable "$root[servers]"
+$pip install --no-deps areal==1.0.4
 AREAL_SPMD_MODE=1 "$env/bin/python" -W ignore -c "import april.integrations.areal"
 ready

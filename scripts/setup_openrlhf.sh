@@ -12,5 +12,5 @@ DS_BUILD_OPS=0 $pip install --no-build-isolation deepspeed==0.19.6
 $pip install --no-deps openrlhf==0.11.2
 $pip install pytest pytest-asyncio hypothesis
 $pip install --editable "$root[train,servers]"
-"$env/bin/python" -W ignore -c "import april.integrations.openrlhf"
+PYTHONPATH="$root/tests/integrations/openrlhf_stand_ins" "$env/bin/python" -W ignore -c "import april.integrations.openrlhf"
 ready

@@ -11,8 +11,8 @@ $pip install torch==2.13.0
 $pip install ray==2.57.0 transformers==5.15.0 peft==0.18.1 accelerate cloudpathlib datasets fastapi hydra-core==1.3.4 \
   httpx jaxtyping loguru omegaconf orjson psutil pybase64 rich setuptools skyrl-gym==0.4.0 tensorboard tensordict \
   torchdata uvicorn vllm-router xxhash zstandard
-$pip install --no-deps skyrl==0.4.0
 $pip install pytest pytest-asyncio hypothesis
 $pip install --editable "$root[servers]"
+$pip install --no-deps skyrl==0.4.0
 "$env/bin/python" -W ignore -c "import april.integrations.skyrl"
 ready

@@ -27,6 +27,11 @@ def reward(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, a
     return float(len(completion_ids) % 3)
 
 
+def half(prompt: str, completion: str, prompt_ids: Any, completion_ids: Any, answer: str, **row: Any) -> float:
+    """As `reward` for odd prompts, nothing for even ones."""
+    return reward(prompt, completion, prompt_ids, completion_ids, answer, **row) * (int(answer) % 2)
+
+
 def accept(trajectory: dict[str, torch.Tensor]) -> bool:
     """A filter of groups: not all rewards are the same."""
     return len(set(trajectory["rewards"].tolist())) > 1

@@ -39,6 +39,14 @@ class Length(BaseTextEnv):
         return {"answer": float(self.answer)}
 
 
+class Half(Length):
+    """So is one to an odd prompt; to an even one, it is worth nothing."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        made = super().step(action)
+        return BaseTextEnvStepOutput(**{**made, "reward": made["reward"] * (int(self.answer) % 2)})
+
+
 class Endless(Length):
     """Always asks for another turn."""
 

@@ -158,11 +158,17 @@ def forward(policy: Any, experience: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     paths = f"{STAND_INS}:{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
     # The engines ask for a GPU each, and Ray takes our word for it; those of every test stay reserved.
     ray.init(
-        num_cpus=32, num_gpus=32, include_dashboard=False, runtime_env={"env_vars": variables}, log_to_driver=False
+        address="local",
+        num_cpus=32,
+        num_gpus=32,
+        include_dashboard=False,
+        runtime_env={"env_vars": variables},
+        log_to_driver=False,
     )
     yield
     ray.shutdown()

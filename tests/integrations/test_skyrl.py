@@ -7,6 +7,7 @@ What stands in: vLLM's servers (`model_server.py`), calls of CUDA in the worker,
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from tests import tiny  # noqa: E402
 from tests.integrations.model_server import VLLMServer  # noqa: E402
 from tests.integrations.skyrl_trainer import BATCH, GROUP, configuration, prepare, tokenizer, train  # noqa: E402
 
-for name in ("Length", "Endless"):
+for name in ("Length", "Half", "Endless"):
     skyrl_gym.register(id=name.lower(), entry_point=f"tests.integrations.skyrl_trainer:{name}")
 
 
@@ -56,14 +57,17 @@ class Watch(TrainingCallback):  # type: ignore[misc]
     on_eval_end = on_eval_start
 
     @property
-    def prompts(self) -> list[str]:
-        return [group.prompt.metadata["prompt"][0]["content"] for step in self.steps for group in step.groups]
+    def prompts(self) -> list[tuple[int, str]]:
+        """The epoch and the text of each prompt trained on."""
+        groups = [group for step in self.steps for group in step.groups]
+        return [(group.id // 16, group.prompt.metadata["prompt"][0]["content"]) for group in groups]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     paths = f"{STAND_INS}:{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
     variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's, which would wait for whoever else is there
     # The worker asks for a GPU, and Ray takes our word for it.
     ray.init(
         address="local",
@@ -130,8 +134,7 @@ def test_skyrls_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any, tmp
         assert seen.logs[version]["april/staleness_max"] == staleness
         assert seen.logs[version]["policy/grad_norm"] > 0
     assert older > 0, "no sample was carried over an update: the test saw nothing"
-    assert len(set(seen.prompts)) == 16
-    assert max(seen.prompts.count(prompt) for prompt in seen.prompts) == 2, "each prompt at most once an epoch"
+    assert len(set(seen.prompts)) == len(seen.prompts) == 32, "each prompt at most once an epoch"
 
 
 def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
@@ -144,9 +147,7 @@ def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None
     first = run(trainer__max_training_steps=2)
     saved = json.loads((tmp_path / "checkpoints" / "global_step_2" / STATE).read_text())
     begun = {
-        (group["prompt"]["metadata"]["prompt"][0]["content"], sample["index"]): [
-            token for _, ids, _ in sample["segments"] for token in ids
-        ]
+        (group["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
         for group in saved["scheduler"]["state"]["buffer"]["groups"]
         for sample in group["samples"]
     }
@@ -154,7 +155,7 @@ def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None
     second = run()
     assert (len(first.steps), len(second.steps)) == (2, 2), "the epoch's four steps"
     responses = {
-        (group.prompt.metadata["prompt"][0]["content"], sample.index): sample.response_ids
+        (group.id, sample.index): sample.response_ids
         for step in second.steps
         for group in step.groups
         for sample in group.samples
@@ -164,7 +165,7 @@ def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None
         assert responses[name][: len(begun[name])] == begun[name]
     assert second.steps[0].version == 2
     prompts = [*first.prompts, *second.prompts]
-    assert len(set(prompts)) == len(prompts) == 16, "each prompt of the epoch once, over the restart"
+    assert len(set(prompts)) == len(prompts) == 16, "each prompt at most once an epoch, over the restart"
 
 
 def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
@@ -175,17 +176,25 @@ def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
     assert all(any(name.startswith("eval/") for name in logs) for logs in seen.logs)
 
 
-def test_skyrls_filter_replaces_groups_as_soon_as_they_are_complete(run: Any) -> None:
+def test_skyrls_filter_replaces_groups_as_soon_as_they_are_complete(run: Any, tmp_path: Path) -> None:
+    use(tmp_path, "half")
     seen = run(trainer__max_training_steps=3, trainer__epochs=3, trainer__algorithm__dynamic_sampling__type="filter")
     assert len(seen.steps) == 3
     for step in seen.steps:
         assert all(len({sample.reward for sample in group.samples}) > 1 for group in step.groups)
+    # Twelve odd prompts are more than an epoch has: its even ones, all but the last few, were turned away.
     assert sum(len(step.rejections) for step in seen.steps) > 0
 
 
+def use(folder: Path, env_class: str) -> None:
+    """Have all prompts go to another environment."""
+    path = folder / "prompts.jsonl"
+    rows = [json.loads(row) | {"env_class": env_class} for row in path.read_text().splitlines()]
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
 def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> None:
-    rows = [json.loads(row) | {"env_class": "endless"} for row in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    use(tmp_path, "endless")
     with pytest.raises(RewardError, match="the environment goes on after the first turn"):
         run()
 

@@ -20,17 +20,19 @@ import json
 import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 from april.engines.pool import EnginePool
 from april.integrations.requirement import require
 from april.integrations.saved import opened, stamped
+from april.integrations.settings import Settings, at, refuse
+from april.integrations.versions import Versions
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
-from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.params import RolloutParams
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
@@ -48,7 +50,7 @@ from april.integrations.openrlhf_engine import RolloutActor, replicas, undecorat
 
 FORMAT = 1
 
-UNSUPPORTED = {
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "train.async_enable": (
         False,
         "april carries unfinished samples over steps of its synchronous trainer: leave it out",
@@ -57,20 +59,10 @@ UNSUPPORTED = {
     "train.agent_func_path": (None, "april generates one turn a sample: leave it out"),
     "data.max_images_per_prompt": (0, "april's prompts are text: leave it out"),
 }
-"""Settings under which OpenRLHF would do something else: the one value each may have, and what to do about another."""
+"""Settings under which OpenRLHF would do something else."""
 
 
-@dataclass(kw_only=True)
-class Settings:
-    """What april is told beside OpenRLHF's own flags.
-
-    Args:
-        over_sampling_batch_size: `--april.over_sampling_batch_size`: groups under way (N'), or auto.
-        max_staleness: `--april.max_staleness`: the most weight updates between a group's first token and its step.
-    """
-
-    over_sampling_batch_size: Any = "auto"
-    max_staleness: int = MAX_STALENESS
+SPELLING = "--april.{}"
 
 
 def params_of(args: Any, settings: Settings) -> RolloutParams:
@@ -79,17 +71,11 @@ def params_of(args: Any, settings: Settings) -> RolloutParams:
     Raises:
         ValueError: names the setting.
     """
-    return RolloutParams(
-        rollout_batch_size=args.rollout.batch_size,
-        n_samples_per_prompt=args.rollout.n_samples_per_prompt,
-        over_sampling_batch_size=settings.over_sampling_batch_size,
-        max_staleness=settings.max_staleness,
-        names={
-            "rollout_batch_size": "--rollout.batch_size",
-            "n_samples_per_prompt": "--rollout.n_samples_per_prompt",
-            "over_sampling_batch_size": "--april.over_sampling_batch_size",
-            "max_staleness": "--april.max_staleness",
-        },
+    return settings.params(
+        args.rollout.batch_size,
+        args.rollout.n_samples_per_prompt,
+        {"rollout_batch_size": "--rollout.batch_size", "n_samples_per_prompt": "--rollout.n_samples_per_prompt"},
+        SPELLING,
     )
 
 
@@ -99,12 +85,7 @@ def check(args: Any, settings: Settings) -> None:
     Raises:
         ValueError: names the setting and the remedy.
     """
-    for name, (only, remedy) in UNSUPPORTED.items():
-        value = args
-        for part in name.split("."):
-            value = getattr(value, part, only)
-        if value != only:
-            raise ValueError(f"--{name} = {value}: {remedy}")
+    refuse(UNSUPPORTED, lambda name, default: at(args, name, default), "--{} = {}")
     generated = getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size
     if generated != args.rollout.batch_size:
         raise ValueError(
@@ -189,8 +170,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
         )
-        self._taken = False
-        """A step was taken under the current version."""
+        self._versions = Versions(self.scheduler)
         self.step: Step | None = None
         """The last one."""
 
@@ -273,7 +253,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             step = self._loop.run(self.scheduler.collect())
         finally:
             self._awake("sleep")
-        self._taken = True
+        self._versions.taken = True
         self.step = step
         self._steps += 1
         over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
@@ -284,14 +264,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         return self._experiences(step.groups, generate_kwargs), share, self.prompts.drawn - before, over
 
     async def _catch_up(self) -> None:
-        """New weights after a step are a new version."""
-        if not self.updated:
-            return
-        if self._taken:
-            await self.scheduler.update_weights()
-        else:
-            await self.scheduler.load_weights()
-        self.updated = self._taken = False
+        if self.updated:
+            await self._versions.catch_up()
+            self.updated = False
 
     def _generate_vllm(
         self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
@@ -315,12 +290,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def state_dict(self) -> str:
         """What waits, for OpenRLHF's checkpoint."""
         state = self.scheduler.state_dict()
-        return as_json(stamped(FORMAT, steps=self._steps, taken=self._taken, scheduler=state))
+        return as_json(stamped(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
 
     def load_state_dict(self, saved: str) -> None:
         state = opened(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
         self.scheduler.load_state_dict(state["scheduler"])
-        self._steps, self._taken, self.updated = state["steps"], state["taken"], True
+        self._steps, self._versions.taken, self.updated = state["steps"], state["taken"], True
 
 
 def _number(value: Any) -> Any:
@@ -384,13 +359,10 @@ def install(settings: Settings) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m april.integrations.openrlhf", allow_abbrev=False, add_help=False)
-    parser.add_argument("--april.over_sampling_batch_size", dest="over_sampling_batch_size", default="auto")
-    parser.add_argument("--april.max_staleness", dest="max_staleness", type=int, default=MAX_STALENESS)
+    for field in fields(Settings):
+        parser.add_argument(SPELLING.format(field.name), dest=field.name, default=field.default)
     own, theirs = parser.parse_known_args()
-    target = own.over_sampling_batch_size
-    install(
-        Settings(over_sampling_batch_size=target if target == "auto" else int(target), max_staleness=own.max_staleness)
-    )
+    install(Settings.read(vars(own), SPELLING))
     sys.argv[1:] = theirs
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
 
