@@ -59,6 +59,8 @@ from tests.commands.conftest import status
         ((), ("--engine", "sglang", "--server-python", "/none"), "engine.server_python = '/none': no such interpreter"),
         ((), ("--engine", "vllm-inproc"), "needs vLLM in this environment"),
         ((), ("--engine", "vllm-inproc", "--on-update", "keep"), "computes anew only"),
+        ((), ("--on-update", "redraft", "--engine", "vllm"), "vllm verifies no drafts"),
+        ((), ("--on-update", "redraft", "--over-sampling-batch-size", "auto"), "not forecast; give a number"),
         ((), ("--server-args=--host=0.0.0.0",), "set engine.server_host instead"),
         ((), ("--server-args=--api-key=x",), "everybody on the machine sees the options of a process"),
         ((), ("--server-host", "0.0.0.0"), "set the environment variable APRIL_ENGINE_API_KEY"),

@@ -78,11 +78,12 @@ def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> No
     [
         ("--on-update", "recompute"),
         ("--on-update", "keep"),
+        ("--on-update", "redraft"),
         ("--algorithm", "ppo", "--kl-coef", "0.05", "--critic-learning-rate", "1e-3"),
         ("--algorithm", "rloo", "--kl-coef", "0.05", "--correction", "m2po", "--updates-per-step", "3"),
         ("--lora.rank", "4", "--kl-coef", "0.05", "--learning-rate", "1e-2"),
     ],
-    ids=["recompute", "keep", "ppo", "rloo", "lora"],
+    ids=["recompute", "keep", "redraft", "ppo", "rloo", "lora"],
 )
 def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Bit-equal metrics, on one thread, to the run that was never stopped."""

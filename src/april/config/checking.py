@@ -74,6 +74,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _cluster_problems(recipe)
     yield from _algorithm_problems(recipe.algorithm)
     yield from _engine_problems(recipe.engine)
+    if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
+        yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
     yield from _exposed(recipe.engine)
     try:
         check_trackers(recipe.reporting.trackers)
@@ -90,7 +92,7 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
         recipe.fault_policy()
     except ValueError as error:
         yield f"rollout.{error}"
-    if rollout.policy == "april-paper" and recipe.engine.on_update == "keep":
+    if rollout.policy == "april-paper" and recipe.engine.on_update != "recompute":
         yield (
             'rollout.policy = "april-paper" computes unfinished samples anew when the weights change: set '
             'engine.on_update = "recompute"'
@@ -219,6 +221,8 @@ def _engine_problems(engine: EngineSettings) -> Iterator[str]:
             yield f'engine.urls has {url!r}: write each as "http://host:port"'
     if servers and not engine.urls and engine.server_python and shutil.which(engine.server_python) is None:
         yield f"engine.server_python = {engine.server_python!r}: no such interpreter"
+    if engine.on_update == "redraft" and engine.engine != "embedded":
+        yield f'engine.on_update = "redraft": {engine.engine} verifies no drafts; use "recompute"'
     if engine.own_process and engine.engine != "embedded":
         yield f'engine.own_process is set but engine = "{engine.engine}": it is for "embedded"; remove it'
     if engine.engine == "vllm-inproc":

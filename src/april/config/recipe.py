@@ -89,6 +89,7 @@ class Recipe:
             first_come=paper,
             ramp_steps=rollout.ramp_steps,
             admission_window=rollout.admission_window,
+            redraft=self.engine.on_update == "redraft",
         )
 
     @property

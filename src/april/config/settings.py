@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from april.config.ranges import NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
+from april.rollout.engine import KVPolicy
 from april.rollout.params import MAX_STALENESS
 
 API_KEY = "APRIL_ENGINE_API_KEY"
@@ -161,8 +162,10 @@ class EngineSettings:
             servers (vllm, sglang).
         max_running: Samples that decode together: engine slots, of each server.
         context_length: Prompt and response tokens of a sample together; unset: what the model allows.
-        on_update: What becomes of an unfinished sample's KV cache when the weights change: computed anew under the
-            new weights, or kept. The recorded log-probabilities are exact in both.
+        on_update: What becomes of an unfinished sample when the weights change. Its KV cache is computed anew under the
+            new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
+            both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
+            the new weights keep what they would have drawn themselves, so that nothing is stale.
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
             free.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
@@ -191,7 +194,7 @@ class EngineSettings:
     engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
     max_running: Positive[int] = 64
     context_length: Positive[int] | None = None
-    on_update: Literal["recompute", "keep"] = "recompute"
+    on_update: Literal["recompute", "keep", "redraft"] = "recompute"
     kv_cache_gb: Positive[float] | None = None
     stream_interval: Positive[int] | Literal["auto"] = "auto"
     own_process: bool = False
@@ -206,6 +209,11 @@ class EngineSettings:
     broadcast_address: str | None = None
     broadcast_interface: str | None = None
     ready_timeout: Positive[float] = 900.0
+
+    @property
+    def kv_policy(self) -> KVPolicy:
+        """What the engine does with KV caches of unfinished samples."""
+        return "keep" if self.on_update == "keep" else "recompute"
 
 
 @dataclass(kw_only=True)

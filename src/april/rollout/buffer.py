@@ -58,6 +58,8 @@ class Buffer:
     rejected: dict[Rejection, Tally] = field(default_factory=lambda: {reason: Tally() for reason in Rejection})
     restarted: Tally = field(default_factory=Tally)
     """Episodes that had to begin again, and what they had said by then."""
+    redrafted: Tally = field(default_factory=Tally)
+    """Groups whose responses became drafts as the weights changed."""
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -78,6 +80,12 @@ class Buffer:
     def reject(self, group: Group, reason: Rejection) -> None:
         self.rejected[reason].count(self.groups.pop(group.id))
 
+    def redraft(self) -> None:
+        """Every response under way becomes a draft."""
+        for group in self:
+            self.redrafted.count(group)
+            group.redraft()
+
     @property
     def tokens(self) -> int:
         """Sampled tokens of the groups under way."""
@@ -85,14 +93,14 @@ class Buffer:
 
     @property
     def discarded_tokens(self) -> int:
-        """Sampled tokens that are in no group under way, trained or rejected, nor of an episode that began again.
-        Always zero."""
+        """Sampled tokens that are in no group under way, trained or rejected, nor of an episode that began again,
+        nor a draft. Always zero."""
         left = sum(tally.tokens for tally in self._left)
         return self.sampled_tokens - self.tokens - left
 
     @property
     def _left(self) -> tuple[Tally, ...]:
-        return (self.trained, *self.rejected.values(), self.restarted)
+        return (self.trained, *self.rejected.values(), self.restarted, self.redrafted)
 
     def check(self) -> None:
         rejected = sum(tally.groups for tally in self.rejected.values())
@@ -111,6 +119,7 @@ class Buffer:
             "trained": astuple(self.trained),
             "rejected": {reason: astuple(tally) for reason, tally in self.rejected.items()},
             "restarted": astuple(self.restarted),
+            "redrafted": astuple(self.redrafted),
         }
 
     @classmethod
@@ -124,6 +133,7 @@ class Buffer:
             Tally(*state["trained"]),
             {reason: Tally(*state["rejected"].get(reason, ())) for reason in Rejection},
             Tally(*state.get("restarted", ())),
+            Tally(*state.get("redrafted", ())),
         )
         buffer.check()
         return buffer

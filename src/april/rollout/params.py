@@ -40,6 +40,9 @@ class RolloutParams:
         ramp_steps: N' grows from N to its value over so many steps; 1 makes the first step synchronous, 0 is no ramp.
         admission_window: a complete group waits until it is less than so many admissions after the oldest unfinished
             one; None for no window.
+        redraft: what is under way when the weights change is not kept but becomes a draft, which the engine verifies
+            under the new weights: every token is on-policy, and there is no bound to keep. Only for engines that verify
+            drafts (the embedded one); others sample everything again.
         names: what errors call these settings, where the user knows them by other names.
 
     Raises:
@@ -55,6 +58,7 @@ class RolloutParams:
     first_come: bool = False
     ramp_steps: int = 0
     admission_window: int | None = None
+    redraft: bool = False
     names: InitVar[Mapping[str, str]] = AS_THEY_ARE
 
     def __post_init__(self, names: Mapping[str, str]) -> None:
@@ -71,6 +75,8 @@ class RolloutParams:
             object.__setattr__(self, "over_sampling_batch_size", self.rollout_batch_size)
             object.__setattr__(self, "max_staleness", 0)
             object.__setattr__(self, "first_come", False)
+        elif self.redraft:
+            object.__setattr__(self, "max_staleness", None)
         require(
             self.max_staleness is None or _whole(self.max_staleness, 0),
             "max_staleness",
@@ -90,6 +96,8 @@ class RolloutParams:
             "over_sampling_batch_size",
             "give auto, or a number of groups",
         )
+        automatic = target == "auto" and self.redraft
+        require(not automatic, "over_sampling_batch_size", "how much of drafts is kept is not forecast; give a number")
         if isinstance(target, int):
             self._check_target(target, setting)
 

@@ -144,12 +144,14 @@ class RewardTasks:
         await self._arrived.wait()
 
     async def close(self) -> None:
-        """Stop every computation under way. The samples stay unscored and are scored again after a restart."""
+        """Stop every computation under way, and drop verdicts that were not taken. The samples stay unscored, and are
+        scored again by `missing`."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        self._verdicts.clear()
 
 
 def described(error: BaseException) -> str:

@@ -97,6 +97,8 @@ class RolloutScheduler:
         self.episodes = episodes
         if (episodes is not None) != (self.sampling.max_turns > 0):
             raise ValueError("max_turns: turns need an environment, and an environment needs turns (at least 1)")
+        if params.redraft and episodes is not None:
+            raise ValueError("redraft: what an environment answered cannot become a draft; keep the tokens instead")
         filtered = dynamic_filter is not None
         scored = filtered or self.faults.on_reward_error == "reject"
         self.state = _new_state(engine, params, self.sampling.max_tokens, filtered, scored)
@@ -287,6 +289,8 @@ class RolloutScheduler:
         if version > self.trained:
             otherwise = "collect a step between two weight updates: not all groups can be trained on"
             self.state.check_bound(version, otherwise)
+        if self.params.redraft:
+            await self._pump.rewards.close()  # of responses that become drafts
         await self._update(version, weights)
         self._history.happen(Updated(version))
 

@@ -104,6 +104,8 @@ class RolloutState:
                     raise ValueError(f"policy version {version} cannot follow {self.version}")
                 self.version = version
                 self.trained = max(self.trained, version)
+                if self.params.redraft:
+                    self._redraft()
 
     def absorb(
         self, chunks: Sequence[Chunk], among: Mapping[str, tuple[Sample, Group, *tuple[Any, ...]]] | None = None
@@ -160,6 +162,12 @@ class RolloutState:
         self._lengths.pop(sample.id, None)
         self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
         group.begin_again(sample.index)
+
+    def _redraft(self) -> None:
+        self._left += self._growth([sample for sample, _ in self.samples.values()])
+        self._lengths = {}
+        self.buffer.redraft()
+        self.ready = {}
 
     def _consider(self, group: Group) -> None:
         """Make a group ready as soon as nothing can turn it away."""

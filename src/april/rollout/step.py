@@ -232,6 +232,18 @@ class Step:
             "episodes_unbridged": sum(sample.finish is FinishReason.BRIDGE for sample in samples),
         }
 
+    @property
+    def draft_metrics(self) -> dict[str, float]:
+        """Of the responses that began as drafts of older weights; nothing without any."""
+        samples = [sample for group in self.groups for sample in group.samples if sample.draft]
+        if not samples:
+            return {}
+        return {
+            "samples_redrafted": len(samples),
+            "draft_tokens": sum(len(sample.draft) for sample in samples),
+            "draft_tokens_kept": sum(sample.kept_of_draft for sample in samples),
+        }
+
     def metrics(self) -> dict[str, float]:
         """The account of the step as numbers for a log: the names are the same wherever april runs."""
         return {
@@ -254,6 +266,7 @@ class Step:
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
             **self.episode_metrics,
+            **self.draft_metrics,
             **self.reward_metrics,
         }
 

@@ -136,6 +136,8 @@ class Sample:
     """How often the episode was begun again."""
     state: Any = None
     """What the environment saved last, if it saves itself."""
+    draft: Sequence[int] = ()
+    """The response that older weights gave, for an engine to verify."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -247,6 +249,25 @@ class Sample:
         self.attempt += 1
 
     @property
+    def follows_draft(self) -> bool:
+        """Whether there is a draft, and the response is what it begins with."""
+        return bool(self.draft) and self.response_ids == list(self.draft[: self.length])
+
+    @property
+    def kept_of_draft(self) -> int:
+        """Tokens of the draft that the response begins with."""
+        both = zip(self.draft, self.response_ids, strict=False)
+        return next((i for i, (old, new) in enumerate(both) if old != new), min(len(self.draft), self.length))
+
+    def redraft(self) -> None:
+        """Give up the response, which becomes the draft of the one that newer weights give. Where a draft was not
+        verified to its end, its rest stays."""
+        if not self.follows_draft:
+            self.draft = self.response_ids
+        self.segments, self.finish, self.reward, self.reward_info = [], None, None, {}
+        self.length = 0
+
+    @property
     def truncated(self) -> bool:
         """Whether a budget ended the sample."""
         return self.finish is not None and self.finish.truncated
@@ -297,6 +318,7 @@ class Sample:
             "reward_info": dict(self.reward_info),
             "segments": [[s.version, list(s.token_ids), list(s.logprobs)] for s in self.segments],
             **(self._episode() if self.sampling.max_turns else {}),
+            **({"draft": list(self.draft)} if self.draft else {}),
         }
 
     def _episode(self) -> dict[str, Any]:
@@ -352,6 +374,12 @@ class Group:
     def begin_again(self, index: int) -> None:
         """An episode of it begins anew; its first token may come from a later version then."""
         self.samples[index].begin_again()
+        self._begun = None
+
+    def redraft(self) -> None:
+        """Every response of it becomes a draft."""
+        for sample in self.samples:
+            sample.redraft()
         self._begun = None
 
     @property
@@ -416,6 +444,7 @@ class Group:
                     turn_ended=saved.get("turn_ended", False),
                     attempt=saved.get("attempt", 0),
                     state=saved.get("state"),
+                    draft=saved.get("draft", ()),
                 )
             )
         return cls(state["id"], prompt, samples)

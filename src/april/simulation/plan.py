@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.simulation.cluster import Cluster
 from april.simulation.run import Outcome, simulate
@@ -109,7 +110,16 @@ def targets(recipe: Recipe) -> list[int]:
 def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
     """What is simulated, by name, as settings of the scheduler: synchronous rollouts, then partial ones under the
     recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically; with `overlap` each of
-    the partial ones once more, generation going on beside training."""
+    the partial ones once more, generation going on beside training.
+
+    Raises:
+        ConfigError: the recipe has a setting that is not simulated.
+    """
+    if recipe.engine.on_update == "redraft":
+        raise ConfigError(
+            'engine.on_update = "redraft" is not simulated: how much of a draft is kept depends on the policy; add '
+            "--on-update recompute"
+        )
     params = recipe.rollout_params(partial_rollout=True)
     policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
@@ -150,7 +160,7 @@ def _simulated(
         replicas=cluster.engines,
         steps=steps,
         warm_up=warm_up,
-        on_update=recipe.engine.on_update,
+        on_update=recipe.engine.kv_policy,
         train_token_seconds=cluster.train_token_seconds,
         # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
         resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),

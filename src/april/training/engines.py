@@ -63,7 +63,7 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
         max_running=settings.max_running,
         context_length=settings.context_length,
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
-        on_update=settings.on_update,
+        on_update=settings.kv_policy,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
         draft_tokens=settings.draft_tokens,
     )
@@ -88,7 +88,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         max_running=settings.max_running,
         context_length=settings.context_length,
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
-        on_update=settings.on_update,
+        on_update=settings.kv_policy,
         draft_tokens=settings.draft_tokens,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
     )
@@ -155,7 +155,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     for url, process in places:
         key = os.environ.get(API_KEY)
         engine = await connect(
-            url, on_update=settings.on_update, stream_interval=settings.stream_interval, api_key=key, process=process
+            url, on_update=settings.kv_policy, stream_interval=settings.stream_interval, api_key=key, process=process
         )
         stack.push_async_callback(engine.close)
         engines.append(engine)

@@ -6,6 +6,7 @@ drawn one by one (speculative decoding without rejection: the randomness of a to
 
 Invariants:
 - a draft decides how many tokens a pass samples, never which;
+- what a sequence said itself under older weights is its draft before all others, and is always verified;
 - a draft never takes a response past its budget, nor past the row of its KV cache;
 - where drafts are expected to gain nothing, as in a batch that fills the machine, none is made.
 """
@@ -74,12 +75,14 @@ class Drafter:
         self.longest = longest
         self._pasts: OrderedDict[tuple[int, ...], Past] = OrderedDict()
         self._places = 0
+        self._replays = False
         self._costs = PassCosts()
         self._accepted = dict.fromkeys(ORDERS, PRIOR)
         """Share of drafted tokens that were drawn, by the length of the run they were found by."""
 
     def follow(self, sequence: Sequence) -> None:
         """What `sequence` holds, and will hold, may serve as drafts."""
+        self._replays |= bool(sequence.replay)
         if not self.longest:
             return
         past = self._pasts.setdefault(sequence.prompt, Past())
@@ -90,12 +93,25 @@ class Drafter:
             _, oldest = self._pasts.popitem(last=False)
             self._places -= len(oldest.places)
 
-    def draft(self, decoding: list[Sequence], prefilling: int) -> None:
-        """Give decoding sequences drafts for the pass that begins, in which `prefilling` tokens take part besides."""
+    def draft(self, decoding: list[Sequence], prefilling: int, most: int) -> None:
+        """Give decoding sequences drafts for the pass that begins, in which `prefilling` tokens take part besides.
+
+        Args:
+            most: tokens that may be prefilled, or verified of sequences that say again what they said before.
+        """
+        for sequence in decoding if self._replays else ():
+            if not sequence.replay:
+                continue
+            place = len(sequence.tokens)
+            sequence.draft = list(sequence.replay[place : place + min(sequence.room, sequence.left, most - prefilling)])
+            sequence.order = 0
+            prefilling += len(sequence.draft)
         longest = self._lengths(len(decoding), prefilling) if self.longest and decoding else {}
         for sequence in decoding if longest else ():
+            if sequence.replay:
+                continue
             past = self._pasts.get(sequence.prompt)
-            room = min(sequence.room, sequence.limit - len(sequence.tokens) - 1)
+            room = min(sequence.room, sequence.left)
             if past is None or room <= 0:
                 continue
             before = len(past.places)
@@ -128,8 +144,9 @@ class Drafter:
         for sequence, count in drawn.items():
             agreed = min(count - 1, len(sequence.draft))
             tried = min(agreed + 1, len(sequence.draft))
-            weight = FORGET**tried
-            self._accepted[sequence.order] = weight * self._accepted[sequence.order] + (1 - weight) * agreed / tried
+            if sequence.order:
+                weight = FORGET**tried
+                self._accepted[sequence.order] = weight * self._accepted[sequence.order] + (1 - weight) * agreed / tried
             sequence.draft = []
 
 

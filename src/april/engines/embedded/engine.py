@@ -276,7 +276,7 @@ class EmbeddedEngine:
         chunks = self._chunks()
         began = time.perf_counter()
         decoding = [sequence for tier in self._cache.tiers for sequence in tier.decoding]
-        self._drafter.draft(decoding, sum(size for _, size in chunks))
+        self._drafter.draft(decoding, sum(size for _, size in chunks), self._prefill_chunk)
         step = ForwardPass(self._cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         for sequence, size in chunks:
@@ -365,7 +365,7 @@ class EmbeddedEngine:
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give `sequence` a row that holds its tokens; false if it has to wait for one."""
-        needed = self._cache.tier_for(len(sequence.tokens))
+        needed = self._cache.tier_for(sequence.longest)
         if sequence.tier is not None and sequence.tier.length >= needed.length:
             return True
         # Without this reserve a sample is admitted into the room that another asks for in the next step.
@@ -429,7 +429,7 @@ class EmbeddedEngine:
         """Move a decoding sequence whose row is full to a longer one, if need be at the cost of younger sequences."""
         if sequence not in self._admitted:
             return
-        longer = self._cache.tier_for(len(sequence.tokens))
+        longer = self._cache.tier_for(sequence.longest)
         while not self._cache.fits(longer):
             if self._evict(sequence):
                 continue

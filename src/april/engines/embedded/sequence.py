@@ -46,6 +46,8 @@ class Sequence(Resident):
         pending: log-probabilities of the last tokens, which were not handed out yet.
         ahead: uniform numbers of the next tokens, which were looked at and not used yet.
         draft: tokens that the next pass verifies, and `order`, the length of the run they were found by.
+        replay: prompt and response under older weights, which are drafts as long as the response is the same; then
+            empty.
     """
 
     id: str
@@ -63,6 +65,7 @@ class Sequence(Resident):
     ahead: list[float] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
     order: int = 0
+    replay: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, sample: Sample, tokens: list[int], limit: int) -> Sequence:
@@ -75,6 +78,7 @@ class Sequence(Resident):
             limit,
             frozenset(sample.sampling.stop_token_ids),
             uniforms(sample.seed, len(tokens) - len(sample.prompt_ids)),
+            replay=[*sample.prompt_ids, *sample.draft] if sample.follows_draft else [],
         )
 
     def resume(self, other: Sequence) -> None:
@@ -86,8 +90,13 @@ class Sequence(Resident):
         self.prompt, self.tokens, self.limit = other.prompt, other.tokens, other.limit
         self.sampling, self.stop = other.sampling, other.stop
         self.seed, self.uniforms, self.ahead = other.seed, other.uniforms, other.ahead
-        self.draft = []
+        self.draft, self.replay = [], other.replay
         self.finish = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a row has to hold for the next passes."""
+        return max(len(self.tokens), min(len(self.replay), self.limit - 1))
 
     @property
     def missing(self) -> int:
@@ -99,6 +108,11 @@ class Sequence(Resident):
         """Tokens behind the next one that the row has room for."""
         assert self.tier is not None
         return self.tier.length - self.kv_length - 1
+
+    @property
+    def left(self) -> int:
+        """Tokens behind the next one that the budget allows."""
+        return self.limit - len(self.tokens) - 1
 
     def numbers(self) -> list[float]:
         """The uniform numbers that the next token and those behind it, as many as are drafted, are drawn with."""
@@ -123,6 +137,9 @@ class Sequence(Resident):
                 self.finish = FinishReason.LENGTH
             if self.finish is not None or (count <= len(self.draft) and token != self.draft[count - 1]):
                 break
+        end = len(self.tokens)
+        if self.replay and (end >= len(self.replay) or self.tokens[end - count :] != self.replay[end - count : end]):
+            self.replay = []
         del self.ahead[:count]
         self.kv_length = len(self.tokens) - 1
         return count
