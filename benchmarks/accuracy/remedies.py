@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -83,9 +83,9 @@ TASK_RATE = {"factors": 1.0, "gcd": 1.0, "primes": 0.5}
 Record = Mapping[str, Any]
 
 
-def settings_of(arm: str) -> dict[str, Any]:
+def settings_of(arm: str, arms: Mapping[str, dict[str, Any]] = ARMS) -> dict[str, Any]:
     """What an arm sets; `a+b` is both together."""
-    return {name: value for part in arm.split("+") for name, value in ARMS[part].items()}
+    return {name: value for part in arm.split("+") for name, value in arms[part].items()}
 
 
 def known_arms(records: Sequence[Record]) -> list[str]:
@@ -116,6 +116,8 @@ class Run:
     rate: float
     seed: int
 
+    arms: ClassVar[Mapping[str, dict[str, Any]]] = ARMS
+
     @property
     def key(self) -> str:
         return "-".join(map(str, (self.task, self.algorithm, self.arm, self.rate, self.seed)))
@@ -126,7 +128,7 @@ class Run:
         recipe.training.seed, recipe.training.learning_rate = self.seed, self.rate
         recipe.training.eval_samples = 2
         recipe.reporting.output = str(output)
-        for name, value in settings_of(self.arm).items():
+        for name, value in settings_of(self.arm, self.arms).items():
             section, setting = name.split(".")
             assert hasattr(getattr(recipe, section), setting), f"there is no {name}"
             setattr(getattr(recipe, section), setting, value)
