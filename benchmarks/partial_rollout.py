@@ -33,6 +33,8 @@ from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
 
+SHARES = {"scheduler_share_of_time": "scheduler", "share_without_passes_and_scoring": "everything_else"}
+
 
 class Arm:
     """One way of collecting, with an engine of its own and the time it has taken."""
@@ -127,7 +129,7 @@ class Arm:
             self.occupancy.append(step.occupancy)
         rates = {"consumed": consumed / seconds, "generated": generated / seconds}
         if self.busy:  # shares are of the clock on the wall
-            return rates | {"scheduler": 0.0, "everything_else": 0.0}
+            return rates
         return rates | {
             "scheduler": 1 - (self.elsewhere + waited) / seconds,
             "everything_else": 1 - (self.passes + self.scoring) / seconds,
@@ -166,8 +168,11 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                     [r["consumed"] / b["consumed"] for r, b in zip(rounds[arm.name], base, strict=True)]
                 ),
                 "targets": arm.targets,
-                "scheduler_share_of_time": spread([r["scheduler"] for r in rounds[arm.name]]),
-                "share_without_passes_and_scoring": spread([r["everything_else"] for r in rounds[arm.name]]),
+                **{
+                    name: spread([r[share] for r in rounds[arm.name]])
+                    for name, share in SHARES.items()
+                    if not args.automatic
+                },
                 "mean_staleness": sum(arm.staleness) / len(arm.staleness),
                 "off_policy_token_share": sum(arm.off_policy) / len(arm.off_policy),
                 "occupancy": sum(arm.occupancy) / len(arm.occupancy),
@@ -176,11 +181,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
         for name, result in results[f"{slots} slots"].items():
             ratio, rate = result["consumed_ratio_to_synchronous"], result["consumed_tokens_per_second"]["median"]
+            shares = [f"{share.replace('_', ' ')} {result[share]['median']:.2%}" for share in SHARES if share in result]
             print(
                 f"{slots} slots, {name}: {rate:,.0f} consumed tokens/s, {ratio['median']:.2f} x ({ratio['min']:.2f} to "
-                f"{ratio['max']:.2f}), occupancy {result['occupancy']:.0%}, staleness {result['mean_staleness']:.2f}, "
-                f"scheduler {result['scheduler_share_of_time']['median']:.2%}, everything but passes and scoring "
-                f"{result['share_without_passes_and_scoring']['median']:.2%}",
+                f"{ratio['max']:.2f}), occupancy {result['occupancy']:.0%}, staleness {result['mean_staleness']:.2f}",
+                *shares,
+                sep=", ",
                 flush=True,
             )
     return results
