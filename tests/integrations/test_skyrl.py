@@ -25,7 +25,8 @@ import torch  # noqa: E402
 from skyrl.train.utils.callbacks import TrainingCallback  # noqa: E402
 
 from april.integrations.settings import Settings  # noqa: E402
-from april.integrations.skyrl import STATE, check, read  # noqa: E402
+from april.integrations.skyrl import STATE, read  # noqa: E402
+from april.integrations.skyrl_settings import check  # noqa: E402
 from april.rollout.rewards import RewardError  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.model_server import VLLMServer  # noqa: E402
