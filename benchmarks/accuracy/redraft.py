@@ -59,10 +59,13 @@ def _each(stage: str, algorithm: str, tasks: Sequence[tuple[str, float]]) -> Ite
 def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Each arm against synchronous runs of its seed: by task, algorithm and rate, and over all at the best rate."""
     cells, pooled = [], {arm: {"difference": [], "samples": [], "cpu": [], "whole": []} for arm in ARMS}
+    over_partial: list[float] = []
     for stage, task, algorithm in dict.fromkeys((run.stage, run.task, run.algorithm) for run in planned()):
         chosen = {"stage": stage, "task": task, "algorithm": algorithm}
         of = {arm: runs_of(records, SEEDS, arm=arm, **chosen) for arm in ARMS}
         target = target_of(of["synchronous"])
+        if stage == "best":
+            over_partial += differences(of["redraft"], of["partial"])
         for arm, own in of.items():
             difference = differences(own, of["synchronous"])
             costs = ratios_to(target, own, of["synchronous"])
@@ -82,6 +85,7 @@ def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "runs": len(records),
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in records)),
         "over_all": {arm: said({}, found) for arm, found in pooled.items()},
+        "redraft_minus_partial": bootstrap(over_partial),
         "cells": cells,
     }
 

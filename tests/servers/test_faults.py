@@ -155,11 +155,20 @@ async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
 
 
 async def refuse_updates(engine):  # type: ignore[no-untyped-def]
-    """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back."""
-    post = engine._http.post
+    """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back.
+
+    Its server is the other engine's too, and says what one of its own would: that it holds what it held."""
+    post, label = engine._http.post, engine._dialect.label
+    held = await label()
 
     async def astray(path: str, body: object = None) -> object:
         return await post("/no" + path if "weights" in str((path, body)) else path, body)
 
-    engine._http.post = astray
-    return lambda: setattr(engine._http, "post", post)
+    async def as_before() -> str | None:
+        return held
+
+    def lead_back() -> None:
+        engine._http.post, engine._dialect.label = post, label
+
+    engine._http.post, engine._dialect.label = astray, as_before
+    return lead_back
