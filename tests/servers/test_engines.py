@@ -252,7 +252,7 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
 
 async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connect, models: list[Path]) -> None:
     engine = await connect(on_update="keep")
-    samples = make_samples(4, SamplingParams(200))
+    samples = make_samples(4, SamplingParams(400))
     submit(engine, samples)
     await reach(engine, samples, 20)
     absorb(await engine.interrupt(), samples)
@@ -263,12 +263,12 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
     engine.forget(sample.id for sample in samples[2:3])
     submit(engine, samples[2:])
     await finish(engine, samples[2:])
-    assert all(sample.length == 200 for sample in samples)
+    assert all(sample.length == 400 for sample in samples)
     for sample, length in zip(samples[2:], left, strict=True):
         # What was sampled before the update may arrive after the interrupt; nothing old follows anything new.
         assert sorted(sample.versions) == list(sample.versions)
         assert set(sample.versions[:length]) == {0}
-        assert sample.versions[-1] == 1
+        assert set(sample.versions) in ({0, 1}, {0}), "the server may have been done with it before the update"
     assert set(samples[2].versions[left[0] :]) == {1}, "what was forgotten is never handed out"
 
 
