@@ -91,6 +91,16 @@ def test_partial_rollouts_are_carried_over_steps_and_logged(run: Any) -> None:
         assert entry["april/step_consumed_tokens"] == sum(group.tokens for group in groups)
 
 
+def test_drafts_leave_no_stale_token(tmp_path: Path) -> None:
+    trained = trainer(tmp_path, rollouts={"on_update": "redraft"})
+    trained.train()
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
+    assert any(entry.get("april/samples_redrafted", 0) > 0 for entry in logged)
+    for version, (groups, _) in enumerate(trained.batches):
+        assert {v for group in groups for sample in group.samples for v in sample.versions.tolist()} == {version}
+    trained.close()
+
+
 def test_the_ratio_divides_by_the_log_probabilities_tokens_were_drawn_with(run: Any) -> None:
     off_policy = 0
     for version, (groups, output) in enumerate(run.batches):
@@ -120,7 +130,7 @@ def test_on_policy_log_probabilities_are_those_of_the_trainers_own_forward_pass(
     on_policy.close()
 
 
-@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+@pytest.mark.parametrize("on_update", ["recompute", "keep", "redraft"])
 def test_a_resumed_run_trains_on_what_the_saved_one_would_have(tmp_path: Path, on_update: str) -> None:
     def history(trained: Any) -> list[list[float]]:
         logged = [entry for entry in trained.state.log_history if "loss" in entry]

@@ -81,6 +81,7 @@ class PartialRollouts(EngineSettings):
             n_samples_per_prompt=group_size,
             over_sampling_batch_size=self.over_sampling_batch_size,
             max_staleness=bound,
+            redraft=self.on_update == "redraft",
             names={"rollout_batch_size": "N (prompts a batch)"},
         )
 
