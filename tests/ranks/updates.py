@@ -30,7 +30,7 @@ UPDATES = {"m2po": 3}
 def settings(case: str) -> Recipe:
     chosen = recipe(**CASES[case])
     chosen.training.max_tokens_per_micro_batch = 200
-    chosen.training.learning_rate = 1e-4  # Adam makes a step of this size of a gradient's rounding
+    chosen.training.learning_rate = 5e-5  # Adam may make a step of this size of the rounding of a gradient near 0
     chosen.training.updates_per_step = UPDATES.get(case, 1)
     chosen.lora.rank = 4 if case == "lora" else 0
     return chosen

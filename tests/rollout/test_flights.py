@@ -119,5 +119,5 @@ async def test_an_engine_that_dies_ends_both_and_leaves_nothing_in_flight() -> N
             await rollouts.take()
         assert not rollouts.in_flight
         engine.dead = False
-        engine._flight.clear()
+        engine.flight.clear()
         assert await rollouts.take()
