@@ -49,16 +49,22 @@ def submit(engine: Engine, samples: Iterable[Sample]) -> None:
             engine.submit(sample)
 
 
+async def advance(engine: Engine, samples: Sequence[Sample]) -> None:
+    """Wait for what is sampled next, where something still is."""
+    assert any(sample.finish is None for sample in samples), "every sample has finished: nothing more will come"
+    assert not absorb(await engine.poll(), samples)
+
+
 async def finish(engine: Engine, samples: Sequence[Sample]) -> None:
     """Run samples that are in flight to their ends."""
     while any(sample.finish is None for sample in samples):
-        assert not absorb(await engine.poll(), samples)
+        await advance(engine, samples)
 
 
 async def reach(engine: Engine, samples: Sequence[Sample], tokens: int) -> None:
     """Run samples that are in flight until one has `tokens` tokens."""
     while max(sample.length for sample in samples) < tokens:
-        assert not absorb(await engine.poll(), samples)
+        await advance(engine, samples)
 
 
 def error_by_version(sample: Sample, oracles: Sequence[Oracle]) -> float:
@@ -203,7 +209,7 @@ async def test_resumed_under_new_weights_each_token_matches_the_version_that_sam
         submit(engine, samples)
         if version < 2:
             while sum(int((sample.versions == version).sum()) for sample in samples) < 100:
-                assert not absorb(await engine.poll(), samples)
+                await advance(engine, samples)
             absorb(await engine.interrupt(), samples)
     await finish(engine, samples)
     assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
@@ -346,7 +352,7 @@ async def test_weights_over_a_broadcast_group(engine: ServerEngine, oracles: lis
         submit(engine, samples)
         if version < 2:
             while not any(version in sample.versions for sample in samples):
-                assert not absorb(await engine.poll(), samples)
+                await advance(engine, samples)
             absorb(await engine.interrupt(), samples)
     await finish(engine, samples)
     assert {0, 1, 2} == {version for sample in samples for version in sample.versions}

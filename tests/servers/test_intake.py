@@ -16,7 +16,7 @@ from april.engines.servers.intake import Intake
 from april.rollout.engine import KVPolicy
 from april.rollout.sampling import SamplingParams
 from tests.servers.conftest import SLOTS, Connect, make_samples
-from tests.servers.test_engines import EXACT, absorb, error_by_version, finish, reach, submit
+from tests.servers.test_engines import EXACT, absorb, advance, error_by_version, finish, reach, submit
 from tests.servers.tiny import Oracle
 
 
@@ -38,18 +38,18 @@ async def test_interrupted_and_resumed_under_new_weights(
 ) -> None:
     engine = await connect(on_update=on_update, stream_interval="auto")
     await engine.read_in(intake)
-    samples = make_samples(SLOTS + 4, SamplingParams(160, temperature=0.8))
+    samples = make_samples(SLOTS + 4, SamplingParams(240, temperature=0.8))
     for version in range(3):
         if version:
             await engine.update_weights(version, models[version])
         submit(engine, samples)
         if version < 2:
             while sum(int((sample.versions == version).sum()) for sample in samples) < 100:
-                assert not absorb(await engine.poll(), samples)
+                await advance(engine, samples)
             absorb(await engine.interrupt(), samples)
             assert await engine.poll() == []
     await finish(engine, samples)
-    assert all(sample.length == 160 for sample in samples)
+    assert all(sample.length == 240 for sample in samples)
     assert {0, 1, 2} == {version for sample in samples for version in sample.versions}
     if on_update == "recompute":
         assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
