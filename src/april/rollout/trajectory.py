@@ -251,7 +251,7 @@ class Sample:
     @property
     def follows_draft(self) -> bool:
         """Whether there is a draft, and the response is what it begins with."""
-        return bool(self.draft) and self.response_ids == list(self.draft[: self.length])
+        return bool(self.draft) and self.kept_of_draft == self.length
 
     @property
     def kept_of_draft(self) -> int:
