@@ -1,12 +1,16 @@
-"""Engines and nodes of a real Ray cluster on one machine are killed and hung while rollout steps go on.
+"""Engines, nodes and drivers of a real Ray cluster on one machine are killed and hung while rollout steps go on.
 
-    .frameworks/cluster/bin/python benchmarks/cluster_kills.py --kills 50      writes cluster_kills.json beside it
+    .frameworks/cluster/bin/python benchmarks/cluster_kills.py      writes cluster_kills.json beside it
 
-Three nodes, each a raylet of its own with room for one engine, two engines. The policy is that of `examples/gcd`; its
-weights are handed over anew after each step and stay the same, so whatever happens every response must be the one that
-an engine in this process gives. At random moments: SIGKILL or SIGSTOP, of an engine's process or of a whole node. A
-hung node is killed, and another joins, or it goes on after a while. Then both engines must be ready again before the
-next blow. Seconds until the loss is seen count from the signal.
+Engines and nodes: three nodes, each a raylet of its own with room for one engine, two engines. The policy is that of
+`examples/gcd`; its weights are handed over anew after each step and stay the same, so whatever happens every response
+must be the one that an engine in this process gives. At random moments: SIGKILL or SIGSTOP, of an engine's process or
+of a whole node. A hung node is killed, and another joins, or it goes on after a while. Then both engines must be ready
+again before the next blow. Seconds until the loss is seen count from the signal.
+
+Drivers: `april train` of the same task on the same nodes, training. At random moments: SIGKILL, then `april resume`; or
+SIGSTOP for longer than a heartbeat may be unanswered. The next blow comes once steps go on. What the run's files hold
+at the end is compared: each step and each group once, and the bound.
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ import itertools
 import json
 import logging
 import os
+import platform
 import random
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
+import ray
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -61,7 +70,7 @@ class Blows:
         await asyncio.sleep(self.rng.uniform(0, 2))
         victim = self.rng.choice(self.pool.members)
         kind = self.rng.choice(KINDS)
-        node = self.nodes[victim.replica.site.node]  # type: ignore[attr-defined]
+        node = self.nodes[victim.replica.site.node.id]  # type: ignore[attr-defined]
         (engine,) = self.raylets.engines(node)
         began = time.monotonic()
         if kind.startswith("engine"):
@@ -185,16 +194,179 @@ def _summary(blows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+RECIPE = """
+[model]
+path = "{model}"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 4
+[rollout]
+rollout_batch_size = 8
+over_sampling_batch_size = 12
+n_samples_per_prompt = 4
+max_response_length = 160
+max_staleness = {staleness}
+[engine]
+max_running = 16
+context_length = 256
+[cluster]
+address = "{address}"
+replicas = 2
+placement = "apart"
+[training]
+steps = 100000
+threads = 1
+eval_interval = 0
+save_interval = 4
+[reporting]
+output = "{output}"
+trackers = []
+"""
+HUNG = 12.0
+"""Seconds that a driver hangs: longer than an engine may."""
+
+
+class Driver:
+    """`april train` on a cluster, and `april resume` after each of its deaths."""
+
+    def __init__(self, raylets: Raylets, directory: Path) -> None:
+        self.raylets = raylets
+        self.output, self.log = directory / "run", directory / "log"
+        self.found: list[dict[str, Any]] = []
+        self.seen: dict[int, tuple[float, ...]] = {}
+        """What was logged of each step before a blow."""
+        recipe = directory / "recipe.toml"
+        recipe.write_text(RECIPE.format(model=MODEL, staleness=STALENESS, address=raylets.address, output=self.output))
+        self._process = self._april("train", recipe)
+        self._reach(3)
+
+    def _april(self, *arguments: Any) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "april", *map(str, arguments)]
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        file = self.output / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row for row in rows if "staleness_max" in row]
+
+    def _reach(self, step: int) -> None:
+        while len(self.steps) < step:
+            assert self._process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+
+    def strike(self, kind: str) -> None:
+        began = time.monotonic()
+        if kind == "driver killed":
+            self._process.kill()
+            self._process.wait()
+            while self.raylets.engines():  # Ray ends them with the driver
+                time.sleep(0.05)
+        else:
+            self._process.send_signal(signal.SIGSTOP)
+            time.sleep(HUNG)
+        done = self.steps
+        self.seen |= {row["step"]: _of_step(row) for row in done}
+        if kind == "driver killed":
+            self._process = self._april("resume", self.output)
+        else:
+            self._process.send_signal(signal.SIGCONT)
+        self._reach(len(done) + 2)  # those beyond the checkpoint are done again
+        back = time.monotonic() - began
+        self.found.append({"kind": kind, "back": round(back, 2)})
+        print(f"{kind}: two steps on after {back:.1f} s", flush=True)
+
+    def end(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait()
+
+
+def _of_step(row: dict[str, Any]) -> tuple[float, ...]:
+    """What a step trained on, as its log says it."""
+    return tuple(row[name] for name in ("consumed_tokens", "response_length_mean", "reward", "staleness_mean"))
+
+
+def kill_drivers(kills: int, seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    kinds = [("driver killed", "driver hung")[i % 4 == 3] for i in range(kills)]
+    raylets = Raylets(reaped=False)
+    try:
+        for _ in range(3):
+            raylets.add()
+        with tempfile.TemporaryDirectory() as directory:
+            driver = Driver(raylets, Path(directory))
+            for kind in kinds:
+                time.sleep(rng.uniform(0, 4))
+                driver.strike(kind)
+            driver.end()
+            return _drivers_found(driver)
+    finally:
+        raylets.close()
+
+
+def _drivers_found(driver: Driver) -> dict[str, Any]:
+    rows = driver.steps
+    tables = [pq.read_table(file, columns=["held_out", "group", "sample"]).to_pylist() for file in _tables(driver)]
+    trained = [(row["group"], row["sample"]) for table in tables for row in table if not row["held_out"]]
+    unlike = sum(_of_step(rows[step - 1]) != logged for step, logged in driver.seen.items())
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a step is missing, or there twice"
+    assert len(set(trained)) == len(trained), "a group was trained on twice"
+    assert max(row["staleness_max"] for row in rows) <= STALENESS, "the bound was broken"
+    assert not rows[-1]["discarded_tokens"], "tokens were lost"
+    return {
+        "kills": len(driver.found),
+        "steps": len(rows),
+        "samples": len(trained),
+        "discarded_tokens": rows[-1]["discarded_tokens"],
+        "staleness_max": max(row["staleness_max"] for row in rows),
+        "staleness_bound": STALENESS,
+        "steps_seen_before_blows": len(driver.seen),
+        "of_them_other_at_the_end": unlike,
+        "by_kind": {
+            kind: {
+                "count": len(back),
+                "back_median": round(statistics.median(back), 2),
+                "back_max": max(back),
+            }
+            for kind in ("driver killed", "driver hung")
+            if (back := [blow["back"] for blow in driver.found if blow["kind"] == kind])
+        },
+        "blows": driver.found,
+    }
+
+
+def _tables(driver: Driver) -> list[Path]:
+    return sorted((driver.output / "completions").glob("*.parquet"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=int, default=42, help="of engines and nodes")
+    parser.add_argument("--drivers", type=int, default=8, help="kills of drivers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="   %(message)s")
-    found = asyncio.run(run(options.kills, options.seed))
-    options.output.write_text(json.dumps({"command": " ".join(sys.argv), **found}, indent=2) + "\n")
-    print(json.dumps({name: value for name, value in found.items() if name != "blows"}, indent=2))
+    found: dict[str, Any] = {"command": " ".join(["benchmarks/cluster_kills.py", *sys.argv[1:]]), "machine": machine()}
+    if options.kills:
+        found["engines and nodes"] = asyncio.run(run(options.kills, options.seed))
+    if options.drivers:
+        found["drivers"] = kill_drivers(options.drivers, options.seed)
+    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    for part in ("engines and nodes", "drivers"):
+        print(json.dumps({name: value for name, value in found.get(part, {}).items() if name != "blows"}, indent=2))
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ray": ray.__version__,
+    }
 
 
 if __name__ == "__main__":

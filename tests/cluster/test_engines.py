@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams
 from april.engines.cluster.cluster import Cluster, Wanted, connected
-from april.engines.cluster.placement import Demand
+from april.engines.cluster.placement import Demand, Node
+from april.engines.cluster.site import Site
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.host import EmbeddedSettings
@@ -27,7 +31,7 @@ from april.rollout.engine import Engine
 from tests import tiny
 from tests.cluster.raylets import Raylets
 
-GENEROUS = 240.0
+GENEROUS = 120.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -79,7 +83,7 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
             with pytest.raises(ValueError, match="must be in the cluster's object store"):
                 await pool.update_weights(1, tmp_path / "policy")
             await pool.update_weights(1, ObjectStore(lambda: iter(trained.named_parameters()), torch.float32).offer(1))
-            await _one_hangs(pool, raylets, nodes, first)
+            hung = await _one_hangs(pool, raylets, nodes, first)
             assert [s.response_ids for s in first] == [s.response_ids for s in expected[0]]
 
             raylets.add()
@@ -95,21 +99,76 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
         finally:
             watching.cancel()
             await pool.close()
-    await until(lambda: not raylets.engines())
+    raylets.signal(hung, signal.SIGCONT)
+    await until(lambda: not raylets.engines())  # nor is one left on a node that goes on
 
 
-async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, object], samples: list[Sample]) -> None:
-    """Of two engines, in the midst of samples, with its node."""
+async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, Any], samples: list[Sample]) -> Any:
+    """Of two engines, in the midst of samples, with its node, which is returned."""
     for sample in samples:
         pool.submit(sample)
     for chunk in await pool.poll():
         sample = next(sample for sample in samples if sample.id == chunk.sample_id)
         sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
     victim = next(member for member in pool.members if member.samples)
-    raylets.signal(nodes[victim.replica.site.node], signal.SIGSTOP)  # type: ignore[attr-defined]
+    hung = nodes[victim.replica.site.node.id]  # type: ignore[attr-defined]
+    raylets.signal(hung, signal.SIGSTOP)
     await finish(pool, [sample for sample in samples if sample.finish is None])
     await until(lambda: not victim.ready)
-    assert "heartbeat" in victim.reason or "room" in victim.reason
+    return hung
+
+
+async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_it_starts(
+    raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save(tmp_path / "policy")
+    node = raylets.add()
+    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
+    async with connected(raylets.address):
+        where = Node(node.node_id, "", 1, 0)
+        site = Site(where, engine, Demand(1, 0), "one that nobody asked")
+        assert (await site.open(1))[:2] == (4, 100)
+        await _stops(raylets, node)
+        assert not await site.alive()
+        site.end()
+        await until(lambda: not raylets.engines())  # a process that hangs is not left there
+
+        monkeypatch.setattr("april.engines.cluster.site.STARTING", 0.0)
+        site = Site(where, Endless(model=""), Demand(1, 0), "one that starts")
+        opening = asyncio.create_task(site.open(1))
+        await _stops(raylets, node)
+        with pytest.raises(EngineError, match="hangs while it starts"):
+            await asyncio.wait_for(opening, GENEROUS)
+        site.end()
+        await until(lambda: not raylets.engines())
+
+
+class Endless(EmbeddedSettings):
+    """An engine that loads its model for ever."""
+
+    def load(self) -> EmbeddedEngine:
+        time.sleep(10 * GENEROUS)
+        raise AssertionError
+
+
+async def _stops(raylets: Raylets, node: Any) -> None:
+    """The engine of a node, once its process is there."""
+    await until(lambda: len(raylets.engines(node)) == 1)
+    os.kill(raylets.engines(node)[0], signal.SIGSTOP)
+
+
+async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(raylets: Raylets, tmp_path: Path) -> None:
+    """Ray calls a node alive for over a minute after it has hung."""
+    tiny.save(tmp_path / "policy")
+    raylets.signal(raylets.add(2), signal.SIGSTOP)
+    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
+    async with connected(raylets.address):
+        cluster = Cluster(Wanted(engine=engine, demand=Demand(1, 0), replicas=1, placement="apart"))
+        with pytest.raises(EngineError, match="does not answer within"):
+            await cluster.start(lambda what: None)
+        raylets.add()
+        pool = await cluster.start(lambda what: None)
+        await pool.close()
 
 
 async def test_a_cluster_without_room_says_so(raylets: Raylets, tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ def problems(recipe: dict[str, Any]) -> list[str]:
         ({"cluster": {"replicas": 2}}, 'cluster.address is not set: name the cluster ("auto"'),
         ({"cluster": {"address": "ray://head:10001"}}, 'write "auto", or the head of the cluster as "HOST:PORT"'),
         ({"cluster": {"address": "head"}}, 'write "auto", or the head'),
-        ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm"}}, 'nodes host "embedded" ones'),
+        ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm-inproc"}}, 'works in the trainer: choose "vllm"'),
+        ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "urls": ["http://a:1"]}}, "remove one of them"),
+        ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "replicas": 2}}, "cluster.replicas says"),
         ({"cluster": {"address": "auto"}, "engine": {"own_process": True}}, "apart from the trainer anyway: remove it"),
     ],
 )

@@ -504,6 +504,28 @@ async def test_one_more_replica_gets_the_current_weights_and_work_and_lost_ones_
             await pool.poll()
 
 
+async def test_an_update_does_not_wait_for_a_lost_replica_that_is_being_started() -> None:
+    class Slow(Machine):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            self.starting, self.started = asyncio.Event(), asyncio.Event()
+
+        async def learn(self) -> None:
+            self.starting.set()
+            await self.started.wait()
+
+    good, slow = Machine("good"), Slow("slow")
+    async with pool_of(good, health_timeout=120) as pool, asyncio.timeout(120):
+        pool.add(slow)
+        await slow.starting.wait()
+        await pool.update_weights(1, "one")
+        assert (good.version, pool.members[1].ready) == (1, False)
+        slow.started.set()
+        while not pool.members[1].ready:
+            await asyncio.sleep(0)
+        assert slow.updates == [1]
+
+
 async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
     one, other = Machine("one"), Machine("other")
     async with pool_of(one, other) as pool:

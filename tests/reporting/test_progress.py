@@ -6,6 +6,7 @@ import io
 import logging
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -53,6 +54,39 @@ def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> N
     for piece in ("6/10", "3/8", "60/64", "reward", "held-out", "accuracy"):
         assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
     assert "…" not in shown, "nothing is cut"
+
+
+class Engine(NamedTuple):
+    name: str
+    place: str
+    ready: bool = True
+    running: int = 3
+    slots: int = 8
+    reason: str = ""
+
+
+def test_engines_are_shown_by_the_machine_that_they_work_on_and_lost_ones_first() -> None:
+    progress = Progress(10, file=io.StringIO())
+    engines = [Engine(f"engine-{i}", f"10.0.0.{i // 2}") for i in range(4)]
+    progress.engines(engines)
+    engines.append(Engine("engine-4", "10.0.0.9", ready=False, reason="no answer to a heartbeat in 8 s"))
+    lines = lines_of(progress)
+    assert any("4 of 5 ready on 2 nodes" in line for line in lines)
+    assert any("10.0.0.1" in line and "2 engines" in line and "6/16 slots" in line for line in lines)
+    lost, first = (next(i for i, line in enumerate(lines) if name in line) for name in ("engine-4", "10.0.0.0"))
+    assert lost < first
+    assert "no answer to a heartbeat in 8 s" in lines[lost]
+    engines += [Engine(f"more-{i}", f"10.0.1.{i:02}") for i in range(62)]
+    many = lines_of(progress)
+    assert any("and 58 more" in line for line in many)
+    assert len(many) <= 27
+    assert all(len(line) <= 80 for line in many)
+
+
+def lines_of(progress: Progress) -> list[str]:
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(progress.render())
+    return console.export_text().splitlines()
 
 
 def test_failures_are_seen_while_the_run_goes_on() -> None:

@@ -4,7 +4,9 @@ where wandb, trackio and MLflow are installed."""
 from __future__ import annotations
 
 import importlib
+import socket
 import sqlite3
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +77,27 @@ def test_a_tracker_holds_each_step_once_and_the_text(
     steps, text = held(tmp_path / "run")
     assert steps in (None, [1, 2, 3, 4])
     assert text
+
+
+def test_prometheus_has_the_latest_numbers_while_the_run_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    address = f"127.0.0.1:{free_port()}"
+    recipe = {"reporting": {"prometheus_address": address}}
+    with RunLog(tmp_path / "run", recipe, ["prometheus"]) as log:
+        for step in (2, 3):
+            log.step(step_of(step), {"loss": step / 4, "engines_ready": 2}, slots=2)
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        assert 'april_optimisation_loss{project="april",run="run"} 0.75' in lines
+        assert 'april_engines_engines_ready{project="april",run="run"} 2.0' in lines
+        assert 'april_step{project="april",run="run"} 2.0' in lines
+        with pytest.raises(ValueError, match=f"reporting.prometheus_address = '{address}': .*name another port"):
+            RunLog(tmp_path / "other", recipe, ["prometheus"])
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # it is free again
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from april.commands.arguments import read_recipe
 from april.commands.failure import fail
@@ -42,7 +43,7 @@ async def _check(recipe: Recipe) -> int:
 
     weights = planned(recipe).parameters * getattr(torch, recipe.engine_dtype).itemsize
     async with connected(recipe.cluster.address):
-        wanted = wanted_of(recipe)
+        wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
         found = await check(wanted, home(), weights)
     for line in lines_of(found, wanted, home()):
         print(line)

@@ -28,6 +28,8 @@ from april.extras import install_command
 from april.reporting.trackers import check_trackers
 from april.tasks.hub import path_problem
 
+HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
+
 
 def check_recipe(recipe: Recipe) -> None:
     """Every rule that involves more than one setting's type, before anything is loaded.
@@ -81,6 +83,9 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         check_trackers(recipe.reporting.trackers)
     except (ValueError, ModuleNotFoundError) as error:
         yield str(error)
+    address = recipe.reporting.prometheus_address
+    if not re.fullmatch(HOST_AND_PORT, address):
+        yield f'reporting.prometheus_address = {address!r}: write "HOST:PORT"'
     if recipe.lora.rank and find_spec("peft") is None:
         yield f"lora.rank = {recipe.lora.rank} needs peft: {install_command('lora')}"
 
@@ -186,10 +191,14 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
                 "remove the section's other settings"
             )
         return
-    if own.address != "auto" and not re.fullmatch(r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+", own.address):
+    if own.address != "auto" and not re.fullmatch(HOST_AND_PORT, own.address):
         yield f'cluster.address = {own.address!r}: write "auto", or the head of the cluster as "HOST:PORT"'
-    if engine.engine != "embedded":
-        yield f'cluster.address is set but engine.engine = "{engine.engine}": nodes host "embedded" ones; choose that'
+    if engine.engine == "vllm-inproc":
+        yield 'cluster.address is set but engine.engine = "vllm-inproc" works in the trainer: choose "vllm"'
+    if engine.urls:
+        yield "engine.urls names running servers, and cluster.address a cluster to start engines on: remove one of them"
+    if engine.replicas != 1:
+        yield f"engine.replicas = {engine.replicas}: on a cluster, cluster.replicas says how many"
     if engine.own_process:
         yield "engine.own_process is set, but engines on a cluster are apart from the trainer anyway: remove it"
     if find_spec("ray") is None:

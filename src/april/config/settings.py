@@ -421,12 +421,15 @@ class ReportingSettings:
         output: The run's directory: metrics, checkpoints, report.
         if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
         trackers: Where metrics go beside metrics.jsonl.
+        prometheus_address: HOST:PORT on which prometheus, one of the trackers, is served; on an address that other
+            machines reach, everybody there reads it.
         project: Project name for wandb and trackio, experiment for MLflow.
         show_completions: Completions of each step and evaluation that are shown on the console.
     """
 
     output: str = "runs/april"
     if_exists: Literal["error", "rename"] = "error"
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ("tensorboard",)
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus"], ...] = ("tensorboard",)
+    prometheus_address: str = "127.0.0.1:9464"
     project: str = "april"
     show_completions: NotNegative[int] = 0

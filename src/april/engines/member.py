@@ -62,6 +62,8 @@ class Member:
     reason: str = ""
     """Why it is not ready."""
     failures: FailureRate = field(default_factory=FailureRate)
+    losses: int = 0
+    """Times that it was lost."""
     pump: asyncio.Task[None] | None = None
     check: asyncio.Task[None] | None = None
     revival: asyncio.Task[None] | None = None
@@ -75,6 +77,20 @@ class Member:
         return self.state is State.READY
 
     @property
+    def place(self) -> str:
+        """Where it works, for people; empty for one in this process."""
+        return str(getattr(self.replica, "place", ""))
+
+    @property
+    def running(self) -> int:
+        """Samples that decode."""
+        return self.replica.running if self.ready else 0
+
+    @property
+    def slots(self) -> int:
+        return self.replica.capacity.slots
+
+    @property
     def load(self) -> float:
         """Samples in flight, as a share of what decodes together."""
         return len(self.samples) / self.replica.capacity.slots
@@ -82,6 +98,7 @@ class Member:
     def become(self, state: State, reason: str = "") -> None:
         if state in (State.LOST, State.GONE):
             log.warning("%s is %s: %s", self.name, state.value, reason)
+            self.losses += state is State.LOST
         self.state, self.reason = state, reason
         self.failures = FailureRate()
 

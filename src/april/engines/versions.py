@@ -123,11 +123,14 @@ class Versions:
     async def _silence(self, member: Member) -> str | None:
         """Why a member cannot be learned about; None if it can."""
         try:
-            async with asyncio.timeout(self._health_timeout):
-                await member.replica.learn()
+            await self._learn(member)
         except (EngineError, TimeoutError) as error:
             return str(error) or type(error).__name__
         return None
+
+    async def _learn(self, member: Member) -> None:
+        async with asyncio.timeout(self._health_timeout):
+            await member.replica.learn()
 
     async def _give(self, member: Member, version: int, weights: Any) -> None:
         try:
@@ -150,11 +153,9 @@ class Versions:
             if await self._woken(delay):
                 delay = FIRST_DELAY
             delay = min(2 * delay, LONGEST_DELAY)
-            async with self._updating:
-                if member.ready or not await self._revived(member):
-                    continue
-            self._came_back()
-            return
+            if await self._revived(member):
+                self._came_back()
+                return
 
     async def _woken(self, seconds: float) -> bool:
         """Wait so long; whether `wake` ended it before."""
@@ -170,11 +171,19 @@ class Versions:
 
     async def _revived(self, member: Member) -> bool:
         """Whether the wait for a member is over: it is ready, or gone, or its weights are."""
+        lost = member.state is State.LOST
         try:
-            async with asyncio.timeout(self._health_timeout):
-                await member.replica.learn()
-            if self.updated:
-                await self._give(member, self.version, self._weights)
+            if lost:  # no update counts on it, so none waits for it to start
+                await self._learn(member)
+            async with self._updating:
+                if member.ready:
+                    return False
+                if not lost:
+                    await self._learn(member)
+                if self.updated:
+                    await self._give(member, self.version, self._weights)
+                log.warning("%s is back, with weights %d", member.name, self.version)
+                member.become(State.READY)
         except ReplicaGoneError as error:
             member.become(State.GONE, str(error))
         except WithdrawnError as error:
@@ -182,9 +191,6 @@ class Versions:
         except (EngineError, ValueError, TimeoutError) as error:
             member.reason = str(error) or type(error).__name__
             return False
-        else:
-            log.warning("%s is back, with weights %d", member.name, self.version)
-            member.become(State.READY)
         return True
 
     def require_hope(self) -> None:

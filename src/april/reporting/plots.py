@@ -21,6 +21,7 @@ from april.reporting.charts import (
     stacked_chart,
 )
 from april.reporting.formats import clock, compact, hundredths, percent, seconds
+from april.reporting.formats import size as size_of
 from april.reporting.html import Section, both_widths, folded, row
 from april.reporting.metrics import METRICS
 from april.reporting.run import Metrics, Run, TracedStep, condense, measured, values
@@ -57,6 +58,7 @@ def plots_of(run: Run) -> list[Section]:
         _staleness(run),
         _admission(run),
         _phases(run),
+        _engines(run),
         _optimisation(run),
     ]
 
@@ -312,6 +314,34 @@ def _phases(run: Run) -> Section:
         ),
         "Where each step's wall-clock time went. Rollout is the part that active partial rollouts shorten; training "
         "and evaluation cost the same with them or without.",
+    )
+
+
+def _engines(run: Run) -> Section:
+    records = condense(run.steps, MAX_POINTS)
+    if max(values(records, "engines"), key=lambda count: count or 0, default=0) in (None, 0, 1):
+        return Section("", "")
+    axis = _axis(records)
+    ready = [
+        Series("engines", values(records, "engines"), "c-grey"),
+        Series("of them ready", values(records, "engines_ready"), "c-blue"),
+        Series("nodes", values(records, "nodes"), "c-purple"),
+    ]
+    updates = [Series("handing the weights over", values(records, "update_seconds"), "c-amber")]
+    parts = [
+        ("engines", line_chart("Engines", axis, ready, y_range=(0, None))),
+        ("seconds of each update", line_chart("Update", axis, updates, y_format=seconds, y_range=(0, None))),
+    ]
+    if measured(records, "update_bytes"):
+        moved = [Series("of each update", values(records, "update_bytes"), "c-green")]
+        parts.append(("bytes", line_chart("Bytes of an update", axis, moved, y_format=size_of, y_range=(0, None))))
+    lost = sum(count or 0 for count in values(run.steps, "engines_lost"))
+    return Section(
+        "Engines and weight updates",
+        row(*parts),
+        f"Engines were lost {lost:,.0f} times in this run; their samples went on elsewhere, from their last tokens. "
+        "Seconds count from the end of training until engines go on with the new weights; bytes are what each node, "
+        "or each server, is handed.",
     )
 
 

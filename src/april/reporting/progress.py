@@ -21,6 +21,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from april.reporting.fleet import EngineLoad, fleet_lines
 from april.reporting.formats import clock, compact
 from april.reporting.metrics import counted, failures_in, metric, show
 
@@ -87,6 +88,7 @@ class Progress:
         self._held_out: deque[float] = deque(maxlen=HISTORY)
         self._ends: deque[tuple[int, float]] = deque(maxlen=RATE_OVER + 1)
         self._failures: dict[str, int] = {}
+        self._engines: Sequence[EngineLoad] = ()
         terminal = file.isatty()
         self._console = Console(file=file, force_terminal=terminal, highlight=False)
         capable = not self._console.is_dumb_terminal and self._console.encoding.startswith("utf")
@@ -166,6 +168,10 @@ class Progress:
         """
         self._rollout = Rollout(done_groups, total_groups, running, slots, tokens)
 
+    def engines(self, engines: Sequence[EngineLoad]) -> None:
+        """Show these while the run goes on, as they are whenever it is drawn; more may be appended."""
+        self._engines = engines
+
     def phase(self, name: str) -> None:
         """Say what happens outside the rollout: "training", "evaluating"."""
         self._rollout, self._phase = None, name
@@ -239,7 +245,12 @@ class Progress:
         width = min(self._console.width, WIDTH)
         return Panel(
             Group(
-                self._overall(width - 6), Text(), self._figures(width - 6), *self._faults(), self._current(width - 6)
+                self._overall(width - 6),
+                Text(),
+                self._figures(width - 6),
+                *self._faults(),
+                self._current(width - 6),
+                *(fleet_lines(self._engines, width - 6) if len(self._engines) > 1 else ()),
             ),
             title=Text(f" {self._title} ", style="bold"),
             title_align="left",

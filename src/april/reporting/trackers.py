@@ -1,4 +1,4 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow.
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow, Prometheus.
 
 Invariants:
 - a tracker is a view of `metrics.jsonl` and never holds what it lacks;
@@ -12,6 +12,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -191,11 +192,56 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
+class Prometheus:
+    """The latest numbers, for a Prometheus server to fetch from `reporting.prometheus_address` while the run goes on.
+
+    Raises:
+        ValueError: nothing can listen at that address.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        address = str(run.recipe["reporting"]["prometheus_address"])
+        host, _, port = address.rpartition(":")
+        self._labels = {"run": run.name, "project": run.project}
+        self._registry = CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        try:
+            self._server, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
+        except OSError as error:
+            raise ValueError(
+                f"reporting.prometheus_address = {address!r}: {error.strerror}; name another port, or another address "
+                "of this machine"
+            ) from None
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in {"step": float(step), **numbers}.items():
+            if name not in self._gauges:
+                self._gauges[name] = self._gauge(name)
+            self._gauges[name].labels(**self._labels).set(value)
+
+    def _gauge(self, name: str) -> Any:
+        from prometheus_client import Gauge
+
+        known = "april_" + re.sub(r"\W", "_", name)
+        return Gauge(known, name.rpartition("/")[2].replace("_", " "), list(self._labels), registry=self._registry)
+
+    def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prometheus has no text."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
 TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str, str]] = {
     "tensorboard": (TensorBoard, "tensorboardX", "train"),
     "wandb": (Wandb, "wandb", "wandb"),
     "trackio": (Trackio, "trackio", "trackio"),
     "mlflow": (MLflow, "mlflow", "mlflow"),
+    "prometheus": (Prometheus, "prometheus_client", "prometheus"),
 }
 """Each tracker by name, with its package and the extra that brings it."""
 

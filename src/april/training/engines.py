@@ -6,8 +6,10 @@ Invariant: servers that april starts end with the run, however it ends.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -24,6 +26,10 @@ from april.training.policy import device_of
 
 if TYPE_CHECKING:
     from april.engines.cluster.cluster import Wanted
+    from april.engines.cluster.placement import Demand
+    from april.engines.cluster.server_actor import ServerSettings
+    from april.engines.servers.launch import Server
+    from april.engines.servers.server import ServerEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +48,7 @@ async def engine_of(
     async with AsyncExitStack() as stack:
         engine: Engine
         if recipe.cluster.enabled:
-            engine = await _on_cluster(recipe, stack, starting)
+            engine = await _on_cluster(recipe, stack, starting, directory / "servers")
         elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
@@ -94,30 +100,58 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
     )
 
 
-async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
+async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None], logs: Path) -> Engine:
     """Engines on the nodes of a cluster, as one pool."""
     from april.engines.cluster.cluster import Cluster, connected
 
     await stack.enter_async_context(connected(recipe.cluster.address))
-    cluster = Cluster(wanted_of(recipe))
+    cluster = Cluster(wanted_of(recipe, logs))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)
     return pool
 
 
-def wanted_of(recipe: Recipe) -> Wanted:
-    """What a recipe wants of the cluster that this process is connected to."""
+def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
+    """What a recipe wants of the cluster that this process is connected to.
+
+    Args:
+        logs: where servers write theirs.
+    """
     from april.engines.cluster.cluster import Wanted, demand_of
 
-    own = recipe.cluster
+    own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
+    key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
     return Wanted(
-        engine=_elsewhere(recipe, device, threads),
+        engine=_server_elsewhere(recipe, demand, logs, key) if servers else _elsewhere(recipe, device, threads),
         demand=demand,
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
+        connect=functools.partial(_connected, recipe.engine, key=key) if servers else None,
+    )
+
+
+def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> ServerSettings:
+    """The server of a recipe, to be started on nodes."""
+    from april.engines.cluster.server_actor import ServerSettings
+
+    settings = recipe.engine
+    vllm = settings.engine == "vllm"
+    split = ["--tensor-parallel-size" if vllm else "--tp-size", str(demand.gpus)] if demand.gpus > 1 else []
+    return ServerSettings(
+        kind="vllm" if vllm else "sglang",
+        model=str(Path(recipe.model.path).expanduser()),
+        python=settings.server_python or sys.executable,
+        arguments=[*_limits(recipe, vllm), *split, *settings.server_args],
+        log_dir=logs.absolute(),
+        api_key=key,
+        max_running=settings.max_running,
+        context_length=settings.context_length,
+        on_update=settings.kv_policy,
+        ready_timeout=settings.ready_timeout,
+        broadcast=vllm and settings.weight_transfer == "broadcast",
     )
 
 
@@ -136,13 +170,9 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     try:
         from april.engines.pool import EnginePool
         from april.engines.servers.intake import Intake, processes_for
-        from april.engines.servers.server import ServerEngine
-        from april.engines.servers.sglang import connect_sglang
-        from april.engines.servers.vllm import connect_vllm
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
-    connect = connect_vllm if settings.engine == "vllm" else connect_sglang
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
@@ -153,10 +183,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
 
     stack.push_async_callback(end_intakes)  # after the engines whose streams they read
     for url, process in places:
-        key = os.environ.get(API_KEY)
-        engine = await connect(
-            url, on_update=settings.kv_policy, stream_interval=settings.stream_interval, api_key=key, process=process
-        )
+        engine = await _connected(settings, url, os.environ.get(API_KEY), process)
         stack.push_async_callback(engine.close)
         engines.append(engine)
     count = settings.intake_processes
@@ -169,11 +196,24 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     return EnginePool(engines)
 
 
+async def _connected(
+    settings: EngineSettings, url: str, key: str | None, process: Server | None = None
+) -> ServerEngine:
+    """Connected to a server of the recipe's kind; `process` is it, if april started it on this machine."""
+    from april.engines.servers.sglang import connect_sglang
+    from april.engines.servers.vllm import connect_vllm
+
+    connect = connect_vllm if settings.engine == "vllm" else connect_sglang
+    return await connect(
+        url, on_update=settings.kv_policy, stream_interval=settings.stream_interval, api_key=key, process=process
+    )
+
+
 async def _started(
     recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]
 ) -> list[Any]:
     """The servers that april starts, all at the same time."""
-    from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
+    from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
 
     settings = recipe.engine
     vllm = settings.engine == "vllm"

@@ -29,6 +29,7 @@ from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
 from april.training.checkpoint import CheckpointError
 from april.training.evaluation import Evaluation
+from april.training.fleet import Fleet, bytes_of
 from april.training.learner import Learner
 from april.training.memory import memory_of
 from april.training.run_state import RunState
@@ -68,10 +69,16 @@ class Trainer:
     overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
+    _fleet: Fleet = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
     """Writes the newest checkpoint, until that is whole."""
+
+    def __post_init__(self) -> None:
+        self._fleet = Fleet(self.scheduler.engine)
+        if self.progress:
+            self.progress.engines(self._fleet.members)
 
     async def run(self) -> dict[str, Any] | None:
         """Train to the last step and return the run's summary; None if the run was stopped before.
@@ -145,13 +152,22 @@ class Trainer:
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
         )
+        offered = self.clock()
         weights = await self._undisturbed(self.learner.weights, step.version + 1)
         trained = self.clock() - began
+        updated = self.clock() - offered
         await self._evaluated()
         began = self.clock()
         await self.scheduler.swap(weights)
-        trained += self.clock() - began
-        measured = {**learned, "train_seconds": trained, **self._rollout_metrics()}
+        swapped = self.clock() - began
+        measured: dict[str, Any] = {
+            **learned,
+            "train_seconds": trained + swapped,
+            "update_seconds": updated + swapped,
+            "update_bytes": bytes_of(weights),
+            **self._rollout_metrics(),
+            **self._fleet.metrics(),
+        }
         measured |= memory_of(step, self.scheduler.engine)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 

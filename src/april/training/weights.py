@@ -48,7 +48,7 @@ def transfer(
         directory: the run's.
     """
     settings = recipe.engine
-    if recipe.cluster.enabled:
+    if recipe.cluster.enabled and settings.engine == "embedded":
         from april.engines.cluster.weights import ObjectStore
 
         return ObjectStore(tensors, getattr(torch, recipe.engine_dtype))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,12 +20,17 @@ from typing import Any, Literal
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april.engines.cluster.placement import Demand, Node, Placement, place
 from april.engines.cluster.replica import ClusterReplica
+from april.engines.cluster.server_actor import ServerSettings
+from april.engines.cluster.server_replica import ServerReplica
 from april.engines.cluster.site import Site
 from april.engines.embedded.host import EmbeddedSettings
 from april.engines.pool import EnginePool
+from april.engines.servers.server import ServerEngine
 from april.rollout.engine import Capacity, EngineError
 
 log = logging.getLogger(__name__)
@@ -34,10 +39,14 @@ WATCH = 1.0
 """Seconds between two looks at the nodes."""
 HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
-RESERVING = 5.0
-"""Seconds that a node may take to reserve what an engine needs, before the next engine is placed."""
+HEALTH = 2.0
+"""Seconds between health checks of an engine."""
+ANSWERING = 15.0
+"""Seconds that a node may take to start a process, before it is asked for an engine."""
+RESERVING = 30
+"""Seconds that a node may take to reserve what an engine needs. One that takes longer hangs, or has gone."""
 SUSPECT = 90.0
-"""Seconds that a node is avoided on which an engine hung. Ray itself takes a little over a minute to call it dead."""
+"""Seconds that a node is avoided on which something hung. Ray itself takes a little over a minute to call it dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +55,14 @@ class Wanted:
 
     Args:
         replicas: how many; None: as many as there is room for, also on nodes that join.
+        connect: to a server by its address, if engines are servers.
     """
 
-    engine: EmbeddedSettings
+    engine: EmbeddedSettings | ServerSettings
     demand: Demand
     replicas: int | None
     placement: Placement
+    connect: Callable[[str], Awaitable[ServerEngine]] | None = None
 
 
 class Cluster:
@@ -106,7 +117,7 @@ class Cluster:
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise
-        pool = self._pool = EnginePool(replicas)
+        pool = self._pool = EnginePool(replicas, health_interval=HEALTH)
         missing = (wanted.replicas or 0) - len(placed)
         if missing > 0:
             log.warning("%d engines wait for nodes: %s", missing, self._no_room(nodes))
@@ -114,9 +125,11 @@ class Cluster:
             pool.add(self._replica(replicas[0].capacity))
         return pool
 
-    def _replica(self, capacity: Capacity) -> ClusterReplica:
+    def _replica(self, capacity: Capacity) -> ClusterReplica | ServerReplica:
         self._names += 1
         name, on_update = f"engine-{self._names - 1}", self._wanted.engine.on_update
+        if self._wanted.connect is not None:
+            return ServerReplica(name, on_update, capacity, self._wanted.connect, self._site, self._opened)
         return ClusterReplica(name, on_update, capacity, self._site, self._opened)
 
     async def _site(self, name: str, before: Site | None) -> Site:
@@ -127,10 +140,9 @@ class Cluster:
         """
         nodes, wanted = await self.nodes(), self._wanted
         if before is not None:
-            if before.node in {node.id for node in nodes} and await before.alive():
+            if before.node.id in {node.id for node in nodes} and await before.alive():
                 return before
-            self._suspects[before.node] = time.monotonic() + SUSPECT
-            await asyncio.to_thread(before.end)
+            await self._give_up(before)
         async with self._placing:  # what one takes is not free for the next
             nodes, now = await self.nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
@@ -138,10 +150,20 @@ class Cluster:
             chosen = place(nodes, *where, suspects) or place(nodes, *where)
             if not chosen:
                 raise EngineError(self._no_room(nodes))
-            log.info("%s: on node %s", name, chosen[0][:8])
-            site = await asyncio.to_thread(Site, chosen[0], wanted.engine, wanted.demand, name)
-            await asyncio.to_thread(site.wait, RESERVING)
+            node = next(node for node in nodes if node.id == chosen[0])
+            if not await answers(node):
+                self._suspects[node.id] = now + SUSPECT
+                raise EngineError(f"the node at {node.address} does not answer within {ANSWERING:g} s")
+            log.info("%s: on node %s at %s", name, node.id[:8], node.address)
+            site = await asyncio.to_thread(Site, node, wanted.engine, wanted.demand, name)
+            if not await asyncio.to_thread(site.reserved, RESERVING):
+                await self._give_up(site)
+                raise EngineError(f"the node at {node.address} has not reserved {wanted.demand} in {RESERVING} s")
             return site
+
+    async def _give_up(self, site: Site) -> None:
+        self._suspects[site.node.id] = time.monotonic() + SUSPECT
+        await asyncio.to_thread(site.end)
 
     def _no_room(self, nodes: list[Node]) -> str:
         where = {"spread": "no node", "apart": "no node but the trainer's own", "beside": "the trainer's node"}
@@ -198,6 +220,19 @@ def nodes_now() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+async def answers(node: Node) -> bool:
+    """Whether a node does what it is told. Ray reserves on one node after the other, so one that hangs and is asked to
+    would hold up all others until Ray calls it dead."""
+    where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+    asked = ray.remote(home).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
+    try:
+        async with asyncio.timeout(ANSWERING):
+            await asked
+    except (TimeoutError, RayError):
+        return False
+    return True
 
 
 @asynccontextmanager

@@ -1,11 +1,16 @@
 """A place on a cluster for one engine: the resources that are kept for it on a node, and the actor that works there.
 
-Invariant: resources are kept as long as the site is there, also while its actor is started again after a crash.
+Invariants:
+- resources are kept as long as the site is there, also while its actor is started again after a crash;
+- an actor that hangs is found out whenever it does: while Ray starts it, while it loads its model, and later.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from contextlib import suppress
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -14,20 +19,33 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from april.engines.cluster.actor import PINGS, EngineActor
-from april.engines.cluster.link import ping
-from april.engines.cluster.placement import Demand
+from april.engines.cluster.link import BEAT, ping, reason_of
+from april.engines.cluster.placement import Demand, Node
+from april.engines.cluster.server_actor import ServerActor, ServerSettings
 from april.engines.embedded.host import EmbeddedSettings
+from april.rollout.engine import EngineError
+
+STARTING = 120.0
+"""Seconds that Ray may take to start the actor's process, before it is taken to hang. The model is loaded later."""
 
 
 class Site:
-    """Made on node `node`; Ray starts the actor there, and again when it crashes. It ends with the run, however that
-    ends, since the run's process owns it."""
+    """Made on `node`; Ray starts the actor there, and again when it crashes. It ends with the run, however that
+    ends, since the run's process owns it.
 
-    def __init__(self, node: str, settings: EmbeddedSettings, demand: Demand, name: str) -> None:
+    Args:
+        engine: what the actor hosts.
+    """
+
+    def __init__(self, node: Node, engine: EmbeddedSettings | ServerSettings, demand: Demand, name: str) -> None:
         self.node = node
         bundle = {"CPU": demand.cpus, **({"GPU": demand.gpus} if demand.gpus else {})}
-        self.group: PlacementGroup = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node}])
-        remote = ray.remote(concurrency_groups={PINGS: 1})(EngineActor)
+        self.group: PlacementGroup = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node.id}])
+        hosted: tuple[type, list[Any]] = EngineActor, [engine]
+        if isinstance(engine, ServerSettings):
+            hosted = ServerActor, [engine, name]
+        actor, arguments = hosted
+        remote = ray.remote(concurrency_groups={PINGS: 1})(actor)
         self.actor: ActorHandle = remote.options(
             name=f"{name} {self.group.id.hex()[:8]}",
             num_cpus=demand.cpus,
@@ -35,25 +53,46 @@ class Site:
             max_restarts=-1,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, 0),
-        ).remote(settings)
-        self._answered = False
+        ).remote(*arguments)
+        self._started_at: float | None = time.monotonic()
+        """When Ray began to start it; None once it has answered."""
 
     async def alive(self) -> bool:
-        """Whether it works, or is being started by Ray: not so if it is hung, or Ray has given it up."""
+        """Whether it works, or is being started by Ray: not so if it hangs, or Ray has given it up."""
         try:
             await ping(self.actor)
-            self._answered = True
+            self._started_at = None
+            return True
         except ActorDiedError:
             return False
-        except RayError:
-            self._answered = False  # Ray starts it again
+        except RayError:  # Ray starts it again
+            self._started_at = self._started_at or time.monotonic()
         except TimeoutError:
-            return not self._answered
-        return True
+            pass
+        return self._started_at is not None and time.monotonic() - self._started_at < STARTING
 
-    def wait(self, seconds: float) -> None:
-        """Until its resources are reserved, but not longer than that."""
-        ray.wait([self.group.ready()], timeout=seconds)
+    async def open(self, life: int) -> Any:
+        """Begin a life of the actor, and return what it answers once it has loaded its model.
+
+        Raises:
+            EngineError: it died, or hangs.
+        """
+        opening = asyncio.ensure_future(self.actor.open.remote(life))
+        try:
+            while not (await asyncio.wait([opening], timeout=BEAT))[0]:
+                if not await self.alive() and not opening.done():
+                    raise EngineError("it hangs while it starts")
+            answer = opening.result()
+        except RayError as error:
+            raise EngineError(reason_of(error)) from None
+        finally:
+            opening.cancel()
+        self._started_at = None
+        return answer
+
+    def reserved(self, seconds: int) -> bool:
+        """Whether its resources are reserved within so long."""
+        return bool(self.group.wait(seconds))
 
     def end(self) -> None:
         """Give everything back."""

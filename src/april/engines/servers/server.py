@@ -13,6 +13,7 @@ import itertools
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, Self, get_args
+from urllib.parse import urlsplit
 
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
@@ -150,6 +151,11 @@ class ServerEngine:
     def name(self) -> str:
         """What messages call it."""
         return f"{self._process.name if self._process else self._dialect.kind} at {self.url}"
+
+    @property
+    def place(self) -> str:
+        """The machine that it is on, for people."""
+        return urlsplit(self.url).hostname or self.url
 
     def __repr__(self) -> str:
         return self.name

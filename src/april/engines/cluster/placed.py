@@ -1,0 +1,64 @@
+"""What replicas on a cluster have in common: a site, and how they come to one.
+
+Invariant: it stays where it is while its actor can come back there, and goes to another node when it cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from april.engines.cluster.site import Site
+
+
+class Placed:
+    """The base of replicas whose work an actor does; `open` says what to do with what its new life is opened with.
+
+    Args:
+        place: gives it a site: the one that it had, or another one if nothing works there any more.
+        opened: called when it can be given weights.
+    """
+
+    def __init__(
+        self, name: str, place: Callable[[str, Site | None], Awaitable[Site]], opened: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.site: Site | None = None
+        self._place = place
+        self._opened = opened
+        self._life = 0
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> str:
+        """The address of its node."""
+        return self.site.node.address if self.site is not None else ""
+
+    async def learn(self) -> None:
+        """Begin a new life. It may be cancelled and called again: a model that is being loaded goes on loading."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._begin(), name=f"open {self.name}")
+        opening = self._opening
+        try:
+            await asyncio.shield(opening)
+        finally:
+            if opening.done():
+                self._opening = None
+
+    async def _begin(self) -> None:
+        self.site = await self._place(self.name, self.site)
+        self._life += 1
+        await self._open(self.site, await self.site.open(self._life))
+        self._opened()
+
+    async def _open(self, site: Site, answer: Any) -> None:
+        """Take up the life that `site` has begun; `answer` is what its actor says of it."""
+        raise NotImplementedError
+
+    async def _leave(self) -> None:
+        """Give its place back, for good."""
+        if self._opening is not None:
+            self._opening.cancel()
+        if self.site is not None:
+            await asyncio.to_thread(self.site.end)

@@ -1,0 +1,100 @@
+"""What runs on a node for a server: an actor that keeps vLLM or SGLang running there as a process of its own.
+
+Invariants:
+- the server ends with its actor, however that ends;
+- `ping` is answered while the server starts, as long as the actor's process and its node run;
+- each `open` ends with a server that answers, or with the reason: one that has died, or hangs, is started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import ray
+
+from april.engines.servers.launch import Launch, Server, launch_sglang, launch_vllm
+from april.rollout.engine import KVPolicy
+
+ANSWERING = 10.0
+"""Seconds that a server may take to say that it is well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """A server that is started on a node. Paths are those of the node.
+
+    Args:
+        arguments: options of the server.
+        max_running, context_length: what it is expected to hold until it has said so.
+        on_update: as of `ServerEngine`.
+        log_dir: the log is `log_dir/NAME.log`; in the run's directory, if the nodes share that.
+        api_key: what it asks clients for.
+        broadcast: able to take weights over a process group (vLLM).
+    """
+
+    kind: Literal["vllm", "sglang"]
+    model: str
+    python: str
+    arguments: Sequence[str]
+    log_dir: Path
+    api_key: str | None
+    max_running: int
+    context_length: int | None
+    on_update: KVPolicy
+    ready_timeout: float = 900.0
+    broadcast: bool = False
+
+
+class ServerActor:
+    """Runs the server that `settings` describe, under a name."""
+
+    def __init__(self, settings: ServerSettings, name: str) -> None:
+        self._settings = settings
+        self._name = name
+        self._life = 0
+        self._changing = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self._server: Server | None = None
+
+    async def ping(self) -> int:
+        """The life that it is in."""
+        return self._life
+
+    async def open(self, life: int) -> str:
+        """Begin a life, and return the address of the server, which is ready."""
+        async with self._changing:
+            self._life = max(life, self._life)
+            if self._server is not None and not await self._answers(self._server):
+                self._server = None
+                await self._stack.aclose()
+            if self._server is None:
+                self._server = await self._start()
+            return self._server.url
+
+    async def _start(self) -> Server:
+        own = self._settings
+        how = Launch(
+            log_dir=own.log_dir,
+            name=self._name,
+            python=own.python,
+            arguments=own.arguments,
+            host=ray.util.get_node_ip_address(),
+            api_key=own.api_key,
+            ready_timeout=own.ready_timeout,
+            restarts=0,
+        )
+        vllm = launch_vllm(own.model, how, broadcast=own.broadcast) if own.kind == "vllm" else None
+        return await self._stack.enter_async_context(vllm or launch_sglang(own.model, how))
+
+    async def _answers(self, server: Server) -> bool:
+        with suppress(aiohttp.ClientError, TimeoutError):
+            limit = aiohttp.ClientTimeout(total=ANSWERING)
+            async with aiohttp.ClientSession(timeout=limit) as session, session.get(f"{server.url}/health") as response:
+                return server.down is None and response.status == 200
+        return False

@@ -1,0 +1,83 @@
+"""A server on a node of a cluster, as one replica of a pool: driven over HTTP, wherever it is.
+
+Invariant: a node that dies or hangs is found out within `SILENCE` seconds of a health check, a server alone within what
+the pool allows one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from april.engines.cluster.link import SILENCE, ping, reason_of
+from april.engines.cluster.placed import Placed
+from april.engines.cluster.site import Site
+from april.engines.servers.server import ServerEngine
+from april.engines.wrapped import WrappedEngine
+from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
+
+
+class ServerReplica(Placed, WrappedEngine):
+    """A server that an actor keeps running. `learn` starts it, and connects to it.
+
+    Args:
+        connect: to a server by its address.
+        capacity: what it is expected to hold until it has said so.
+        place, opened: see `Placed`.
+    """
+
+    engine: ServerEngine
+
+    def __init__(
+        self,
+        name: str,
+        on_update: KVPolicy,
+        capacity: Capacity,
+        connect: Callable[[str], Awaitable[ServerEngine]],
+        place: Callable[[str, Site | None], Awaitable[Site]],
+        opened: Callable[[], None],
+    ) -> None:
+        Placed.__init__(self, name, place, opened)
+        self.on_update: KVPolicy = on_update
+        self._connect = connect
+        self._expected = capacity
+        self._connected = False
+
+    @property
+    def capacity(self) -> Capacity:
+        return self.engine.capacity if self._connected else self._expected
+
+    async def _open(self, site: Site, answer: Any) -> None:
+        if self._connected and self.engine.url == answer:
+            await self.engine.learn()
+            return
+        engine = await self._connect(answer)
+        if self._connected:
+            await self.engine.close()
+        self.engine, self._connected = engine, True
+
+    async def check(self) -> None:
+        """See that its node, its actor and its server answer, and that it holds the weights it was last given."""
+        if self.site is None or not self._connected:
+            raise EngineError("it has not been started yet")
+        try:
+            await asyncio.gather(ping(self.site.actor), self.engine.check())
+        except TimeoutError:
+            raise EngineError(f"no answer to a heartbeat in {SILENCE:g} s") from None
+        except RayError as error:
+            raise EngineError(reason_of(error)) from None
+
+    async def abandon(self) -> list[Chunk]:
+        return await self.engine.abandon() if self._connected else []
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        if self._connected:
+            super().forget(sample_ids)
+
+    async def close(self) -> None:
+        if self._connected:
+            await self.engine.close()
+        await self._leave()

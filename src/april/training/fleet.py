@@ -1,0 +1,43 @@
+"""What a run says of the engines behind it and of the weights that they are handed, as metrics of each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from april.engines.pool import EnginePool
+from april.rollout.engine import Engine
+
+
+class Fleet:
+    """The engines of a run, if they are several."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.members = engine.members if isinstance(engine, EnginePool) else []
+        self._losses = 0
+
+    def metrics(self) -> dict[str, Any]:
+        """Nothing of an engine alone.
+
+        - `engines`, `engines_ready`, `nodes`: as they are now; nodes are counted where a ready engine works;
+        - `engines_lost`: how often one was lost since this was asked last.
+        """
+        if not self.members:
+            return {}
+        ready = [member for member in self.members if member.ready]
+        before, self._losses = self._losses, sum(member.losses for member in self.members)
+        return {
+            "engines": len(self.members),
+            "engines_ready": len(ready),
+            "nodes": len({member.place for member in ready}),
+            "engines_lost": self._losses - before,
+        }
+
+
+def bytes_of(weights: Any) -> int | None:
+    """What is handed over for each engine, or for each node where its engines share it; None if nothing moves, or what
+    moves does not say."""
+    if isinstance(weights, str | Path):
+        return sum(file.stat().st_size for file in Path(weights).glob("*.safetensors"))
+    size = getattr(weights, "size", None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,91 @@
+"""A real vLLM server on a node of a real cluster: driven over HTTP, and started again where it can be when it dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
+
+from tests.cluster.raylets import Raylets, below, processes
+from tests.cluster.test_run import april, steps, until
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("APRIL_VLLM_PYTHON", ROOT / ".servers" / "vllm" / "bin" / "python"))
+RECIPE = """
+[model]
+path = "{model}"
+[task]
+kind = "reasoning_gym"
+name = "gcd"
+eval_size = 4
+[rollout]
+rollout_batch_size = 3
+over_sampling_batch_size = 6
+n_samples_per_prompt = 3
+max_response_length = 60
+max_staleness = 2
+stop_token_ids = [20, 21, 22]
+[engine]
+engine = "vllm"
+max_running = 8
+context_length = 256
+server_python = "{python}"
+server_args = {arguments}
+[cluster]
+address = "{address}"
+replicas = 1
+[training]
+steps = 2000
+threads = 1
+save_interval = 2
+[reporting]
+output = "{output}"
+"""
+SERVER = "vllm.entrypoints.openai.api_server"
+
+
+def servers(raylets: Raylets) -> list[int]:
+    alive = processes()
+    found = [pid for engine in raylets.engines() for pid in below(engine)]
+    return [pid for pid in found if SERVER in alive.get(pid, (0, ""))[1]]
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed here: scripts/setup_vllm.sh")
+def test_a_server_is_started_on_a_node_and_again_when_it_dies(
+    raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.servers.tiny import tiny_model
+
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    raylets.add()
+    arguments = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**25)]
+    model = tiny_model(tmp_path / "policy", seed=0)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        RECIPE.format(
+            model=model,
+            python=PYTHON,
+            arguments=json.dumps(arguments),
+            address=raylets.address,
+            output=tmp_path / "run",
+        )
+    )
+    run = april("train", recipe)
+    until(lambda: len(steps(tmp_path)) >= 2, run)
+    (victim,) = servers(raylets)
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: servers(raylets) not in ([], [victim]), run)
+    behind = len(steps(tmp_path))
+    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+    os.kill(run.pid, signal.SIGINT)
+    run.communicate()
+    found = steps(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert max(row["staleness_max"] for row in found) <= 2
+    assert sum(row["engines_lost"] for row in found) == 1
+    until(lambda: not any(SERVER in said for _, said in processes().values()))
