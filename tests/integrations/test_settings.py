@@ -24,7 +24,10 @@ def test_settings_come_as_text_or_as_numbers() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"staleness": 1}, r"^--april.staleness: april has no such setting, only over_sampling_batch_size and max_"),
+        (
+            {"staleness": 1},
+            r"^--april.staleness: april has no such setting, only --april.over_sampling_batch_size and",
+        ),
         ({"max_staleness": "few"}, r"^--april.max_staleness = few: give a number, or auto$"),
         ({"over_sampling_batch_size": 3}, r"^--april.over_sampling_batch_size = 3 is less than --batch = 4: raise it"),
         ({"over_sampling_batch_size": "99"}, r"^--april.over_sampling_batch_size = 99 cannot keep --april.max_stalen"),

@@ -44,7 +44,7 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
     }
     own = {
         key: settings.pop(key)
-        for key in ("eval_dataset", "train_dataset", "tools", "rollout_func", "peft_config")
+        for key in ("eval_dataset", "train_dataset", "rollout_func", "peft_config")
         if key in settings
     }
     return Watched(
@@ -275,7 +275,6 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"remove_unused_columns": True}, "remove_unused_columns = True"),
         ({"train_dataset": list(rows())}, "train_dataset is a list: pass a datasets.Dataset or IterableDataset"),
         ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),
-        ({"tools": [len]}, "tools: not supported with april yet"),
         ({"rollouts": {"over_sampling_batch_size": 40}}, "over_sampling_batch_size = 40 cannot keep max_staleness = 5"),
         ({"rollouts": {"over_sampling_batch_size": 3}}, r"over_sampling_batch_size = 3 is less than N .* = 4"),
         ({"rollouts": {"over_sampling_batch_size": "many"}}, "over_sampling_batch_size = 'many': .* 'auto'"),
@@ -291,7 +290,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ),
         ({"train_dataset": rows().rename_column("prompt", "question")}, 'no column "prompt", only question, answer'),
         ({"train_dataset": rows(0)}, "train_dataset: it has no rows"),
-        ({"rollout_func": print}, "rollout_func: april generates the completions"),
+        ({"rollout_func": print}, "rollout_func: it returns whole completions, which april could not interrupt"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -62,7 +62,8 @@ class Settings:
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
-                raise ValueError(f"{spelling.format(name)}: april has no such setting, only {' and '.join(known)}")
+                there_are = " and ".join(map(spelling.format, known))
+                raise ValueError(f"{spelling.format(name)}: april has no such setting, only {there_are}")
         return cls(**{name: number(value, spelling.format(name)) for name, value in given.items()})
 
     def params(
@@ -71,12 +72,14 @@ class Settings:
         n_samples_per_prompt: int,
         names: Mapping[str, str],
         spelling: str = "april.{}",
+        **more: Any,
     ) -> RolloutParams:
         """Both, checked against the framework's own sizes.
 
         Args:
             names: what errors call `rollout_batch_size` and `n_samples_per_prompt`, and april's own where they are not
                 of this `spelling`.
+            more: of `RolloutParams`.
 
         Raises:
             ValueError: names the setting.
@@ -87,6 +90,7 @@ class Settings:
             over_sampling_batch_size=self.over_sampling_batch_size,
             max_staleness=self.max_staleness,
             names={field.name: spelling.format(field.name) for field in fields(self)} | dict(names),
+            **more,
         )
 
 

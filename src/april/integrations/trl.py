@@ -9,8 +9,8 @@ Invariants:
 - several processes are one job: one scheduler, one bound, one set of books, one `april.json` in a checkpoint;
 - a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
 
-Of TRL's private interface only `_generate_and_score_completions` is overridden, to give it the rows and to add the
-log-probabilities to what it returns.
+Of TRL's private interface `_generate_and_score_completions` is overridden, to give it the rows and to add the
+log-probabilities to what it returns; for tools and environments also `_tool_call_loop` and `_calculate_rewards`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from april.integrations.ranks import lost
 from april.integrations.requirement import require
+from april.integrations.trl_episodes import completion
 from april.integrations.trl_rollouts import (
     STATE,
     Checkpoint,
@@ -78,6 +79,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             inputs = [dict(row) for row, _ in rollouts.rows]
         else:
             rollouts.evaluate(inputs, self.state.global_step)
+        rollouts.show(self)
         self._last_loaded_step = self.state.global_step  # with use_vllm: the server has these weights
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if training and not (self.use_vllm and self.vllm_importance_sampling_correction):
@@ -86,13 +88,21 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
 
     def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: what was just generated for this process, a row per sample."""
-        samples = [sample for _, sample in self.rollouts.rows]
-        assert len(samples) == len(prompts), "TRL asked for completions of other rows than it was given"
-        return {
-            "prompt_ids": [list(sample.prompt_ids) for sample in samples],
-            "completion_ids": [sample.response_ids for sample in samples],
-            "logprobs": [sample.logprobs.tolist() for sample in samples],
-        }
+        parts = [completion(sample) for _, sample in self.rollouts.rows]
+        assert len(parts) == len(prompts), "TRL asked for completions of other rows than it was given"
+        prompt_ids, completion_ids, logprobs, _ = map(list, zip(*parts, strict=True))
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def _tool_call_loop(self, *given: Any, **more: Any) -> Any:
+        """TRL's, after its generation: april's episodes are played already."""
+        assert self.rollouts.episodes is not None
+        return self.rollouts.episodes.played(self.rollouts.rows)
+
+    def _calculate_rewards(self, *given: Any, **more: Any) -> Any:
+        """TRL's, with the environments that the completions were played with."""
+        if self.rollouts.episodes is not None and self.environment_factories is not None:
+            self.environments = self.rollouts.episodes.environments
+        return super()._calculate_rewards(*given, **more)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As TRL's; a checkpoint brings back what waited when it was written.
@@ -137,12 +147,13 @@ def how_to_go_on(directory: Path) -> str:
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet, before anything is loaded."""
-    for name in ("tools", "environment_factory", "rollout_func"):
-        if arguments.get(name) is not None:
-            reason = "april generates the completions" if name == "rollout_func" else "not supported with april yet"
-            raise ValueError(f"{name}: {reason}; leave it out, or use trl.GRPOTrainer")
+    if arguments.get("rollout_func") is not None:
+        raise ValueError(
+            "rollout_func: it returns whole completions, which april could not interrupt; leave it out (tools and "
+            "environment_factory do what it is there for), or use trl.GRPOTrainer"
+        )
     if (dataset := arguments.get("train_dataset")) is not None:
-        check_rows(dataset)
+        check_rows(dataset, prompts=arguments.get("environment_factory") is None)
     if (args := arguments.get("args")) is not None:
         check_arguments(args)
         if args.generation_kwargs:
@@ -165,13 +176,16 @@ def check_arguments(args: Any) -> None:
 
 
 def _refuse_model(trainer: Any) -> None:
-    if (kind := trainer.accelerator.distributed_type.value) not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        raise ValueError(f"{kind}: april's GRPOTrainer trains whole models in each process (DDP) so far; turn it off")
+    kind, adapters = trainer.accelerator.distributed_type.value, getattr(trainer.model, "peft_config", {})
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not trainer.accelerator.is_fsdp2:
+        raise ValueError(f"{kind}: april's GRPOTrainer takes DDP and FSDP2 (--fsdp_version 2); choose one of them")
+    if trainer.accelerator.is_fsdp2 and adapters:
+        raise ValueError("FSDP2: adapters that are sharded are not merged yet; use DDP, or train without peft_config")
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         raise ValueError(
             "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
         )
-    for name, config in getattr(trainer.model, "peft_config", {}).items():
+    for name, config in adapters.items():
         if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
             raise ValueError(
                 f"peft_config: adapter {name!r} ({config.peft_type.value}) is more than low-rank matrices: april only "
@@ -198,14 +212,18 @@ def _server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
     return replace(settings, engine="vllm", urls=(url,))
 
 
-def check_rows(dataset: Any) -> None:
-    """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from."""
+def check_rows(dataset: Any, prompts: bool = True) -> None:
+    """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from.
+
+    Args:
+        prompts: each row must have one.
+    """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"train_dataset is a {type(dataset).__name__}: pass a datasets.Dataset or IterableDataset")
     first = next(iter(dataset), None)
     if first is None:
         raise ValueError("train_dataset: it has no rows")
-    if "prompt" not in first:
+    if prompts and "prompt" not in first:
         raise ValueError(f'train_dataset: there is no column "prompt", only {", ".join(first) or "none"}')
     for column, value in first.items():
         try:

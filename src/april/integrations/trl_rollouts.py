@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -31,12 +31,15 @@ from april.config.settings import EngineSettings, ModelSettings
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.ranks import Hands, Job, JobEngine, JobOrder, Reply
 from april.integrations.saved import opened, stamped
+from april.integrations.settings import Settings
+from april.integrations.trl_episodes import Row, TRLEpisodes
+from april.integrations.trl_sharded import WholeModel
 from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.sampling import SamplingParams
-from april.rollout.trajectory import Group, Prompt, Sample
+from april.rollout.trajectory import Group, Prompt
 from april.training.engines import engine_of
 from april.training.lora import Adapters
 from april.training.weights import transfer_of
@@ -46,9 +49,6 @@ logger = logging.getLogger(__name__)
 STATE = "april.json"
 """The file of a TRL checkpoint that holds what waits."""
 FORMAT = 1
-
-Row = tuple[Mapping[str, Any], Sample]
-"""A row of TRL's dataset, and a completion of its prompt."""
 
 
 @dataclass(kw_only=True)
@@ -76,14 +76,9 @@ class PartialRollouts(EngineSettings):
         Raises:
             ValueError: fewer than a batch, or more than the bound allows.
         """
-        return RolloutParams(
-            rollout_batch_size=batch_size,
-            n_samples_per_prompt=group_size,
-            over_sampling_batch_size=self.over_sampling_batch_size,
-            max_staleness=bound,
-            redraft=self.on_update == "redraft",
-            names={"rollout_batch_size": "N (prompts a batch)"},
-        )
+        settings = Settings(over_sampling_batch_size=self.over_sampling_batch_size, max_staleness=bound)
+        names = {"rollout_batch_size": "N (prompts a batch)", "n_samples_per_prompt": "num_generations"}
+        return settings.params(batch_size, group_size, names, "{}", redraft=self.on_update == "redraft")
 
 
 class TRLRollouts:
@@ -101,8 +96,21 @@ class TRLRollouts:
         recipe = Recipe(model=ModelSettings(path=model.config._name_or_path, dtype=dtype), engine=settings)
         directory = Path(args.output_dir)
         self.job = Job()
-        self.encode = encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
+        self.episodes: TRLEpisodes | None = None
+        if trainer.tools or trainer.environment_factories:
+            if settings.on_update == "redraft":
+                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
+            self.episodes = TRLEpisodes(trainer, self.job.size == 1)
+        self.encode = (
+            self.episodes.encode
+            if self.episodes
+            else encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
+        )
         self.group_size: int = trainer.num_generations
+        self.whole: WholeModel | None = None
+        if trainer.accelerator.is_fsdp2:
+            self.whole = WholeModel(model, self.job.leads or settings.engine == "embedded")
+            model = self.whole.copy
         self.transfer = transfer_of(recipe, model, tokenizer, directory, adapters)
         self.rows: Sequence[Row] = ()
         """What the last call brought, in the order of the rows that TRL gets in this process."""
@@ -122,13 +130,21 @@ class TRLRollouts:
             if self.job.leads:
                 assert self.engine is not None
                 batch_size = args.generation_batch_size // trainer.num_generations
+                sampling = sampling_of(args, tuple(sorted(trainer.eos_token_ids)))
+                episodes = None
+                if self.episodes is not None:
+                    turns = self.episodes.most_calls + 1
+                    sampling = replace(sampling, max_turns=turns, observations_count=True)
+                    episodes = self.episodes.episodes(self.engine.capacity.context_length)
                 self.adapter = RolloutAdapter(
                     self.engine,
                     settings.params(batch_size, trainer.num_generations, settings.max_staleness),
                     extra=extra_rows(trainer.train_dataset, self.encode, args.seed),
-                    sampling=sampling_of(args, tuple(sorted(trainer.eos_token_ids))),
+                    sampling=sampling,
                     seed=args.seed,
+                    episodes=episodes,
                 )
+                self._loop.run(self._stack.enter_async_context(self.adapter))
         except BaseException:
             self.close()
             raise
@@ -171,6 +187,7 @@ class TRLRollouts:
             rows: each as often as its prompt has completions, as TRL gives them.
         """
         newer = self.trained is not None and not step == self.trained == self.loaded
+        self._gather(newer or step != self.loaded)
         asked = [row for mine in self.job.gather(list(rows)) for row in mine]
 
         def collect() -> list[list[Row]]:
@@ -188,6 +205,7 @@ class TRLRollouts:
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Generate one completion for each of `rows`, which TRL repeats itself."""
+        self._gather(step != self.loaded)
         asked = self.job.gather(list(rows))
 
         def generate() -> list[list[Row]]:
@@ -198,6 +216,14 @@ class TRLRollouts:
         self.rows = self.job.together(generate, self._follow)
         self.loaded = step
 
+    def show(self, trainer: Any) -> None:
+        """Bring TRL the environments that the last call's completions were played with."""
+        if self.episodes is not None:
+            self._loop.run(self.episodes.show(trainer, self.rows))
+            if self.job.leads:
+                buffer = self.adapter.scheduler.buffer
+                self.episodes.keep({sample.id for group in buffer for sample in group.samples})
+
     def _dealt(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
         """The samples of `groups` as rows, so many for each process."""
         self.groups = groups
@@ -205,6 +231,10 @@ class TRLRollouts:
         assert len(rows) == sum(counts)
         stops = np.cumsum(counts).tolist()
         return [rows[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+    def _gather(self, needed: bool) -> None:
+        if needed and self.whole is not None:
+            self.whole.gather()
 
     def _load(self, step: int) -> None:
         """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
@@ -234,6 +264,8 @@ class TRLRollouts:
             (self.trained,), self.loaded = found, None
         if state is not None and self.job.leads:
             self.adapter.load_state_dict(state["rollout"])
+        if self.episodes is not None:
+            self.episodes.keep(set())
 
     def close(self) -> None:
         if self._stack is not None:

@@ -96,6 +96,7 @@ class Episodes:
         context_length: prompt and response tokens of a sample together.
         policy: limits, and what is done about failures.
         row: what `reset` is told of a prompt.
+        let_go: told of each environment that an episode needs no more, with the name of its sample.
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class Episodes:
         context_length: int,
         policy: EpisodePolicy | None = None,
         row: Callable[[Prompt], dict[str, Any]] | None = None,
+        let_go: Callable[[str, Environment], None] | None = None,
     ) -> None:
         self.make = make
         self.bridge = bridge
         self.context_length = context_length
         self.policy = policy or EpisodePolicy()
         self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
+        self.let_go = let_go
         self._live: dict[str, Environment] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -129,7 +132,7 @@ class Episodes:
 
     def apart(self) -> Episodes:
         """Others of the same kind, for samples that are nobody's business here."""
-        return Episodes(self.make, self.bridge, self.context_length, self.policy, self.row)
+        return Episodes(self.make, self.bridge, self.context_length, self.policy, self.row, self.let_go)
 
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
         """A sample awaits its environment; nothing more is done if that is at work already.
@@ -290,6 +293,9 @@ class Episodes:
             return (), FinishReason.BRIDGE
         if len(sample.prompt_ids) + sample.length + len(token_ids) >= self.context_length:
             return (), FinishReason.CONTEXT
+        if sample.transitions and sample.sampling.observations_count:
+            left = sample.budget_left - len(token_ids)
+            return tuple(token_ids) if left >= 0 else (), FinishReason.LENGTH if left <= 0 else None
         return tuple(token_ids), None
 
     def _turn(self, sample: Sample, index: int) -> Turn:
@@ -360,6 +366,8 @@ class Episodes:
         """Let go of an environment, beside whatever goes on."""
         environment = self._live.pop(id, None)
         if environment is not None:
+            if self.let_go is not None:
+                self.let_go(id, environment)
             task = asyncio.create_task(self._close(environment), name=f"close environment {id}")
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

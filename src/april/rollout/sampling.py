@@ -50,6 +50,7 @@ class SamplingParams:
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
         stop_token_ids: a sample ends with the first of these that it draws; of an episode, the turn.
         max_turns: turns of an episode with an environment; 0: no environment, the sample ends with its turn.
+        observations_count: whether what an environment answers to turns counts towards `max_tokens` as well.
     """
 
     max_tokens: int = 1024
@@ -59,6 +60,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     max_turns: int = 0
+    observations_count: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, rule: str) -> None:

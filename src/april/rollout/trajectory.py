@@ -110,7 +110,8 @@ class Transition:
 class Sample:
     """One response in the making: a prompt and the segments that follow it.
 
-    The budget counts the tokens that policies sampled; those of an environment come on top.
+    The budget counts the tokens that policies sampled; those of an environment come on top, unless it is told to count
+    what an environment answers (`SamplingParams.observations_count`).
     """
 
     group_id: int
@@ -150,6 +151,8 @@ class Sample:
     @property
     def budget_left(self) -> int:
         """Tokens that the policy may still sample."""
+        if self.sampling.observations_count and self.transitions:
+            return self.sampling.max_tokens - self.length + self.transitions[0].tokens
         return self.sampling.max_tokens - self.policy_tokens
 
     def room(self, context_length: int) -> int:

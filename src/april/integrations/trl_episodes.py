@@ -1,0 +1,339 @@
+"""TRL's `tools` and `environment_factory`, played as april's episodes.
+
+Invariants:
+- prompts, turns and tools' answers are written by TRL's chat template and read by TRL's parser; what a policy said is
+  never tokenised again;
+- tools are called as TRL calls them: plain ones before async ones, one that fails answers `{"error": ...}`;
+- a reward function sees the environment that its completion was played with, as the completion left it; one that a
+  restart has lost is brought there again by the same calls;
+- `max_completion_length` counts all tokens behind the prompt, those of tools included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from april.environments.bridge import ChatBridge, TemplateError
+from april.environments.tools import schema_of
+from april.rollout.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
+from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episodes import Episodes
+from april.rollout.trajectory import Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+Row = tuple[Mapping[str, Any], Sample]
+"""A row of TRL's dataset, and a completion of its prompt."""
+
+NO_PROMPT: Sequence[Message] = ({"role": "user", "content": ""},)
+"""What TRL takes where the environment brings the prompt."""
+
+
+class TRLEpisodes:
+    """The tools and environments of a TRL trainer, which it has checked already.
+
+    Args:
+        alone: there is no other process in the job; environments are objects of this one.
+
+    Raises:
+        ValueError: a tool, a row or the chat template does not do; the message names the argument of TRL's.
+    """
+
+    def __init__(self, trainer: Any, alone: bool) -> None:
+        self._factories: Mapping[str | None, Callable[[], Any]] = trainer.environment_factories or {}
+        if self._factories and not alone:
+            raise ValueError(
+                "environment_factory: environments live in one process, and this job has several; use tools, or one "
+                "process"
+            )
+        self._several: bool = trainer._multi_environment
+        self._tools: Sequence[Callable[..., Any]] = trainer._standalone_tools
+        self._pools: dict[str | None, list[Any]] = {}
+        if self._factories:
+            self._pools = {name: list(made) for name, made in trainer._environment_pool.items()}
+        self.is_async = any(map(inspect.iscoroutinefunction, trainer.tools))
+        self.most_calls: int = trainer.max_tool_calling_iterations
+        try:
+            offered = trainer._env_tools if self._factories else {None: trainer.tools}
+            self._schemas = {name: [schema_of(tool) for tool in tools] for name, tools in offered.items()}
+            self.bridge = TRLBridge(trainer, self)
+        except TemplateError as error:
+            raise ValueError(f"processing_class: turns cannot be put behind each other exactly: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"tools: {error}") from None
+        self._tokenizer = trainer.processing_class
+        self._template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+        self._kept: dict[str, Playing] = {}
+        """The environments of episodes that have ended, by sample."""
+        self.environments: list[Any] = []
+        """The user's, one for each row of the last call."""
+        self._shown: list[Playing] = []
+        self.encode(next(iter(trainer.train_dataset)))
+
+    def episodes(self, context_length: int) -> Episodes:
+        """As the scheduler plays them: without time limits, as TRL; environments that are gone are replayed."""
+        policy = EpisodePolicy(
+            recovery="replay" if self._factories else "stateless",
+            on_error="end",
+            reset_timeout=None,
+            step_timeout=None,
+        )
+        self.bridge.context_length = context_length
+        return Episodes(lambda: Playing(self), self.bridge, context_length, policy, _row, self._let_go)
+
+    def _let_go(self, sample_id: str, environment: Any) -> None:
+        self._kept[sample_id] = environment
+
+    def draw(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Callable[..., Any]]]:
+        """An environment for a row, and the tools by name; None where there are only tools."""
+        tools = {tool.__name__: tool for tool in self._tools}
+        if not self._factories:
+            return None, tools
+        name = self._name(row)
+        pool = self._pools[name]
+        try:
+            environment = pool.pop()
+        except IndexError:
+            environment = self._factories[name]()
+        for own, _ in inspect.getmembers(type(environment), inspect.isfunction):
+            if own not in ("reset", "get_reward") and not own.startswith("_"):
+                tools[own] = getattr(environment, own)
+        return environment, tools
+
+    def _name(self, row: Mapping[str, Any]) -> str | None:
+        name = row.get("environment") if self._several else None
+        if name not in self._schemas:
+            raise ValueError(
+                f"train_dataset: environment = {name!r} is none of environment_factory's: "
+                f"{', '.join(map(str, self._factories))}"
+            )
+        return name
+
+    def given(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What an environment's `reset` is given of a row."""
+        return {name: value for name, value in row.items() if name != "environment" or not self._several}
+
+    def encode(self, row: Mapping[str, Any]) -> Prompt:
+        """The prompt of a row; with environments, the part of it that comes before whatever `reset` will say."""
+        token_ids = self.tokens(row)
+        if self._factories:
+            other, special = self.tokens(row, "APRIL"), self._tokenizer.added_tokens_decoder
+            pairs = enumerate(zip(token_ids, other, strict=False))
+            same = next((i for i, (one, another) in pairs if one != another), len(token_ids))
+            while same and token_ids[same - 1] not in special:
+                same -= 1
+            if not same:
+                raise ValueError("environment_factory: the chat template puts no special token before a message")
+            token_ids = token_ids[:same]
+        return Prompt(tuple(token_ids), metadata=dict(row))
+
+    def tokens(self, row: Mapping[str, Any], said: str = "") -> list[int]:
+        """The tokens of a row's prompt, with what `reset` said behind its last message, as TRL makes them."""
+        prompt = row.get("prompt", NO_PROMPT) if self._factories else row["prompt"]
+        if isinstance(prompt, str):
+            raise ValueError('train_dataset: tools need conversations in the column "prompt", and this one holds text')
+        *before, last = prompt
+        if said:
+            blocks = isinstance(last["content"], list)
+            last = {**last, "content": last["content"] + ([{"type": "text", "text": said}] if blocks else said)}
+        schemas = self._schemas[self._name(row) if self._factories else None]
+        given = {"tools": schemas or None, "add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return list(self._tokenizer.apply_chat_template([*before, last], **given, **self._template)["input_ids"])
+
+    async def show(self, trainer: Any, rows: Sequence[Row]) -> None:
+        """Bring TRL the environments of `rows`, in their order: its own are not played with. Those shown before go
+        back to where new episodes take them from."""
+        for playing in self._shown:
+            self._pools[playing.name].append(playing.environment)
+        if not self._factories:
+            return
+        self._shown = [await self._ended(row, sample) for row, sample in rows]
+        self.environments = [playing.environment for playing in self._shown]
+        trainer._environment_pool = {name: [] for name in self._factories}
+        for playing in self._shown:
+            trainer._environment_pool[playing.name].append(_Reset(playing.said))
+
+    def keep(self, sample_ids: set[str]) -> None:
+        """Of the episodes that have ended, only these are still wanted."""
+        self._kept = {id: playing for id, playing in self._kept.items() if id in sample_ids}
+
+    async def _ended(self, row: Mapping[str, Any], sample: Sample) -> Playing:
+        playing = self._kept.pop(sample.id, None)
+        if playing is not None:
+            return playing
+        playing = Playing(self)
+        if fingerprint(playing.reset(row, 0)) != sample.transitions[0].observation:
+            log.warning("after a restart an environment's reset said something else: its reward may be another's")
+        for index in range(sample.turns):
+            token_ids = sample.turn_ids(index)
+            said = self.bridge.read(token_ids)
+            if not sample.transitions[index + 1].failed:
+                answered: Any = playing.step(Turn(sample.id, index, said.text, token_ids, said.message, sample.attempt))
+                if inspect.isawaitable(answered):
+                    await answered
+        return playing
+
+    def played(self, rows: Sequence[Row]) -> tuple[Any, ...]:
+        """What TRL's own loop over tool calls returns: masks, conversations, tokens, log-probabilities, calls, failures
+        and images."""
+        parts = [completion(sample) for _, sample in rows]
+        steps = [transition.info for _, sample in rows for transition in sample.transitions]
+        return (
+            [mask for _, _, _, mask in parts],
+            [self.conversation(sample) for _, sample in rows],
+            [token_ids for _, token_ids, _, _ in parts],
+            [logprobs for _, _, logprobs, _ in parts],
+            sum(len(info.get("messages", ())) for info in steps),
+            sum(info.get("failures", 0) for info in steps),
+            [[] for _ in rows],
+        )
+
+    def conversation(self, sample: Sample) -> list[Message]:
+        """A completion as messages: the policy's turns, and what tools answered as far as the policy has seen it."""
+        messages: list[Message] = []
+        for index, transition in enumerate(sample.transitions):
+            if transition.tokens:
+                messages += transition.info.get("messages", ())
+            if token_ids := sample.turn_ids(index):
+                message = self.bridge.read(token_ids).message
+                assert message is not None
+                messages.append(message)
+        return messages
+
+
+def completion(sample: Sample) -> tuple[list[int], list[int], list[float], list[int]]:
+    """A sample as TRL trains on it: the prompt's tokens, those behind it, their log-probabilities, and 1 for each of
+    the policy's."""
+    begun = sample.transitions[0].tokens if sample.transitions else 0
+    token_ids = sample.response_ids
+    mask = sample.loss_mask.astype(int).tolist()
+    return (
+        [*sample.prompt_ids, *token_ids[:begun]],
+        token_ids[begun:],
+        sample.logprobs.tolist()[begun:],
+        mask[begun:],
+    )
+
+
+class TRLBridge(ChatBridge):
+    """Turns as TRL writes and reads them."""
+
+    def __init__(self, trainer: Any, rows: TRLEpisodes) -> None:
+        from trl.chat_template_utils import parse_response
+
+        tokenizer = trainer.processing_class
+        self._parse: Callable[..., Any] = parse_response
+        self._rows = rows
+        self._schemas = [schema_of(tool) for tool in trainer.tools]
+        arguments = {
+            "tools": self._schemas or None,
+            "chat_template": trainer.chat_template,
+            **trainer.chat_template_kwargs,
+        }
+        super().__init__(tokenizer, sorted(trainer.eos_token_ids), arguments=arguments)
+        self._prefix = self._rendered([{"role": "user", "content": "?"}], True)
+        self.context_length = 0
+
+    def begin(self, prompt: Prompt, observation: Observation) -> Sequence[int]:
+        assert isinstance(observation, str)
+        token_ids, head = self._rows.tokens(prompt.metadata, observation), len(prompt.token_ids)
+        if tuple(token_ids[:head]) != prompt.token_ids:
+            raise ValueError("what reset said changes the prompt before it")
+        if len(token_ids) >= self.context_length:
+            raise ValueError(f"a prompt of {len(token_ids)} tokens fills the context, {self.context_length} tokens")
+        return token_ids[head:]
+
+    def read(self, token_ids: Sequence[int]) -> Said:
+        ids = list(token_ids)
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        if not self._schemas:
+            return Said(text, {"role": "assistant", "content": text})
+        return Said(text, self._parse(self._tokenizer, ids, prefix=self._prefix, tools=self._schemas))
+
+
+class Playing:
+    """An episode under way: one of the user's environments, if there are any, and the tools."""
+
+    def __init__(self, episodes: TRLEpisodes) -> None:
+        self._episodes = episodes
+        self.name: str | None = None
+        self.environment: Any = None
+        self.said = ""
+        """By its reset."""
+        self._tools: Mapping[str, Callable[..., Any]] = {}
+        if episodes.is_async:
+            self.step = self._step_async  # type: ignore[method-assign, assignment]
+
+    def reset(self, prompt: Mapping[str, Any], seed: int) -> str:
+        self.environment, self._tools = self._episodes.draw(prompt)
+        if self.environment is not None:
+            self.name = self._episodes._name(prompt)
+            said = self.environment.reset(**self._episodes.given(prompt))
+            if not isinstance(said, str | None):
+                raise ValueError(f"reset returned a {type(said).__name__}: april's episodes begin with text or nothing")
+            self.said = said or ""
+        return self.said
+
+    def step(self, turn: Turn) -> EnvStep:
+        return _answered([self._call(call) for call in self._calls(turn)])
+
+    async def _step_async(self, turn: Turn) -> EnvStep:
+        calls = self._calls(turn)
+        waits = [inspect.iscoroutinefunction(self._tools.get(call["function"]["name"])) for call in calls]
+        plain = [await asyncio.to_thread(self._call, call) for call, late in zip(calls, waits, strict=True) if not late]
+        late = [self._call_async(call) for call, late in zip(calls, waits, strict=True) if late]
+        return _answered([*plain, *await asyncio.gather(*late)])
+
+    def close(self) -> None:
+        """The environment is asked for its reward yet."""
+
+    def _calls(self, turn: Turn) -> Sequence[Mapping[str, Any]]:
+        message = turn.message or {}
+        return message.get("tool_calls") or () if turn.index < self._episodes.most_calls else ()
+
+    def _call(self, call: Mapping[str, Any]) -> tuple[Message, bool]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        try:
+            return _message(name, self._tool(name)(**arguments)), False
+        except Exception as error:
+            return _message(name, {"error": str(error)}), True
+
+    async def _call_async(self, call: Mapping[str, Any]) -> tuple[Message, bool]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        try:
+            return _message(name, await self._tool(name)(**arguments)), False
+        except Exception as error:
+            return _message(name, {"error": str(error)}), True
+
+    def _tool(self, name: str) -> Callable[..., Any]:
+        if name not in self._tools:
+            raise ValueError(f"Tool {name} not found.")
+        return self._tools[name]
+
+
+class _Reset:
+    """Stands where TRL resets an environment before it generates: april has done both."""
+
+    def __init__(self, said: str) -> None:
+        self._said = said
+
+    def reset(self, **row: Any) -> str:
+        return self._said
+
+
+def _answered(answers: Sequence[tuple[Message, bool]]) -> EnvStep:
+    messages = [message for message, _ in answers]
+    info = {"messages": messages, "failures": sum(failed for _, failed in answers)}
+    return EnvStep(messages, done=not messages, info=info)
+
+
+def _message(name: str, said: Any) -> Message:
+    return {"role": "tool", "name": name, "content": said if isinstance(said, list) else str(said)}
+
+
+def _row(prompt: Prompt) -> dict[str, Any]:
+    return dict(prompt.metadata)
