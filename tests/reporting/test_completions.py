@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from april.reporting.report import write_report
 from april.reporting.run_log import RunLog
 from april.rollout.sampling import FinishReason
 from april.rollout.step import Plan
+from april.rollout.trajectory import Transition
 from tests.reporting.test_report import page
 
 TEXT = "Ünïcode <script>alert(1)</script> \x1b[31m"
@@ -54,6 +57,63 @@ def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> Non
             assert sum(piece["tokens"] for piece in row["pieces"]) == row["length"]
             assert row["staleness"] == 2
             assert row["components"] == '{"form": 0.5}'
+
+
+def episode_step() -> Step:
+    """An episode of a reset, two answered turns of one version, and a third that the budget cut off in the next."""
+    sampling = SamplingParams(max_tokens=12, max_turns=9)
+    group = Group.start(0, Prompt(tuple(b"play"), "game"), 1, sampling, seed=0)
+    (sample,) = group.samples
+
+    def hear(text: str, **more: Any) -> None:
+        sample.observe(list(text.encode()), Transition(sample.length, len(text.encode()), seconds=0.25, **more))
+
+    def say(text: str, version: int, finish: FinishReason | None) -> None:
+        sample.extend(list(text.encode()), [-1.0] * len(text.encode()), version, finish)
+
+    hear("")
+    say("öne", 4, FinishReason.STOP)
+    hear("<b>héard</b>", reward=0.5, info={"right": 1})
+    say("two", 4, FinishReason.STOP)
+    hear("", failed=True)
+    say("th", 4, None)
+    say("ree", 5, FinishReason.LENGTH)
+    sample.reward = 0.5
+    return Step(5, Plan(1), groups=[group], seconds=1.0)
+
+
+def test_an_episode_is_read_turn_by_turn(tmp_path: Path) -> None:
+    with RunLog(tmp_path, {}, decode=decode) as log:
+        log.step(episode_step(), {}, slots=2)
+    (row,) = read_completions(files(tmp_path)[0])
+    assert [(piece["text"], piece["version"]) for piece in row["pieces"]] == [
+        ("öne", 4),
+        ("<b>héard</b>", -1),
+        ("two", 4),
+        ("th", 4),
+        ("ree", 5),
+    ]
+    assert [(turn["said"], turn["heard"], turn["reward"], turn["failed"]) for turn in row["turns"]] == [
+        (0, 0, 0.0, False),
+        (4, 13, 0.5, False),
+        (3, 0, 0.0, True),
+        (5, 0, None, False),
+    ]
+    html = write_report(tmp_path).read_text()
+    assert "Episodes, turn by turn" in html
+    assert "turn 1 · 4 tokens · 13 from the environment in 0.25 s · reward 0.5 · {&quot;right&quot;: 1}" in html
+    assert "&lt;b&gt;héard&lt;/b&gt;</span></pre>" in html
+    assert "reward 0 · the environment failed" in html
+    assert "turn 3, not answered · 5 tokens" in html
+    said = re.findall(r'title="(policy version \d|the environment), (\d+) tokens">', html)
+    assert said == [
+        ("policy version 4", "4"),
+        ("the environment", "13"),
+        ("policy version 4", "3"),
+        ("policy version 4", "2"),
+        ("policy version 5", "3"),
+    ]
+    page(tmp_path)
 
 
 def test_a_run_has_all_its_text_in_a_table_and_a_resumed_one_each_step_once(tmp_path: Path) -> None:

@@ -46,14 +46,23 @@ def test_the_live_display_fits_a_terminal_and_shows_where_the_step_stands() -> N
             progress.evaluation(record)
     progress.phase("rollout")
     progress.rollout(3, 8, 60, 64, 1000)
-    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
-    console.print(progress.render())
-    shown = console.export_text()
+    shown = displayed(progress)
     assert all(len(line) <= 80 for line in shown.splitlines())
     assert len(shown.splitlines()) <= 16
     for piece in ("6/10", "3/8", "60/64", "reward", "held-out", "accuracy"):
         assert piece.replace("/", "") in shown.replace(" ", "").replace("/", ""), piece
     assert "…" not in shown, "nothing is cut"
+    progress.rollout(3, 8, 60, 64, 1000, awaiting=123)
+    waiting = displayed(progress)
+    assert "123 at environments" in waiting
+    assert "…" not in waiting
+    assert len(waiting.splitlines()) == len(shown.splitlines())
+
+
+def displayed(progress: Progress) -> str:
+    console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True)
+    console.print(progress.render())
+    return console.export_text()
 
 
 class Engine(NamedTuple):

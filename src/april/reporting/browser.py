@@ -13,10 +13,12 @@ from typing import Any
 from april.reporting.completions import files, read_completions, telling
 from april.reporting.html import Section
 from april.reporting.metrics import show
+from april.reporting.transcript import Colours, transcript
 
 MOST_STEPS, MOST_ROWS, LONGEST = 60, 240, 3000
 """Files that are read, rows that are shown, and characters of a prompt or completion."""
-AGES = 6
+MOST_EPISODES = 60
+"""Rows that are shown of a run with an environment: each has more to read."""
 
 CONTROLS = """<div class="choices"><select id="which" aria-label="which completions">
 <option value="">all shown</option><option value="false">trained on</option><option value="true">held out</option>
@@ -24,7 +26,8 @@ CONTROLS = """<div class="choices"><select id="which" aria-label="which completi
 <select id="order" aria-label="in which order"><option value="-step">latest step first</option>
 <option value="step">first step first</option>
 <option value="-reward">highest reward first</option><option value="reward">lowest reward first</option>
-<option value="-length">longest first</option><option value="-staleness">stalest first</option></select></div>"""
+<option value="-length">longest first</option><option value="-staleness">stalest first</option>{more}</select></div>"""
+TURNS = '<option value="-turns">most turns first</option>'
 
 
 def browser(run_directory: Path) -> Section:
@@ -34,15 +37,19 @@ def browser(run_directory: Path) -> Section:
         return Section("", "")
     stride = -(-len(found) // MOST_STEPS)
     chosen = found[::-1][::stride][::-1]
-    each = max(4, MOST_ROWS // len(chosen))
+    episodes = any(row["turns"] for row in read_completions(chosen[-1]))
+    each = max(1 if episodes else 4, (MOST_EPISODES if episodes else MOST_ROWS) // len(chosen))
     rows = [row for path in chosen for row in telling(read_completions(path), each)]
     steps = "".join(f'<option value="{n}">step {n}</option>' for n in sorted({row["step"] for row in rows}))
+    kind = "episodes" if episodes else "completions"
+    controls = CONTROLS.format(steps=steps, more=TURNS * episodes)
+    heard = ", grey what the environment put in" if episodes else ""
     return Section(
-        "Completions",
-        CONTROLS.format(steps=steps) + f'<div id="completions">{"".join(map(_item, rows))}</div>',
-        f"Of each step shown, the best and the worst rewarded, the longest and the stalest completions first: "
+        "Episodes, turn by turn" if episodes else "Completions",
+        controls + f'<div id="completions">{"".join(map(_item, rows))}</div>',
+        f"Of each step shown, the best and the worst rewarded, the longest and the stalest {kind} first: "
         f"{len(rows):,} of the run; all of them are in completions/, a Parquet file a step. Blue is what the policy of "
-        "the step itself sampled, warmer colours what older versions did; point at a piece to see which.",
+        f"the step itself sampled, warmer colours what older versions did{heard}; point at a piece to see which.",
     )
 
 
@@ -52,31 +59,31 @@ def _item(row: Mapping[str, Any]) -> str:
         f"reward {show('reward', row['reward'])}",
         f"{row['length']:,} tokens{', truncated' * (row['finish'] == 'length')}",
     ]
+    if row["turns"]:
+        count = len(row["turns"]) - 1
+        facts.append(f"{count:,} turn{'s' * (count != 1)}, ended by {row['finish']}")
     if row["staleness"]:
         facts.append(f"staleness {row['staleness']}")
     if row["components"]:
         facts.append(row["components"])
     facts.append(row["prompt_id"])
     data = {name: row[name] for name in ("step", "reward", "length", "staleness")}
+    data["turns"] = len(row["turns"] or ())
     data["held"] = str(bool(row["held_out"])).lower()
     attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
+    body = transcript(row) if row["turns"] else f"<pre>{''.join(_pieces(row))}</pre>"
     return (
         f'<details class="completion"{attributes}><summary>{escape(" · ".join(facts))}</summary>'
-        f'<pre class="prompt">{_clipped(row["prompt"])}</pre><pre>{"".join(_pieces(row))}</pre></details>'
+        f'<pre class="prompt">{_clipped(row["prompt"])}</pre>{body}</details>'
     )
 
 
 def _pieces(row: Mapping[str, Any]) -> Sequence[str]:
-    pieces, left, parts = row["pieces"], LONGEST, []
-    sampled = [piece["version"] for piece in pieces if piece["version"] >= 0]
-    newest = min(sampled, default=0) + row["staleness"]
-    for piece in pieces:
+    colours, left, parts = Colours(row), LONGEST, []
+    for piece in row["pieces"]:
         text = piece["text"][:left]
         left -= len(text)
-        by_policy = piece["version"] >= 0
-        style = f"c-age{min(newest - piece['version'], AGES - 1)}" if by_policy else "c-grey"
-        source = f"policy version {piece['version']}" if by_policy else "the environment"
-        parts.append(f'<span class="piece {style}" title="{source}, {piece["tokens"]:,} tokens">{escape(text)}</span>')
+        parts.append(colours.span(piece, text))
     if len(row["completion"]) > LONGEST:
         parts.append(f"<i> … {len(row['completion']) - LONGEST:,} more characters</i>")
     return parts

@@ -4,7 +4,8 @@ Invariants:
 - a file is one step's (`step-000012.parquet`, `step-000012-held-out.parquet`), whole or not there; a resumed run
   replaces those of the steps that it does again;
 - text is decoded and written in a thread: a step waits for at most the one before it;
-- the pieces of a completion, one for each policy version that sampled it, make up the completion.
+- the pieces of a completion, one for each policy version that sampled it, make up the completion; an episode's are
+  cut where a turn ends and where the next one begins, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict
+
+import numpy as np
 
 from april.rollout.disk import sync_directory, sync_file
 from april.rollout.trajectory import Group, Sample
@@ -30,6 +33,23 @@ class Piece(TypedDict):
     version: int
     tokens: int
     text: str
+
+
+class EpisodeTurn(TypedDict):
+    """What the policy said in one turn of an episode, and what its environment answered. The first one is the reset, to
+    which nothing was said."""
+
+    said: int
+    """Tokens of the policy."""
+    heard: int
+    """Tokens of the answer, with what the chat template puts around it."""
+    reward: float | None
+    """None where nothing was answered."""
+    seconds: float
+    """That the environment took."""
+    failed: bool
+    info: str | None
+    """What else the environment said, as JSON."""
 
 
 class Completion(TypedDict):
@@ -51,6 +71,8 @@ class Completion(TypedDict):
     staleness: int
     """Weight updates between the group's first token and the step."""
     pieces: list[Piece]
+    turns: list[EpisodeTurn]
+    """Empty without an environment. Their tokens are those of the pieces, in order."""
 
 
 def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, held_out: bool) -> list[Completion]:
@@ -80,23 +102,50 @@ def _row(
         "finish": str(sample.finish or ""),
         "staleness": 0 if held_out else group.staleness(version),
         "pieces": pieces,
+        "turns": _turns(sample),
     }
 
 
+def _turns(sample: Sample) -> list[EpisodeTurn]:
+    turns: list[EpisodeTurn] = []
+    at = 0
+    for one in sample.transitions:
+        turns.append(
+            {
+                "said": one.start - at,
+                "heard": one.tokens,
+                "reward": one.reward,
+                "seconds": one.seconds,
+                "failed": one.failed,
+                "info": json.dumps(dict(one.info)) if one.info else None,
+            }
+        )
+        at = one.start + one.tokens
+    if sample.transitions and at < sample.length:
+        turns.append(
+            {"said": sample.length - at, "heard": 0, "reward": None, "seconds": 0.0, "failed": False, "info": None}
+        )
+    return turns
+
+
 def _pieces(sample: Sample, decode: Decode) -> list[Piece]:
-    """The response cut where another version goes on; a character whose bytes two versions share is the later one's."""
-    ids: list[int] = []
-    ends = []
-    for segment in sample.segments:
-        ids += segment.token_ids
-        ends.append(len(ids))
-    text = decode(ids)
-    cuts = [min(len(text), len(decode(ids[:end]).rstrip("�"))) for end in ends[:-1]] + [len(text)]
+    """The response in pieces; a character whose bytes two of them share is the later one's.
+
+    A piece is decoded together with the one before it, as what a token reads like may depend on its neighbour.
+    """
+    ids, segments = sample.response_ids, sample.segments
+    ends = np.cumsum([len(segment) for segment in segments]).tolist()
+    edges = {edge for one in sample.transitions for edge in (one.start, one.start + one.tokens)}
     pieces: list[Piece] = []
-    start = 0
-    for segment, cut in zip(sample.segments, cuts, strict=False):
-        pieces.append({"version": segment.version, "tokens": len(segment), "text": text[start:cut]})
-        start = max(start, cut)
+    start = known = 0
+    for end in sorted({*ends, *edges} - {0}):
+        before, through = decode(ids[known:start]), decode(ids[known:end])
+        whole, text = before.rstrip("�"), through if end == len(ids) else through.rstrip("�")
+        version = segments[int(np.searchsorted(ends, end))].version
+        pieces.append({"version": version, "tokens": end - start, "text": text[len(whole) :]})
+        if before == whole:
+            known = start
+        start = end
     return pieces
 
 
@@ -178,6 +227,16 @@ def _schema() -> Any:
     import pyarrow as pa
 
     piece = pa.struct([("version", pa.int64()), ("tokens", pa.int64()), ("text", pa.string())])
+    turn = pa.struct(
+        [
+            ("said", pa.int64()),
+            ("heard", pa.int64()),
+            ("reward", pa.float64()),
+            ("seconds", pa.float64()),
+            ("failed", pa.bool_()),
+            ("info", pa.string()),
+        ]
+    )
     return pa.schema(
         [
             ("step", pa.int64()),
@@ -193,6 +252,7 @@ def _schema() -> Any:
             ("finish", pa.string()),
             ("staleness", pa.int64()),
             ("pieces", pa.list_(piece)),
+            ("turns", pa.list_(turn)),
         ]
     )
 

@@ -84,6 +84,7 @@ overflow-wrap:anywhere}
 .completion summary{font-weight:400;font-size:13px;overflow-wrap:anywhere}
 .completion[hidden]{display:none}
 .prompt{color:var(--soft)}
+.turn{margin:12px 0 0;color:var(--soft);font-size:13px}.turn+pre{margin-top:2px}
 .piece{box-shadow:inset 0 -2px var(--c);border-left:2px solid var(--c);padding-left:1px}
 .scroll{overflow-x:auto}
 .narrow{display:none}

@@ -45,6 +45,8 @@ class Rollout(NamedTuple):
     running: int
     slots: int
     tokens: int
+    awaiting: int = 0
+    """Samples whose environment is at work."""
 
 
 class Column(NamedTuple):
@@ -158,15 +160,18 @@ class Progress:
         self._latest |= {name: value for name, value in record.items() if value is not None}
         self._rollout, self._phase = None, ""
 
-    def rollout(self, done_groups: int, total_groups: int, running: int, slots: int, tokens: int) -> None:
+    def rollout(
+        self, done_groups: int, total_groups: int, running: int, slots: int, tokens: int, awaiting: int = 0
+    ) -> None:
         """Where the current step's rollout stands; cheap enough to call at every chunk.
 
         Args:
             done_groups: complete groups, of the `total_groups` the step needs.
             running: samples decoding, of the engine's `slots`.
             tokens: sampled in this step so far.
+            awaiting: samples whose environment is at work; they hold no slot.
         """
-        self._rollout = Rollout(done_groups, total_groups, running, slots, tokens)
+        self._rollout = Rollout(done_groups, total_groups, running, slots, tokens, awaiting)
 
     def engines(self, engines: Sequence[EngineLoad]) -> None:
         """Show these while the run goes on, as they are whenever it is drawn; more may be appended."""
@@ -315,11 +320,14 @@ class Progress:
             phase = self._phase or ("rollout complete" if now else "between steps" if self._latest else "starting")
             return Text(phase, style="dim")
         line = Text("rollout   ", style="dim")
-        bars = max(6, (width - 58) // 2)
+        away = f"   {now.awaiting} at environments" if now.awaiting else ""
+        bars = max(4, (width - 43 - max(len(away), 15)) // 2)
         line.append_text(_bar(now.done_groups, now.total_groups, bars, "green"))
         line.append(f"  {now.done_groups:>3}/{now.total_groups} groups   ", style="default")
         line.append_text(_bar(now.running, now.slots, bars, "magenta"))
         line.append(f"  {now.running:>3}/{now.slots} slots", style="default")
+        if away:
+            return line.append(away, style="yellow")
         return line.append(f"   {compact(now.tokens)} tokens", style="dim")
 
 

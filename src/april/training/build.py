@@ -244,6 +244,7 @@ def _shown_on(progress: Progress) -> Callable[[RolloutScheduler], None]:
     def show(scheduler: RolloutScheduler) -> None:
         wanted, engine = scheduler.params.rollout_batch_size, scheduler.engine
         ready = min(len(scheduler.state.ready), wanted)
-        progress.rollout(ready, wanted, engine.running, engine.capacity.slots, scheduler.step_tokens)
+        away = 0 if scheduler.episodes is None else len(scheduler.episodes)
+        progress.rollout(ready, wanted, engine.running, engine.capacity.slots, scheduler.step_tokens, away)
 
     return show
