@@ -2,6 +2,7 @@
 
     python -m tests.crash_points                    # every point in every mode
     python -m tests.crash_points --stride 20 --modes kill power
+    python -m tests.crash_points --episodes         # the same with an environment
 
 A process that has imported everything forks one child a life, so that a crash is a real one and costs half a second. A
 point lies before and behind each commit of the journal, each fsync, rename and removal, each line of a log and each
@@ -18,6 +19,9 @@ The recipe makes the engine's schedule a function of what the samples hold and n
 prompts of one token, and a look at every token. So a run that goes on does, token for token, what the one that died
 would have done, and the two can be compared to the end. What is compared: which groups each step trained on, their
 tokens and versions exactly, every metric but times, and the final parameters.
+
+With an environment, each turn is on disk before the environment acts, and how long that takes decides which episode is
+done first. So its steps are synchronous: what a step trains on is then what it began.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import itertools
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -42,6 +47,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from april import EnvStep, Turn
 from april.commands import main as command_line
 from april.config.settings import ModelSettings
 from april.reporting.metrics_log import read_metrics
@@ -53,6 +59,12 @@ from april.training.policy import load_policy
 from tests import tiny
 
 MODES = ("kill", "power", "twice", "full", "signal")
+TASK = 'kind = "environment"\nprompt = "A"\ncorrect_at = 1.0'
+ENVIRONMENT = """[environment]
+path = "tests.crash_points:Echo"
+max_turns = 4
+workers = 0
+"""
 RECIPE = """
 [model]
 path = "policy"
@@ -87,6 +99,11 @@ threads = 1
 [reporting]
 trackers = []
 """
+EPISODES = (
+    RECIPE.replace('kind = "records"\npath = "data.jsonl"\nreward = "tests.crash_points:reward"', TASK)
+    .replace("[rollout]", ENVIRONMENT + "[rollout]\npartial_rollout = false")
+    .replace("over_sampling_batch_size = 5\n", "")
+)
 NOT_COMPARED = (
     "seconds",
     "per_second",
@@ -102,6 +119,21 @@ NOT_COMPARED = (
 def reward(response: str, answer: str | None) -> float:
     """Some signal: how many of the characters come before "P"."""
     return sum(c < "P" for c in response) / max(len(response), 1)
+
+
+class Echo:
+    """Says how many letters it has heard, and rewards them; ends by chance."""
+
+    async def reset(self, prompt: Any, seed: int) -> str:
+        self.rng, self.heard = random.Random(seed), 0
+        return "B"
+
+    async def step(self, turn: Turn) -> EnvStep:
+        self.heard += len(turn.text)
+        return EnvStep(str(self.heard), len(turn.text) / 16, self.rng.random() < 0.2, {"heard": self.heard})
+
+    def close(self) -> None:
+        pass
 
 
 class Points:
@@ -306,9 +338,9 @@ def prepare(base: Path, recipe: str = RECIPE) -> None:
 class Sweep:
     """The tiny run without a crash, and the same with a crash at a chosen point."""
 
-    def __init__(self, base: Path) -> None:
+    def __init__(self, base: Path, recipe: str = RECIPE) -> None:
         self.base = base
-        prepare(base)
+        prepare(base, recipe)
         load_policy(ModelSettings(path=str(base / "policy")))  # imports what the children would import each
         life, self.expected = self._run("reference", [])
         assert life.status == 0, life.stderr
@@ -364,10 +396,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stride", type=int, default=1, help="try every n-th point")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--episodes", action="store_true", help="with an environment")
     parser.add_argument("--json", type=Path, help="where to write the result")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, contextlib.chdir(directory):
-        result = Sweep(Path(directory)).sweep(args.modes, args.stride, lambda line: print(line, flush=True))
+        sweep = Sweep(Path(directory), EPISODES if args.episodes else RECIPE)
+        result = sweep.sweep(args.modes, args.stride, lambda line: print(line, flush=True))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

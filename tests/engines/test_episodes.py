@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Group, Prompt, RolloutScheduler, SamplingParams
+from april import Engine, Group, Prompt, RolloutScheduler, SamplingParams
 from april.engines.embedded.engine import EmbeddedEngine
+from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.process import EngineProcess
+from april.engines.pool import EnginePool
 from april.rollout.episodes import Episodes
 from tests import tiny
 from tests.scheduling import scheduler_of
@@ -42,10 +48,13 @@ class Low(World):
         return room
 
 
-def rollouts(world: World, model: Any, target: int, running: int, interval: int, **own: Any) -> RolloutScheduler:
-    engine = EmbeddedEngine(
+def engine_of(model: Any, running: int, interval: int, **own: Any) -> EmbeddedEngine:
+    return EmbeddedEngine(
         model, max_running=running, context_length=CONTEXT, on_update="keep", stream_interval=interval, **own
     )
+
+
+def rollouts(world: World, engine: Engine, target: int, batch_size: int = 2, **own: Any) -> RolloutScheduler:
     prompts = (Prompt((5, 6, 7, 8 + i % 9), str(i)) for i in range(10_000))
 
     async def score(prompt: Prompt, sample: Any) -> float:
@@ -56,12 +65,13 @@ def rollouts(world: World, model: Any, target: int, running: int, interval: int,
         prompts,
         score,
         episodes=Episodes(world, Numbers(), CONTEXT),
-        rollout_batch_size=2,
+        rollout_batch_size=batch_size,
         over_sampling_batch_size=target,
         n_samples_per_prompt=2,
         max_staleness=4,
         sampling=SAMPLING,
         retry_delay=0.0,
+        **own,
     )
 
 
@@ -85,7 +95,7 @@ def policy() -> Any:
 @pytest.fixture(scope="module")
 def undisturbed(policy: Any) -> dict[int, Group]:
     """Synchronous, with environments that answer at once."""
-    return collected(rollouts(Low(slowness=0), policy, 2, 8, 100), 6)
+    return collected(rollouts(Low(slowness=0), engine_of(policy, 8, 100), 2), 6)
 
 
 @given(
@@ -109,8 +119,13 @@ def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
 ) -> None:
     """In the middle of a turn, between turns and during an environment's step, under random schedules and with a KV
     cache that is too small for all."""
-    found = collected(rollouts(Low(seed, slowness), policy, target, running, interval, kv_cache_bytes=memory), 3)
+    engine = engine_of(policy, running, interval, kv_cache_bytes=memory)
+    found = collected(rollouts(Low(seed, slowness), engine, target), 3)
     assert len(found) == 6
+    same(found, undisturbed)
+
+
+def same(found: dict[int, Group], undisturbed: dict[int, Group]) -> None:
     for id, group in found.items():
         for sample, whole in zip(group.samples, undisturbed[id].samples, strict=True):
             assert sample.response_ids == whole.response_ids
@@ -120,12 +135,43 @@ def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
     assert max(sample.turns for group in found.values() for sample in group.samples) > 1
 
 
+async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
+    policy: Any, undisturbed: dict[int, Group], tmp_path: Path
+) -> None:
+    """The other one goes on with its samples where they stand, and their environments hear of nothing."""
+    tiny.save(tmp_path / "policy")
+    path = str(tmp_path / "policy")
+    settings = EmbeddedSettings(model=path, threads=1, max_running=6, context_length=CONTEXT, on_update="keep")
+    victim = await EngineProcess.start(settings)
+    pool = EnginePool([victim, engine_of(policy, 6, 1)])
+    world = Low(slowness=0)
+    killed: list[str] = []
+
+    def kill(scheduler: RolloutScheduler) -> None:
+        """As soon as the victim has a token of a second turn, or a later one, and not its end."""
+        samples = [sample for group in scheduler.buffer for sample in group.samples]
+        speaking = [s.id for s in samples if s.turns and not s.awaits_environment and s.turn_ids(s.turns)]
+        if not killed and (hit := victim._in_flight.intersection(speaking)):
+            killed.extend(hit)
+            os.kill(victim.process.pid, signal.SIGKILL)
+
+    try:
+        async with rollouts(world, pool, 6, 6, on_progress=kill, max_retries=5) as scheduler:
+            found = {group.id: group for group in (await scheduler.collect()).groups}
+    finally:
+        await pool.close()
+    assert killed
+    assert not pool.members[0].ready
+    same(found, undisturbed)
+    assert set(world.steps.values()) == {1}, "each turn reached its environment once"
+
+
 async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
     """The turn behind an answer prefills what is new, and nothing else."""
     held = asyncio.Event()
     world = Low(slowness=0, trouble=lambda what: held.wait() if what.endswith("/0") else None)
-    scheduler = rollouts(world, policy, 2, 8, 1)
-    engine: Any = scheduler.engine
+    engine: Any = engine_of(policy, 8, 1)
+    scheduler = rollouts(world, engine, 2)
     async with scheduler:
         collecting = asyncio.create_task(scheduler.collect())
         await asyncio.sleep(0)

@@ -514,3 +514,11 @@ def test_events_survive_the_journal() -> None:
         Restarted("0.1", "replay"),
     ]
     assert [event for record in encode(events, 1) for event in decode(record)] == events
+
+
+async def test_the_length_of_an_episode_is_learned_when_its_environment_ends_it() -> None:
+    """Turns are spoken before their environments answer: no stay in the engine says that it was the last."""
+    rollouts = build(World(slowness=10))
+    steps = await run(rollouts, 30)
+    lengths = [sample.policy_tokens for step in steps for group in step.groups for sample in group.samples]
+    assert rollouts.state.lengths.mean == pytest.approx(sum(lengths) / len(lengths), rel=0.25)

@@ -66,6 +66,8 @@ class RolloutState:
         """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
         self._left: list[Span] = []
         """Growth, since then, of samples whose groups were turned away."""
+        self._ended: dict[str, int] = {}
+        """Episodes that their environments have ended since then, and the policy's tokens of each."""
 
     def apply(self, event: Event) -> None:
         """Let `event` happen.
@@ -153,6 +155,8 @@ class RolloutState:
             raise ValueError(f"the answer is to a turn {event.action}, and the turn that was spoken is {spoken}")
         sample.observe(event.token_ids, event.transition, event.finish, event.state)
         self.buffer.environment_tokens += len(event.token_ids)
+        if sample.finish is not None:
+            self._ended[sample.id] = sample.policy_tokens
         self._consider(group)
 
     def _begin_again(self, sample: Sample, group: Group) -> None:
@@ -165,7 +169,7 @@ class RolloutState:
 
     def _redraft(self) -> None:
         self._left += self._growth([sample for sample, _ in self.samples.values()])
-        self._lengths = {}
+        self._lengths, self._ended = {}, {}
         self.buffer.redraft()
         self.ready = {}
 
@@ -188,11 +192,20 @@ class RolloutState:
         self._left = []
         self.buffer.check()
         self._learn(step.spans, step.groups)
+        self._ended = {}
         self.admission.observe(step)
 
     def _learn(self, spans: Sequence[Span], groups: Sequence[Group]) -> None:
-        before, after = [span.before for span in spans], [span.after for span in spans]
-        self.lengths.observe(before, after, [span.outcome == "finished" for span in spans])
+        """What the stays say of lengths. An episode ends with its environment's word, behind its last stay: in the step
+        of that, or in a later one."""
+        seen = [(span.before, span.after, span.outcome == "finished") for span in spans]
+        last = {span.sample_id: place for place, span in enumerate(spans)}
+        for id, length in self._ended.items():
+            if id in last:
+                seen[last[id]] = (*seen[last[id]][:2], True)
+            else:
+                seen.append((length, length, True))
+        self.lengths.observe(*zip(*seen, strict=True) if seen else ((), (), ()))
         self.lengths.observe_groups([[sample.policy_tokens for sample in group.samples] for group in groups])
 
     def _index(self, group: Group) -> None:
@@ -247,6 +260,7 @@ class RolloutState:
             "ready": list(self.ready),
             "before": dict(self._lengths),
             "left": [asdict(span) for span in self._left],
+            "ended": dict(self._ended),
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),
         }
@@ -266,6 +280,7 @@ class RolloutState:
         self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
         self._lengths = dict(state["before"])
         self._left = [Span(**span) for span in state["left"]]
+        self._ended = dict(state.get("ended", {}))
         self.lengths.load_state_dict(state["lengths"])
         self.admission.load_state_dict(state["admission"])
         self.check_bound(self.trained, "the saved groups cannot all be trained on")
