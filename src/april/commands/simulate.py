@@ -24,6 +24,7 @@ from april.simulation.page import about_rates, print_points, simulation_page
 from april.simulation.plan import Point, advice, arms, cut_off, explore, recommended, trained_beside, workload_of
 from april.simulation.recorded import Recorded, read_recorded
 from april.simulation.split import Split, best, try_splits
+from april.simulation.turns import Turns
 from april.simulation.workload import WORKLOADS, Workload
 
 
@@ -47,6 +48,15 @@ class SimulateOptions:
     """How long responses are if no run says it: light, lognormal (unset), heavy, bimodal, truncated, drifting, …"""
     prompt_tokens: int = 200
     """Median prompt length."""
+    turn_tokens: float | None = None
+    """Tokens that the policy says in a turn, on average: responses are episodes then. Unset: as in the run of
+    --lengths-from, or one turn."""
+    observation_tokens: int = 0
+    """Of each answer of the environment; they are prefilled."""
+    environment_seconds: float = 0.0
+    """That an answer takes on average, in which its sample holds no slot."""
+    environment_sigma: float = 0.0
+    """Spread of the logarithm of that time: 0 for none, 1.5 for a heavy tail."""
     hardware: Literal["h100", "h200", "mi300x"] | None = None
     """The GPU. Unset: an h100, or with a cost model none."""
     model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b", "glm4-9b"] | None = None
@@ -68,6 +78,8 @@ class SimulateOptions:
         for name in ("gpus", "price", "steps", "prompt_tokens"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
+        if self.turn_tokens is None and (self.observation_tokens or self.environment_seconds or self.environment_sigma):
+            raise ConfigError("--turn-tokens: say how long a turn is, so that there is something to answer")
         if not 0 <= (self.training_gpus or 0) < (gpus := self.gpus or 8):
             raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {gpus}")
         if not 0 <= self.warm_up < self.steps:
@@ -93,6 +105,11 @@ class Simulation:
     """Of the GPUs between engines and trainer, as far as they were tried."""
 
     @property
+    def turns(self) -> Turns | None:
+        """Of its episodes: those that were asked for, else those of the run."""
+        return turns_of(self.options, self.recorded)
+
+    @property
     def hint(self) -> str:
         """What makes its figures say little; "" for nothing."""
         return cut_off(workload_of(self.recipe, self.workload))
@@ -111,6 +128,7 @@ class Simulation:
             (
                 f"Costs: {cost.source or self.options.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of "
                 "KV cache an engine.",
+                *self._episodes,
                 f"{self._lengths}, cut off at {self.recipe.rollout.max_response_length:,} tokens; prompts of "
                 f"{self.options.prompt_tokens:,} tokens in the middle.",
                 self.cluster.training,
@@ -126,6 +144,15 @@ class Simulation:
             yield f"GPUs that train, and tokens/s trained on beside generation at about N' = 2 N: {tried}."
         if self.recipe.overlaps and not self.cluster.separate:
             yield "Nothing overlaps: training has no time, or no devices of its own."
+
+    @property
+    def _episodes(self) -> Iterator[str]:
+        if self.turns is not None:
+            yield (
+                f"Episodes: turns of {self.turns.tokens:,.0f} tokens on average, answered with "
+                f"{self.turns.observation_tokens:,} tokens in {self.turns.seconds:g} s on average "
+                f"(sigma {self.turns.sigma:g}); a sample that waits holds no slot and no room in the KV cache."
+            )
 
     @property
     def _lengths(self) -> str:
@@ -165,7 +192,8 @@ def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
             cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
         return Simulation(recipe, cluster, lengths, recorded, options)
     hardware = _Hardware(recipe, options, measured)
-    splits = () if options.training_gpus is not None or not recipe.overlaps else hardware.splits(lengths)
+    given = options.training_gpus is not None or not recipe.overlaps
+    splits = () if given else hardware.splits(lengths, turns_of(options, recorded))
     training_gpus = best(splits).training_gpus if splits else options.training_gpus or 0
     return Simulation(recipe, hardware.cluster(training_gpus), lengths, recorded, options, splits)
 
@@ -174,6 +202,18 @@ def _measured(recipe: Recipe, options: SimulateOptions, cost: CostModel) -> Clus
     engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
     name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
     return Cluster(name=name, engines=engines, cost=cost)
+
+
+def turns_of(options: SimulateOptions, recorded: Recorded | None) -> Turns | None:
+    """What responses are made of, if they are episodes."""
+    if options.turn_tokens is None:
+        return None if recorded is None else recorded.turns
+    try:
+        return Turns(
+            options.turn_tokens, options.observation_tokens, options.environment_seconds, options.environment_sigma
+        )
+    except ValueError as error:
+        raise ConfigError(f"--turn-tokens and what goes with it: {error}") from None
 
 
 class _Hardware:
@@ -198,14 +238,14 @@ class _Hardware:
             measured=self.measured,
         )
 
-    def splits(self, lengths: Workload) -> Sequence[Split]:
+    def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
         """Splits of the GPUs, simulated while one watches."""
         least = least_training_gpus(self.gpu, self.shape, self.gpus, self.lora)
         with watched("splits") as say:
 
             def measure(training_gpus: int) -> float:
                 cluster = self.cluster(training_gpus)
-                rate = trained_beside(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up)
+                rate = trained_beside(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up, turns)
                 say(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
                 return rate
 
@@ -232,7 +272,7 @@ def _explore(simulation: Simulation) -> list[Point]:
     recipe, options, cluster = simulation.recipe, simulation.options, simulation.cluster
     count = len(arms(recipe, recipe.overlaps and cluster.separate))
     with watched(f"{count} settings") as say:
-        for point in explore(recipe, simulation.workload, cluster, options.steps, options.warm_up):
+        for point in explore(recipe, simulation.workload, cluster, options.steps, options.warm_up, simulation.turns):
             points.append(point)
             rate = f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s"
             say(f"{len(points)} of {count} settings simulated; {rate}")

@@ -153,6 +153,12 @@ class Step:
         return sum(group.environment_tokens for group in self.groups)
 
     @property
+    def environment_seconds(self) -> float:
+        """That environments took for the episodes, over all of their turns."""
+        samples = (sample for group in self.groups for sample in group.samples)
+        return sum(one.seconds for sample in samples for one in sample.transitions)
+
+    @property
     def reward_metrics(self) -> dict[str, float]:
         """Means of the numbers that reward functions gave beside the reward, as `reward/<name>`; over the samples that
         have them."""
@@ -222,7 +228,7 @@ class Step:
         return {
             "turns_mean": fmean(sample.turns for sample in samples),
             "turns_max": max(sample.turns for sample in samples),
-            "environment_seconds": fmean(sum(one.seconds for one in sample.transitions) for sample in samples),
+            "environment_seconds": self.environment_seconds / len(samples),
             "environment_wait_seconds": self.environment_wait_seconds,
             "step_environment_tokens": self.environment_tokens,
             "environment_failures": kinds["environment"],

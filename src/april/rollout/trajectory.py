@@ -288,8 +288,15 @@ class Sample:
     def turn_ids(self, index: int) -> tuple[int, ...]:
         """The tokens of the policy's turn `index`, the last one's as far as they came."""
         before = self.transitions[index]
+        start = before.start + before.tokens
         end = self.transitions[index + 1].start if index + 1 < len(self.transitions) else self.length
-        return tuple(self.response_ids[before.start + before.tokens : end])
+        parts, at = [], self.length
+        for segment in reversed(self.segments):
+            if at <= start:
+                break
+            at -= len(segment)
+            parts.append(segment.token_ids[max(start - at, 0) : max(end - at, 0)])
+        return tuple([token for part in reversed(parts) for token in part])
 
     @property
     def response_ids(self) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, cast
 
 from april.rollout.trajectory import Segment
@@ -32,6 +33,9 @@ class Blank(Sequence[int]):
 
     def __len__(self) -> int:
         return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return repeat(0, self.size)
 
     def __getitem__(self, index: Any) -> Any:
         chosen = range(self.size)[index]

@@ -14,6 +14,9 @@ Invariants:
 - a replica never runs more than `slots` samples, nor holds more KV than `kv_tokens` for running ones;
 - between two events nothing about a replica changes but the number of decode steps it has done;
 - everything follows from the cost model, the workload and what was submitted when: same calls, same results.
+
+Of an episode, a stay ends with the turn, and the sample's KV cache stays where it is, beside those of interrupted ones:
+it takes no room from running samples while its environment is at work.
 """
 
 from __future__ import annotations
@@ -49,6 +52,14 @@ class Lengths(Protocol):
     def lengths(self, prompts: NDArray[np.int64], seeds: NDArray[np.uint64], version: int) -> NDArray[np.int64]: ...
 
 
+class Turns(Protocol):
+    """Where the turns of an episode end; `april.simulation.turns` says it."""
+
+    def end(self, sample: Sample) -> int:
+        """Response tokens at which the turn that the policy speaks is over."""
+        ...
+
+
 class SimulatedEngine:
     """Replicas of one engine, simulated.
 
@@ -61,6 +72,10 @@ class SimulatedEngine:
             the replicas do is exact whatever it is.
         stream_seconds: hand out what every running sample has at least this often. By default tokens come with a
             sample's first one, at its end and when it is interrupted, which is all that a scheduler needs.
+        turns: of episodes; a response is one turn if None.
+
+    Attributes:
+        over: samples that have said their last turn.
     """
 
     def __init__(
@@ -71,6 +86,7 @@ class SimulatedEngine:
         on_update: KVPolicy = "recompute",
         resolution: float = 0.0,
         stream_seconds: float | None = None,
+        turns: Turns | None = None,
     ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas = {replicas}: needs at least one")
@@ -86,8 +102,10 @@ class SimulatedEngine:
         self._on_update = on_update
         self._resolution = resolution
         self._stream_seconds = stream_seconds
+        self._turns = turns
+        self.over: set[str] = set()
         self._base = cost.base()
-        self._submitted: list[tuple[str, int, int, int, int, int]] = []
+        self._submitted: list[tuple[str, int, int, int, int, int, int, int]] = []
         self._parked: dict[str, tuple[int, int]] = {}
         """Replica and tokens of the KV cache of each interrupted sample."""
         self._chunks: list[Chunk] = []
@@ -102,6 +120,8 @@ class SimulatedEngine:
         self._held = np.zeros(0, np.int64)
         self._out = np.zeros(0, np.int64)
         """Tokens handed out."""
+        self._last = np.zeros(0, np.bool_)
+        """The response is over with the turn."""
 
         # Replicas: clock, decode steps done, running samples, their KV, and the next event.
         shape = (replicas, cost.slots)
@@ -139,13 +159,16 @@ class SimulatedEngine:
 
     def submit(self, sample: Sample) -> None:
         """Start or resume a sample; it begins at the next `poll`."""
-        prompt, length, budget = len(sample.prompt_ids), sample.length, sample.sampling.max_tokens
+        prompt, heard = len(sample.prompt_ids), sample.environment_tokens
+        budget = sample.sampling.max_tokens + heard
+        turn = NEVER if self._turns is None else self._turns.end(sample)
         if prompt + budget > self.cost.kv_tokens * (1 - WATERMARK):
             raise ValueError(
                 f"sample {sample.id}: a prompt of {prompt} tokens and a response of up to {budget} do not fit a KV "
                 f"cache of {self.cost.kv_tokens} tokens (kv_tokens); lower max_tokens or give the engine more memory"
             )
-        self._submitted.append((sample.id, sample.prompt_ids[0], prompt, sample.seed, length, budget))
+        place = (sample.length, budget, heard, turn)
+        self._submitted.append((sample.id, sample.prompt_ids[0], prompt, sample.seed, *place))
 
     async def poll(self) -> list[Chunk]:
         loop = asyncio.get_running_loop()
@@ -289,11 +312,14 @@ class SimulatedEngine:
         submitted, self._submitted = self._submitted, []
         if not self._running.any() and not self._waiting.any():
             self._clear()
-        ids, numbers, prompts, seeds, lengths, budgets = zip(*submitted, strict=True)
+        ids, numbers, prompts, seeds, lengths, budgets, heard, turns = zip(*submitted, strict=True)
         first, count = len(self._ids), len(ids)
         self._ids.extend(ids)
         done, limit = np.array(lengths, np.int64), np.array(budgets, np.int64)
         true = self.workload.lengths(np.array(numbers, np.int64), np.array(seeds, np.uint64), self.version)
+        # Who has more than it should, because its length shrank, ends with one more token.
+        whole = np.minimum(np.maximum(true + np.array(heard, np.int64), done + 1), limit)
+        turn = np.maximum(np.array(turns, np.int64), done + 1)
         homes = [self._parked.pop(id, (-1, 0)) for id in ids] if self._parked else [(-1, 0)] * count
         home, held = (np.array(column, np.int64) for column in zip(*homes, strict=True))
         replica = self._route(home)
@@ -301,7 +327,8 @@ class SimulatedEngine:
         rows = {
             "_prompt": np.array(prompts, np.int64),
             "_group": np.array(numbers, np.int64),
-            "_total": np.minimum(np.maximum(true, done + 1), limit),  # whose length shrank ends with one more token
+            "_total": np.minimum(whole, turn),
+            "_last": whole <= turn,
             "_done": done,
             "_limit": limit,
             "_held": held,
@@ -439,6 +466,10 @@ class SimulatedEngine:
         self._put(rows, totals - self._out[rows], [FinishReason.LENGTH if cut else FinishReason.STOP for cut in full])
         np.subtract.at(self._kv, at, self._prompt[rows] + totals)
         self._vacate(at, slots)
+        if self._turns is not None:
+            last = self._last[rows]
+            self.over.update(self._ids[row] for row in rows[last].tolist())
+            self._park(rows[~last], at[~last], (self._prompt[rows] + totals)[~last])
 
     def _vacate(self, at: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         self._row[at, slots] = self._turn[at, slots] = -1

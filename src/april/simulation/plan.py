@@ -17,6 +17,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.simulation.cluster import Cluster
 from april.simulation.run import Outcome, simulate
+from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 
 GOOD_ENOUGH = 0.97
@@ -129,19 +130,23 @@ def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
     return {SYNCHRONOUS: {"partial_rollout": False}, **partial, **(beside if overlap else {})}
 
 
-def explore(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> Iterator[Point]:
+def explore(
+    recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int, turns: Turns | None = None
+) -> Iterator[Point]:
     """Simulate each of `arms`, those that overlap where the recipe and the cluster do."""
     for name, chosen in arms(recipe, recipe.overlaps and cluster.separate).items():
-        yield Point.of(_simulated(recipe, lengths, cluster, steps, warm_up, chosen), cluster, name)
+        yield Point.of(_simulated(recipe, lengths, cluster, steps, warm_up, chosen, turns), cluster, name)
 
 
-def trained_beside(recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int) -> float:
+def trained_beside(
+    recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int, turns: Turns | None = None
+) -> float:
     """Tokens trained on per second where generation goes on beside training, at about N' = 2 N."""
     size = recipe.rollout.rollout_batch_size
     chosen = min(
         (arm for arm in arms(recipe).values() if _under_way(arm)), key=lambda arm: abs(_under_way(arm) - 2 * size)
     )
-    outcome = _simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True})
+    outcome = _simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True}, turns)
     return outcome.overall_tokens_per_second
 
 
@@ -152,7 +157,13 @@ def _under_way(arm: Mapping[str, Any]) -> int:
 
 
 def _simulated(
-    recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int, chosen: Mapping[str, Any]
+    recipe: Recipe,
+    lengths: Workload,
+    cluster: Cluster,
+    steps: int,
+    warm_up: int,
+    chosen: Mapping[str, Any],
+    turns: Turns | None,
 ) -> Outcome:
     return simulate(
         workload_of(recipe, lengths),
@@ -164,6 +175,7 @@ def _simulated(
         train_token_seconds=cluster.train_token_seconds,
         # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
         resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),
+        turns=turns,
         seed=recipe.training.seed,
         **chosen,
     )

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from april.reporting.metrics_log import read_metrics
 from april.reporting.trace import read_trace
 from april.rollout.admission.lengths import LengthModel
+from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 
 
@@ -22,11 +24,13 @@ class Recorded:
         workload: its response lengths, and how alike those of one group are.
         truncated: share of the responses that its budget cut off, whose own length nobody knows.
         train_token_seconds: training time for each consumed token; None if the run has no summary.
+        turns: of its episodes; None if it had no environment.
     """
 
     workload: Workload
     truncated: float
     train_token_seconds: float | None
+    turns: Turns | None = None
 
 
 def read_recorded(run: Path) -> Recorded:
@@ -53,7 +57,7 @@ def read_recorded(run: Path) -> Recorded:
         n_samples_per_prompt=size,
     )
     truncated = float(np.concatenate([step["truncated"] for step in steps]).mean())
-    return Recorded(workload, truncated, _training(run))
+    return Recorded(workload, truncated, _training(run), _turns(run, size))
 
 
 def _correlation(lengths: np.ndarray, budget: int) -> float:
@@ -69,3 +73,20 @@ def _training(run: Path) -> float | None:
         return float(summary["train_seconds"] / summary["consumed_tokens"])
     except (OSError, ValueError, KeyError, ZeroDivisionError):
         return None
+
+
+def _turns(run: Path, size: int) -> Turns | None:
+    """Turns as long as the run's on average, whose answers take as long; how much that time varied is not recorded."""
+    try:
+        steps = [record for record in read_metrics(run) if record.get("turns_mean")]
+    except FileNotFoundError:
+        return None
+    if not steps:
+        return None
+
+    def total(name: str, by: str = "") -> float:
+        return float(sum(record[name] * record.get(by, 1) for record in steps))
+
+    turns = total("turns_mean", "groups_consumed")  # of one sample of each group
+    said, heard = total("step_consumed_tokens") / size, total("step_environment_tokens") / size
+    return Turns(max(said / turns, 1.0), round(heard / turns), total("environment_seconds", "groups_consumed") / turns)

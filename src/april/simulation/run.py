@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.engine import Engine, KVPolicy
+from april.rollout.episodes import Episodes
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
@@ -23,6 +24,7 @@ from april.rollout.step import Step, rate
 from april.rollout.trajectory import Group, Prompt
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
+from april.simulation.turns import MOST_TURNS, Turns
 from april.simulation.virtual_time import run
 from april.simulation.workload import Workload
 
@@ -52,7 +54,7 @@ class StepRecord:
     """Of each group, shape [N]."""
     tokens_by_age: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    """Of each consumed response, shape [N * G]."""
+    """Policy tokens of each consumed response, shape [N * G]."""
     truncated: int
 
     @classmethod
@@ -72,7 +74,7 @@ class StepRecord:
             buffered_tokens=step.buffered_tokens,
             staleness=step.staleness,
             tokens_by_age=step.tokens_by_age,
-            lengths=np.array([sample.length for sample in samples]),
+            lengths=np.array([sample.policy_tokens for sample in samples]),
             truncated=sum(sample.truncated for sample in samples),
         )
 
@@ -159,6 +161,7 @@ def simulate(
     overlap: bool = False,
     resolution: float = 0.0,
     dynamic_filter: Callable[[Group], bool] | None = None,
+    turns: Turns | None = None,
     seed: int = 0,
     **params: Any,
 ) -> Outcome:
@@ -174,14 +177,16 @@ def simulate(
         overlap: generation goes on beside training; without it, the engines stand still.
         resolution: see `SimulatedEngine`.
         dynamic_filter: see `RolloutScheduler`.
+        turns: responses are episodes of so many turns, whose environments take their time.
         seed: of the samples.
         params: of `RolloutParams`; N and G are the workload's unless given here.
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
-    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution, streamed)
-    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter)
+    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution, streamed, turns)
+    episodes = None if turns is None else turns.episodes(engine.over, cost.kv_tokens)
+    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes)
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
@@ -195,6 +200,7 @@ def scheduler_of(
     own: Mapping[str, Any],
     seed: int,
     dynamic_filter: Callable[[Group], bool] | None = None,
+    episodes: Episodes | None = None,
 ) -> RolloutScheduler:
     """A scheduler for `workload`; the parameters in `own` come first."""
     size, group_size = workload.rollout_batch_size, workload.n_samples_per_prompt
@@ -203,10 +209,11 @@ def scheduler_of(
         prompts,
         no_reward,
         RolloutParams(**{"rollout_batch_size": size, "n_samples_per_prompt": group_size, **own}),
-        sampling=SamplingParams(max_tokens=workload.max_tokens),
+        sampling=SamplingParams(max_tokens=workload.max_tokens, max_turns=0 if episodes is None else MOST_TURNS),
         reward_scope="group",
         dynamic_filter=dynamic_filter,
         seed=seed,
+        episodes=episodes,
     )
 
 

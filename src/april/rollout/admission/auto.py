@@ -97,7 +97,7 @@ class AutoAdmission:
         if self._planned is not None:  # a whole step ago: by now it is there
             self.current, self._planned = self._planned.result(), None
         prompts = [len(group.prompt.token_ids) for group in step.groups]
-        self.observed.step(step, float(np.mean(prompts)), self.current)
+        self.observed.step(step, float(np.mean(prompts)), self.current, self.engine.capacity.slots)
         self.observed.budget += EFFORT * step.seconds
         for spans in step.stretches:
             lesson = SECONDS_PER_LESSON + SECONDS_PER_SPAN * len(spans)
@@ -198,8 +198,18 @@ class AutoAdmission:
             self.observed.interrupt_seconds,
             self.observed.update_seconds,
             self.observed.training_seconds,
+            self._away(lengths),
         )
         return conditions, scale, steps
+
+    def _away(self, lengths: LengthModel) -> float:
+        """Decode steps that an episode waits for its environment, for each one that it decodes."""
+        if not self.observed.away_seconds:
+            return 0.0
+        running, slots = max(self.observed.running, 1.0), self.engine.capacity.slots
+        held = running * (self.observed.prompt_tokens + lengths.mean / 2)
+        step = self.rates.seconds(1, running, max(running - slots / 2, 0.0), held, 0, 0)
+        return self.observed.away_seconds / max(step, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
         planned = None if self._planned is None else self._planned.result()

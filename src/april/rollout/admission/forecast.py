@@ -4,6 +4,10 @@ A token is the unit of time: all samples that decode together advance by one tok
 and in which order, depends on lengths and slots alone; how long it takes follows from the cost of the work done
 (`rates.py`). The steps are those of the scheduler: groups are begun until N' are under way, samples get slots oldest
 first, and a step ends as soon as N groups are complete and the others can still be trained on within the bound.
+
+An episode's sample is away while its environment answers, and another one decodes in its slot. Waits are taken to be
+spread over the response in proportion to its tokens: with `away` decode steps of waiting for each that it decodes, a
+sample takes 1 + away times as long, and as many more samples share the slots.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Conditions:
         rates: what the engine's work costs.
         interrupt_seconds: what a step costs that interrupts something.
         update_seconds: what each weight update costs.
+        away: decode steps that an episode's sample waits for its environment, for each one that it decodes.
         training_seconds: time of the trainer while the engine goes on: a step takes at least as long, whatever N'. 0
             where generation stands still meanwhile, for then no N' changes it.
     """
@@ -62,48 +67,50 @@ class Conditions:
     interrupt_seconds: float = 0.0
     update_seconds: float = 0.0
     training_seconds: float = 0.0
+    away: float = 0.0
 
     def forecast(self, target: int, steps: int, skip: int) -> Forecast:
         """Play `steps` steps with `target` groups under way, and average over all but the first `skip`."""
-        group_size = self.lengths.shape[1]
+        group_size, stretch = self.lengths.shape[1], 1 + self.away
+        lengths = stretch * self.lengths
         left = np.zeros((0, group_size))
         total = np.zeros((0, group_size))
         begun = np.zeros(0, dtype=np.int64)
         admitted, slots, resident = 0, float(self.slots), max(self.prompt_tokens, 1.0)
         seconds = stale = sampled = depth = 0.0
         for version in range(steps):
-            new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(self.lengths)
+            new = np.arange(admitted, admitted + max(target - len(left), 0)) % len(lengths)
             admitted += len(new)
-            left = np.concatenate((left, self.lengths[new]))
-            total = np.concatenate((total, self.lengths[new]))
+            left = np.concatenate((left, lengths[new]))
+            total = np.concatenate((total, lengths[new]))
             begun = np.concatenate((begun, np.full(len(new), NOT_BEGUN)))
             if self.kv_tokens is not None:
                 slots = min(self.slots, max(self.kv_tokens / resident, 1.0))
             active = left > 0
             work = left[active]
-            start = queue(work, int(slots))
+            start = queue(work, int(stretch * slots))
             complete = np.zeros_like(left)
             complete[active] = start + work
             starts = np.full_like(left, np.inf)
             starts[active] = start
             end, chosen = self._end(complete.max(1), starts.min(1), begun, version)
             progress = np.clip(end - start, 0.0, work)
-            before = (total - left)[active]
+            before, tokens = (total - left)[active] / stretch, progress / stretch
             ran = progress > 0
             resumed = ran & (before > 0)
             left[active] -= progress
             begun[(begun == NOT_BEGUN) & (starts.min(1) < end)] = version
-            read = float(progress @ (self.prompt_tokens + before + progress / 2))
-            resident = max(read / max(progress.sum(), 1e-9), 1.0)
+            read = float(tokens @ (self.prompt_tokens + before + tokens / 2))
+            resident = max(read / max(tokens.sum(), 1e-9), 1.0)
             if version >= skip:
                 prompts = (ran & (before == 0)).sum() * self.prompt_tokens
                 again = before[resumed].sum() + resumed.sum() * self.prompt_tokens
-                crowded = crowded_tokens(start, start + progress, self.slots, np.array([end]))
-                generation = self.rates.seconds(end, progress.sum(), crowded[0], read, prompts, again)
+                crowded = crowded_tokens(start, start + progress, stretch * self.slots, np.array([end])) / stretch
+                generation = self.rates.seconds(end, tokens.sum(), crowded[0], read, prompts, again)
                 fixed = self.update_seconds + self.interrupt_seconds * bool((work > progress).any() and end > 0)
                 seconds += max(generation, self.training_seconds) + fixed
                 stale += float((version - begun[chosen]).mean())
-                sampled, depth = sampled + progress.sum(), depth + end
+                sampled, depth = sampled + tokens.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
         occupancy = sampled / max(depth * self.slots, 1e-9)
         rate = min(sampled / max(seconds, 1e-12), self._trainers_rate)

@@ -142,7 +142,7 @@ def _not_negative(normal: Floats, target: Floats) -> Floats:
     return best
 
 
-def crowded_tokens(start: Floats, end: Floats, slots: int, at: Floats) -> Floats:
+def crowded_tokens(start: Floats, end: Floats, slots: float, at: Floats) -> Floats:
     """Tokens that have been sampled beyond half the slots by each of `at`, if each stay samples from start to end."""
     return _integral(start, end, np.ones(len(start)), at, above=slots / 2)
 

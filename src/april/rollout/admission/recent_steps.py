@@ -26,6 +26,10 @@ class RecentSteps:
     update_seconds: float = 0.0
     training_seconds: float = 0.0
     """Of training beside generation; 0 if that stands still."""
+    away_seconds: float = 0.0
+    """Of an episode's environment, for each token of the policy; 0 without an environment."""
+    running: float = 0.0
+    """Samples that decode, over the step."""
     budget: float = 0.0
     """Seconds that learning and planning may still take."""
     synchronous: int = 0
@@ -35,11 +39,13 @@ class RecentSteps:
     brought: float = 0.0
     """Tokens that they brought, without those of groups that were turned away."""
 
-    def step(self, step: Step, prompt_tokens: float, plan: Plan | None) -> None:
-        """Learn from a step that is over, and that `plan` was made for."""
+    def step(self, step: Step, prompt_tokens: float, plan: Plan | None, slots: int) -> None:
+        """Learn from a step that is over, and that `plan` was made for, on so many slots."""
         self.prompt_tokens = self._mean(self.prompt_tokens, prompt_tokens)
         self.accepted = self._mean(self.accepted, len(step.groups) / (len(step.groups) + len(step.rejections)))
         self.step_seconds = self._mean(self.step_seconds, step.seconds)
+        self.away_seconds = self._mean(self.away_seconds, step.environment_seconds / max(step.consumed_tokens, 1))
+        self.running = self._mean(self.running, slots * step.occupancy)
         if step.update_seconds is not None:
             seen = self.update_seconds
             self.update_seconds = self._mean(seen, step.update_seconds) if seen else step.update_seconds

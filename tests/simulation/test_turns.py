@@ -1,0 +1,82 @@
+"""Episodes in virtual time: turns cut responses up and change no length; who waits holds no slot."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from april.simulation.cost_model import CostModel
+from april.simulation.run import Outcome, simulate
+from april.simulation.turns import Turns
+from april.simulation.workload import Part, Workload
+
+WORKLOAD = Workload("short", (Part(120, 0.9),), max_tokens=600, rollout_batch_size=4, n_samples_per_prompt=4)
+COST = CostModel(
+    slots=16,
+    kv_tokens=200_000,
+    decode_batches=(1, 16),
+    decode_seconds=(0.01, 0.014),
+    update_seconds=0.1,
+    interrupt_seconds=0.02,
+)
+QUICK = Turns(tokens=50, observation_tokens=5)
+SLOW = dataclasses.replace(QUICK, seconds=1.0)
+HEAVY = dataclasses.replace(SLOW, sigma=1.5)
+
+
+def run(turns: Turns | None, target: int | str | None = None, steps: int = 8) -> Outcome:
+    """With so many groups under way, or synchronous."""
+    partial = {"partial_rollout": False} if target is None else {"over_sampling_batch_size": target}
+    return simulate(
+        WORKLOAD, COST, steps=steps, warm_up=steps // 2, on_update="keep", turns=turns, max_staleness=4, **partial
+    )
+
+
+def test_turns_cut_responses_up_and_leave_their_lengths_alone() -> None:
+    whole, cut = run(None, steps=4), run(HEAVY, steps=4)
+    assert [step.consumed_tokens for step in whole.steps] == [step.consumed_tokens for step in cut.steps]
+    for one, other in zip(whole.steps, cut.steps, strict=True):
+        assert sorted(one.lengths) == sorted(other.lengths)
+    assert [step.seconds for step in run(HEAVY, steps=4).steps] == [step.seconds for step in cut.steps], "repeatable"
+
+
+def test_a_step_lasts_as_long_as_environments_take() -> None:
+    """A turn of 50 tokens is spoken in about 0.6 s, and answered in 1 s."""
+    quick, slow = run(QUICK, steps=4), run(SLOW, steps=4)
+    assert slow.rollout_seconds > 2 * quick.rollout_seconds
+    assert slow.occupancy < 0.6 * quick.occupancy
+
+
+def test_partial_rollouts_fill_the_slots_of_who_waits() -> None:
+    synchronous, partial = run(HEAVY), run(HEAVY, 12)
+    assert partial.consumed_tokens_per_second > 2 * synchronous.consumed_tokens_per_second
+    assert partial.max_staleness <= 4
+    for step in partial.steps:
+        assert step.lengths.max() <= WORKLOAD.max_tokens
+
+
+def test_automatic_over_sampling_has_more_groups_under_way_where_environments_are_slow() -> None:
+    """Slots of samples that wait are free for others: about as many groups as keep them busy are begun."""
+    quick, slow = run(QUICK, "auto", 12), run(SLOW, "auto", 12)
+
+    def chosen(outcome: Outcome) -> float:
+        return float(np.mean([step.target for step in outcome.counted]))
+
+    assert chosen(slow) > 1.3 * chosen(quick)
+    assert slow.consumed_tokens_per_second > 1.2 * run(SLOW, 8, 12).consumed_tokens_per_second
+    assert slow.max_staleness <= 4
+
+
+def test_answers_take_as_long_as_was_said_on_average() -> None:
+    even = [SLOW.latency(sample, turn) for sample in range(100) for turn in range(10)]
+    heavy = [HEAVY.latency(sample, turn) for sample in range(2000) for turn in range(10)]
+    assert set(even) == {1.0}
+    assert np.mean(heavy) == pytest.approx(1.0, rel=0.1)
+    assert np.percentile(heavy, 99) > 10 * np.median(heavy)
+
+
+def test_turns_say_what_is_wrong_with_them() -> None:
+    with pytest.raises(ValueError, match="a token at least"):
+        Turns(tokens=0.5)
