@@ -13,15 +13,15 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import grpc
 import ray
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april.engines.cluster.placement import Demand, Node, Placement, place
 from april.engines.cluster.replica import ClusterReplica
@@ -41,8 +41,8 @@ HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
 HEALTH = 2.0
 """Seconds between health checks of an engine."""
-ANSWERING = 15.0
-"""Seconds that a node may take to start a process, before it is asked for an engine."""
+ANSWERING = 8.0
+"""Seconds that a node may take to answer, before it is asked for an engine."""
 RESERVING = 30
 """Seconds that a node may take to reserve what an engine needs. One that takes longer hangs, or has gone."""
 SUSPECT = 90.0
@@ -151,7 +151,7 @@ class Cluster:
             if not chosen:
                 raise EngineError(self._no_room(nodes))
             node = next(node for node in nodes if node.id == chosen[0])
-            if not await answers(node):
+            if not await asyncio.to_thread(answers, node):
                 self._suspects[node.id] = now + SUSPECT
                 raise EngineError(f"the node at {node.address} does not answer within {ANSWERING:g} s")
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
@@ -216,22 +216,22 @@ def nodes_now() -> list[Node]:
             free.get(node["NodeID"], {}).get("CPU", 0.0),
             free.get(node["NodeID"], {}).get("GPU", 0.0),
             free.get(node["NodeID"], {}).get("object_store_memory", 0.0),
+            node["NodeManagerPort"],
         )
         for node in ray.nodes()
         if node["Alive"]
     ]
 
 
-async def answers(node: Node) -> bool:
-    """Whether a node does what it is told. Ray reserves on one node after the other, so one that hangs and is asked to
-    would hold up all others until Ray calls it dead."""
-    where = NodeAffinitySchedulingStrategy(node.id, soft=False)
-    asked = ray.remote(home).options(num_cpus=0, max_retries=0, scheduling_strategy=where).remote()
-    try:
-        async with asyncio.timeout(ANSWERING):
-            await asked
-    except (TimeoutError, RayError):
-        return False
+def answers(node: Node) -> bool:
+    """Whether a node's raylet answers. Ray reserves on one node after the other, so one that hangs and is asked for an
+    engine would hold up all others until Ray calls it dead."""
+    with closing(init_grpc_channel(f"{node.address}:{node.port}")) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        try:
+            check(b"", timeout=ANSWERING)
+        except grpc.RpcError as error:
+            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
     return True
 
 

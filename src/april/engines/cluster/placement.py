@@ -25,6 +25,8 @@ class Node:
     gpus: float
     store: float = 0.0
     """Bytes of its object store."""
+    port: int = 0
+    """Where its raylet listens."""
 
 
 @dataclass(frozen=True, slots=True)
