@@ -97,7 +97,11 @@ class Blows:
         print(f"{len(self.found)}: {kind}: seen after {seen:.2f} s, ready after {back:.1f} s: {reason}", flush=True)
 
 
-async def run(kills: int, seed: int) -> dict[str, Any]:
+def kill_engines(kills: int, seed: int) -> dict[str, Any]:
+    return asyncio.run(_run(kills, seed))
+
+
+async def _run(kills: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     rng = random.Random(seed)
     raylets = Raylets(reaped=False)
@@ -344,20 +348,22 @@ def _tables(driver: Driver) -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kills", type=int, default=42, help="of engines and nodes")
-    parser.add_argument("--drivers", type=int, default=8, help="kills of drivers")
+    parser.add_argument("--kills", type=int, default=42, help="of engines and nodes; 0: those of the file")
+    parser.add_argument("--drivers", type=int, default=8, help="kills of drivers; 0: those of the file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="   %(message)s")
-    found: dict[str, Any] = {"command": " ".join(["benchmarks/cluster_kills.py", *sys.argv[1:]]), "machine": machine()}
-    if options.kills:
-        found["engines and nodes"] = asyncio.run(run(options.kills, options.seed))
-    if options.drivers:
-        found["drivers"] = kill_drivers(options.drivers, options.seed)
-    options.output.write_text(json.dumps(found, indent=2) + "\n")
-    for part in ("engines and nodes", "drivers"):
-        print(json.dumps({name: value for name, value in found.get(part, {}).items() if name != "blows"}, indent=2))
+    found = json.loads(options.output.read_text()) if options.output.exists() else {}
+    about = {"command": " ".join(["benchmarks/cluster_kills.py", *sys.argv[1:]]), "machine": machine()}
+    for part, kills, of in (
+        ("engines and nodes", options.kills, kill_engines),
+        ("drivers", options.drivers, kill_drivers),
+    ):
+        if kills:
+            found[part] = {**about, **of(kills, options.seed)}
+            options.output.write_text(json.dumps(found, indent=2) + "\n")
+            print(json.dumps({name: value for name, value in found[part].items() if name != "blows"}, indent=2))
 
 
 def machine() -> dict[str, Any]:
