@@ -52,6 +52,19 @@ def page(directory: Path) -> Checker:
     return checker
 
 
+def test_engines_and_weight_updates_have_a_section_where_there_are_several(tmp_path: Path) -> None:
+    metrics, traces, summary = simulate(steps=4)
+    for record in metrics:
+        if record["step"]:
+            record |= {"engines": 3, "engines_ready": 2, "nodes": 2, "update_seconds": 0.4, "update_bytes": 2_000_000}
+            record |= {"engines_lost": 1}
+    page = write_report(write_run(tmp_path / "many", metrics, traces, summary)).read_text()
+    assert "Engines and weight updates" in page
+    assert "Engines were lost 4 times in this run" in page
+    alone = write_report(write_run(tmp_path / "alone", *simulate(steps=4))).read_text()
+    assert "Engines and weight updates" not in alone
+
+
 def test_a_run_is_shown_with_all_its_plots(tmp_path: Path) -> None:
     metrics, traces, summary = simulate()
     checker = page(write_run(tmp_path, metrics, traces, summary))

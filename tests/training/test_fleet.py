@@ -1,0 +1,30 @@
+"""What each step says of the engines behind it, and of the weights that they were handed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from april.engines.member import State
+from april.engines.pool import EnginePool
+from april.engines.weights import directory_of
+from april.training.fleet import Fleet, bytes_of
+from tests.engines.test_pool import Machine
+
+
+async def test_engines_are_counted_and_each_loss_once() -> None:
+    pool = EnginePool([Machine("one"), Machine("other")])
+    fleet = Fleet(pool)
+    assert fleet.metrics() == {"engines": 2, "engines_ready": 2, "nodes": 1, "engines_lost": 0}
+    for state in (State.LOST, State.READY, State.LOST):
+        pool.members[0].become(state)
+    assert fleet.metrics() == {"engines": 2, "engines_ready": 1, "nodes": 1, "engines_lost": 2}
+    assert fleet.metrics()["engines_lost"] == 0
+    assert Fleet(Machine("alone")).metrics() == {}
+    await pool.close()
+
+
+def test_bytes_of_an_update_are_those_that_its_weights_say(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    (tmp_path / "config.json").write_text("{}")
+    assert bytes_of(directory_of(tmp_path)) == 1000
+    assert bytes_of(None) is None
