@@ -26,6 +26,7 @@ from april.engines.servers.vllm import connect_vllm
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Sample
 from tests.servers.documented import documented
+from tests.servers.proxy import FaultProxy
 from tests.servers.tiny import Oracle, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -173,6 +174,13 @@ async def connect(kind: Kind, server: Server, models: list[Path]) -> AsyncIterat
 @pytest_asyncio.fixture
 async def engine(connect: Connect) -> ServerEngine:
     return await connect()
+
+
+@pytest_asyncio.fixture
+async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
+    """Another way to the session's server, which can be broken."""
+    async with FaultProxy(server.url).run() as proxy:
+        yield proxy
 
 
 def make_samples(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
 import pytest
-import pytest_asyncio
 
 from april.engines.member import Member
 from april.engines.pool import EnginePool
-from april.engines.servers.launch import Server
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.sampling import SamplingParams
@@ -67,12 +65,6 @@ async def run_steps(
         collected.append(await rollouts.collect())
         check(collected[-1], rollouts, oracles)
     return collected
-
-
-@pytest_asyncio.fixture
-async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
-    async with FaultProxy(server.url).run() as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize("fault", ["refuse", "cut", "half a line", "nonsense", "slow"])
