@@ -46,7 +46,7 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-STEPS, BATCH_SIZE, LEARNING_RATE = 450, 24, 4e-3
+STEPS, BATCH_SIZE, LEARNING_RATE = 1500, 24, 4e-3
 
 
 def consistent(rng: random.Random, said: list[int], heard: Sequence[str]) -> str:

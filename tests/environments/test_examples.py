@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from april import Turn
 from april.commands.main import run
 from april.config.reading import load_recipe
 from april.environments.source import EnvironmentSource, EnvironmentSpec
@@ -61,6 +62,25 @@ def test_halving_wins_every_game(example):
 
     prompt = stage.prompt(guess.PROMPT)
     assert all(stage.play(prompt, halve, seed).reward == 1.0 for seed in range(100))
+
+
+def test_rewards_by_turn_add_up_to_one_for_the_number_and_halving_tells_a_bit_a_turn():
+    path = str(EXAMPLES / "guess" / "env.py")
+    game = EnvironmentSource(EnvironmentSpec(f"{path}:Guess", params={"package": "own", "by_turn": True}))()
+    for seed in range(40):
+        game.reset({}, seed)
+        rewards, low, high, said = [], 0, 64, ""
+        while said != "right":
+            guess = (low + high) // 2
+            step = game.step(Turn("0.0", len(rewards), f"{low}-{high} {guess}", ()))
+            rewards.append(step.reward)
+            said = step.observation
+            low, high = (guess, high) if said == "higher" else (low, guess)
+        assert rewards[:-1] == pytest.approx([1 / 6] * (len(rewards) - 1))
+        assert sum(rewards) == pytest.approx(1.0)
+    game.reset({}, 3)
+    first, again = (game.step(Turn("0.0", turn, "00-64 32", ())) for turn in range(2))
+    assert (first.reward, again.reward) == (pytest.approx(1 / 6), 0.0)
 
 
 def test_careful_players_find_the_divisor_with_the_tool(example):
