@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # A virtual environment with what slime 0.3.1 imports, for machines without a GPU, to test april's integration in:
-# .frameworks/slime by default. slime itself comes from its source (commit 624b824), which APRIL_SLIME_SOURCE names.
+# .frameworks/slime by default. slime itself comes from its source (commit 624b824): the folder that APRIL_SLIME_SOURCE
+# names, or else .frameworks/slime-source; if there is none, it is cloned.
 #   scripts/setup_slime.sh [DIR]
-#   APRIL_SLIME_SOURCE=... .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
+#   APRIL_SLIME_SOURCE=.frameworks/slime-source .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
 source "$(dirname "$0")/environment.sh"
 cpu=$root/tests/servers/sglang_cpu
+source=${APRIL_SLIME_SOURCE:-$root/.frameworks/slime-source}
+if [ ! -e "$source/slime/__init__.py" ]; then
+  git clone --quiet https://github.com/THUDM/slime "$source"
+  git -C "$source" checkout --quiet 624b824
+fi
 environment "${1:-$root/.frameworks/slime}" scripts/setup_slime.sh tests/servers/sglang_cpu
 $pip install torch==2.13.0
 $pip install -r "$cpu/requirements.txt"
@@ -16,4 +22,5 @@ $pip install "ray[default]==2.60.*" sglang-router==0.3.2 accelerate blobfile dat
   pylatexenc pyyaml qwen_vl_utils safetensors tensorboard wandb xxhash zstandard
 $pip install pytest pytest-asyncio hypothesis
 $pip install --editable "$root"
+PYTHONPATH="$source" "$env/bin/python" -W ignore -c "import april.integrations.slime"
 ready

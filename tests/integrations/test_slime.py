@@ -68,6 +68,7 @@ def test_a_group_put_back_is_begun_again(args: Namespace) -> None:
         ("custom_generate_function_path", "my.generate", "one turn a sample"),
         ("use_rollout_routing_replay", True, "routed experts"),
         ("multimodal_keys", {"image": "image"}, "text"),
+        ("buffer_filter_path", "slime.rollout.data_source.pop_first", "what waits is april's"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
@@ -83,17 +84,20 @@ def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
     [
         (
             {"april_max_stalenes": 3},
-            "april_max_stalenes in --custom-config-path: april has no such setting, only april_max",
+            r"april_max_stalenes \(--custom-config-path\): april has no such setting, only april_over",
         ),
-        ({"april_max_staleness": "three"}, "april_max_staleness = 'three': give a number of weight updates"),
-        ({"april_over_sampling_batch_size": "many"}, "april_over_sampling_batch_size = 'many': give auto, or a number"),
+        ({"april_max_staleness": "three"}, r"april_max_staleness \(--custom-config-path\) = three: give a number"),
+        (
+            {"april_over_sampling_batch_size": "many"},
+            r"april_over_sampling_batch_size \(--custom-config-path\) = many: give a number, or auto",
+        ),
         (
             {"april_over_sampling_batch_size": 1},
-            "april_over_sampling_batch_size = 1 is less than --rollout-batch-size = 2",
+            r"april_over_sampling_batch_size \(--custom-config-path\) = 1 is less than --rollout-batch-size = 2",
         ),
         (
             {"over_sampling_batch_size": 5, "april_max_staleness": 1},
-            "--over-sampling-batch-size = 5 cannot keep april_max_staleness = 1: with --rollout-batch-size = 2",
+            r"--over-sampling-batch-size = 5 cannot keep april_max_staleness \(--custom-config-path\) = 1: with --",
         ),
     ],
 )
@@ -104,6 +108,15 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         setattr(args, name, value)
     with pytest.raises(ValueError, match=message):
         plugin.DataSource(args)
+
+
+def test_what_holds_for_evaluation_alone_is_said(args: Namespace, caplog: pytest.LogCaptureFixture) -> None:
+    plugin.DataSource(args)
+    assert "holds for evaluation only" not in caplog.text
+    args.sglang_server_concurrency, args.use_distributed_post = 64, True
+    plugin.DataSource(args)
+    assert "--sglang-server-concurrency holds for evaluation only" in caplog.text
+    assert "--use-distributed-post holds for evaluation only" in caplog.text
 
 
 def finished_group(rollouts: plugin.SlimeRollouts) -> Group:
@@ -141,6 +154,23 @@ async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(ar
     assert (theirs.rollout_log_probs, theirs.loss_mask, theirs.label) == ([-1.0, -2.0], [1, 1], "0")
     assert (theirs.reward, theirs.metadata) == (0.0, {"row": 0, "hooked": 2})
     assert set(group.samples[0].reward_info["slime"]) == {"reward", "metadata", "response"}, "not tokens once more"
+
+
+async def test_a_sample_says_which_rollout_began_it(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime_source.length_parity"
+    rollouts = plugin.SlimeRollouts(args, plugin.DataSource(args))
+    group = Group.start(0, next(rollouts.prompts()), 2, SamplingParams(max_tokens=2), seed=0)
+    group.samples[0].extend((5,), (-1.0,), 0)
+    plugin.mark_begun(group, 3)
+    group = Group.from_dict(json.loads(as_json(group.to_dict())))
+    plugin.mark_begun(group, 4)
+    for sample in group.samples:
+        sample.extend((6,), (-1.0,), 0, FinishReason.STOP)
+        reward = await rollouts.score(group.prompt, sample)
+        sample.reward, sample.reward_info = reward.value, reward.info
+    begun, fresh = plugin.scored(Group.from_dict(json.loads(as_json(group.to_dict()))))
+    assert begun.metadata["start_rollout_id"] == 3
+    assert "start_rollout_id" not in fresh.metadata
 
 
 async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:

@@ -5,46 +5,23 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from torch import Tensor
-from trl.experimental.async_grpo import AsyncGRPOConfig, async_grpo_trainer, packing
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from april.integrations.trl_async import AsyncGRPOTrainer
 from april.integrations.trl_rollouts import STATE, PartialRollouts
 from tests import tiny
+from tests.integrations.trl_on_cpu import without_a_gpu
 from tests.integrations.trl_trainer import TEMPLATE, Reward
-
-
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts_q: Tensor,
-    starts_k: Tensor,
-    *_: int,
-    softmax_scale: float,
-    **__: Any,
-) -> Tensor:
-    """Causal attention of each segment of queries over its own keys, whose last ones are the segment's."""
-    out = []
-    for q0, q1, k0, k1 in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
-        q, k, v = query[q0:q1], key[k0:k1], value[k0:k1]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * softmax_scale
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v))
-    return torch.cat(out)
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_flash_attn", lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention))
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    without_a_gpu(monkeypatch)
 
 
 def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:

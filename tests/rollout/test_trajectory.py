@@ -120,6 +120,18 @@ def test_sampling_settings_that_make_no_sense_are_refused(settings: dict[str, fl
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
+def test_answers_may_count_towards_the_budget_but_not_what_an_episode_begins_with() -> None:
+    sampling = SamplingParams(5, stop_token_ids=(1,), max_turns=3, observations_count=True)
+    sample = Group.start(0, Prompt((5, 6)), 1, sampling, seed=7).samples[0]
+    sample.observe([9, 9], Transition(0, 2))
+    sample.extend([2, 1], [-1.0, -1.0], 0, FinishReason.STOP)
+    sample.observe([8], Transition(4, 1))
+    assert sample.budget_left == 2
+    with pytest.raises(ValueError, match="leaves 2"):
+        sample.extend([2, 3, 4], [-1.0] * 3, 0)
+    assert Group.from_dict(Group(0, Prompt((5, 6)), [sample]).to_dict()).samples[0].budget_left == 2
+
+
 def test_tokens_of_an_environment_cost_no_budget_and_are_no_policys() -> None:
     group = start(max_tokens=3, max_turns=2)
     sample = group.samples[0]

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
+from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from april.engines.servers.launch import Server
 from april.integrations.trl import PartialRollouts
+from april.integrations.trl_async import AsyncGRPOTrainer
 from tests import tiny
-from tests.integrations.trl_trainer import Reward, Watched, rows
+from tests.integrations.trl_on_cpu import without_a_gpu
+from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
 from tests.servers.conftest import Kind
 
 AGREES = 1e-3
@@ -96,4 +100,46 @@ def test_a_running_server(transfer: str, kind: Kind, server: Server, models: lis
     assert all(len(difference) for difference in on_policy)
     assert max(difference.max() for difference in on_policy) < AGREES
     assert torch.cat(older).max() > AGREES, "no update changed what tokens are drawn from: the test saw nothing"
+    assert server.process.returncode is None, "a server that april did not start goes on"
+
+
+def test_a_server_behind_the_asynchronous_trainer(
+    kind: Kind, server: Server, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It generates while TRL trains. The first batch is trained on under the weights that drew it."""
+    without_a_gpu(monkeypatch)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    numbers = range(24)
+    trained = AsyncGRPOTrainer(
+        str(models[1]),
+        Reward(),
+        AsyncGRPOConfig(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=12,
+            num_generations=3,
+            max_completion_length=60,
+            learning_rate=3e-3,
+            use_cpu=True,
+            bf16=False,
+            activation_checkpointing=False,
+            max_steps=4,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        Dataset.from_dict(
+            {"prompt": [[{"role": "user", "content": f"{n}?"}] for n in numbers], "answer": list(numbers)}
+        ),
+        tokenizer,
+        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, engine=kind.name, urls=(server.url,)),
+    )
+    trained.train()
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
+    assert len(logged) == 4
+    assert logged[0]["ratio"] == pytest.approx(1, abs=AGREES)
+    assert logged[0]["kl"] == pytest.approx(0, abs=AGREES)
+    assert 0 < max(entry["sample/staleness_max"] for entry in logged) <= trained.args.max_staleness
+    assert any(entry.get("april/off_policy_token_share", 0) > 0 for entry in logged)
+    assert not any("sample/dropped_stale_total" in entry for entry in logged)
     assert server.process.returncode is None, "a server that april did not start goes on"

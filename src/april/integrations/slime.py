@@ -31,9 +31,9 @@ from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.integrations.saved import opened, stamped
+from april.integrations.slime_settings import check_settings, params_of
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
-from april.rollout.params import MAX_STALENESS, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
@@ -56,7 +56,7 @@ try:
     from slime.utils.types import Sample as SlimeSample
     from transformers import AutoConfig, GenerationConfig
 
-    from april.integrations.slime_samples import differs, sampled, scored
+    from april.integrations.slime_samples import differs, mark_begun, sampled, scored
 except ImportError as error:
     raise ImportError(
         f"april's integration was written for slime 0.3.1, which is installed from its source "
@@ -73,60 +73,6 @@ TRUSTED = True
 
 REGISTRATION = 30.0
 """Seconds that slime's router may take to know of a server: it answers before it does."""
-
-UNSUPPORTED = {
-    "rollout_top_p": (1.0, "slime trains on the tokens that top-p kept, which april does not record: set it to 1"),
-    "rollout_stop": (None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
-    "custom_generate_function_path": (None, "april generates itself, one turn a sample: leave it out"),
-    "use_rollout_routing_replay": (False, "april does not record routed experts: leave it out"),
-    "multimodal_keys": (None, "april's prompts are text: leave it out"),
-}
-"""Settings of slime that would be ignored: the one value each may have, and what to do about another."""
-
-
-SETTINGS = ("april_max_staleness", "april_over_sampling_batch_size")
-"""april's own, in the file of --custom-config-path."""
-
-
-def check_settings(args: Namespace) -> None:
-    """Refuse what april would have to ignore, or could not keep.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    for name, (supported, remedy) in UNSUPPORTED.items():
-        value = getattr(args, name, supported)
-        if value != supported:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: {remedy}")
-    for name in vars(args):
-        if name.startswith("april_") and name not in SETTINGS:
-            raise ValueError(
-                f"{name} in --custom-config-path: april has no such setting, only {' and '.join(SETTINGS)}"
-            )
-    if hasattr(args, "rollout_batch_size"):  # slime's own arguments have it, those of its contract tests do not
-        params_of(args)
-
-
-def params_of(args: Namespace) -> RolloutParams:
-    """How many groups are under way, and how old they may be.
-
-    Raises:
-        ValueError: names the setting.
-    """
-    bound_name, own = SETTINGS
-    return RolloutParams(
-        rollout_batch_size=args.rollout_batch_size,
-        n_samples_per_prompt=args.n_samples_per_prompt,
-        over_sampling_batch_size=getattr(args, own, args.over_sampling_batch_size),
-        max_staleness=getattr(args, bound_name, MAX_STALENESS),
-        partial_rollout=args.partial_rollout,
-        names={
-            "rollout_batch_size": "--rollout-batch-size",
-            "n_samples_per_prompt": "--n-samples-per-prompt",
-            "over_sampling_batch_size": own if hasattr(args, own) else "--over-sampling-batch-size",
-            "max_staleness": bound_name,
-        },
-    )
 
 
 def rollout(
@@ -152,7 +98,7 @@ def rollout(
         if not isinstance(data_source, DataSource):
             log.warning("unfinished samples are in no checkpoint: use --data-source-path %s.DataSource", __name__)
         rollouts = data_source.rollouts = SlimeRollouts(args, data_source)
-    return run(rollouts.collect())
+    return run(rollouts.collect(rollout_id))
 
 
 class DataSource(RolloutDataSourceWithBuffer):
@@ -252,13 +198,15 @@ class SlimeRollouts:
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
 
-    async def collect(self) -> RolloutFnTrainOutput:
+    async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
         """`rollout_batch_size` complete groups, scored, as slime trains on them."""
         engine, label = await self._connect()
         try:
             scheduler = await self._go_on(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
             step = await scheduler.collect()
+            for group in scheduler.buffer:
+                mark_begun(group, rollout_id)
         finally:
             await engine.close()
         groups = [self._hand_over(group, step.version) for group in step.groups]

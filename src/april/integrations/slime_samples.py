@@ -13,6 +13,9 @@ from april.rollout.disk import as_json
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Group, Prompt, Sample
 
+BEGUN = "start_rollout_ids"
+"""In a prompt's metadata: the rollout that began each sample, for those that it did not finish."""
+
 
 def sampled(prompt: Prompt, sample: Sample) -> SlimeSample:
     """slime's sample with the tokens that april's has; not their text."""
@@ -25,6 +28,20 @@ def sampled(prompt: Prompt, sample: Sample) -> SlimeSample:
     stopped = sample.finish is FinishReason.STOP
     theirs.status = SlimeSample.Status.COMPLETED if stopped else SlimeSample.Status.TRUNCATED
     theirs.reward = None
+    return _marked(prompt, sample, theirs)
+
+
+def mark_begun(group: Group, rollout_id: int) -> None:
+    """Note the rollout that leaves its samples unfinished for the first time, which slime documents for its buffer."""
+    begun = group.prompt.metadata.setdefault(BEGUN, {})  # type: ignore[attr-defined]
+    for sample in group.samples:
+        if sample.length:
+            begun.setdefault(str(sample.index), rollout_id)
+
+
+def _marked(prompt: Prompt, sample: Sample, theirs: SlimeSample) -> SlimeSample:
+    if (rollout_id := prompt.metadata.get(BEGUN, {}).get(str(sample.index))) is not None:
+        theirs.metadata["start_rollout_id"] = rollout_id
     return theirs
 
 
@@ -36,6 +53,10 @@ def differs(value: Any, other: Any) -> bool:
 def scored(group: Group) -> list[SlimeSample]:
     """slime's samples of a complete group, as its hooks and reward models left them."""
     return [
-        SlimeSample.from_dict({**sampled(group.prompt, sample).to_dict(), **sample.reward_info["slime"]})
+        _marked(
+            group.prompt,
+            sample,
+            SlimeSample.from_dict({**sampled(group.prompt, sample).to_dict(), **sample.reward_info["slime"]}),
+        )
         for sample in group.samples
     ]
