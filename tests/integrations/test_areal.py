@@ -21,6 +21,7 @@ from areal.workflow.rlvr import RLVRWorkflow
 from april.integrations.areal import check
 from april.integrations.settings import Settings
 from april.rollout.rewards import RewardError
+from april.rollout.trajectory import Sample
 from tests import tiny
 from tests.integrations.areal_trainer import (
     BATCH,
@@ -35,6 +36,7 @@ from tests.integrations.areal_trainer import (
     reward,
 )
 from tests.integrations.model_server import SGLangServer
+from tests.integrations.restart import begun_in, goes_on, once_an_epoch
 
 
 @pytest.fixture
@@ -72,10 +74,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         server.close()
 
 
+def samples(trainer: Trainer) -> list[Sample]:
+    return [sample for step in trainer.steps for group in step.groups for sample in group.samples]
+
+
 def prompts(trainer: Trainer) -> list[tuple[int, str]]:
-    """The epoch and the answer of each prompt trained on."""
+    """The number of each group trained on, and the answer to its prompt."""
     groups = [group for step in trainer.steps for group in step.groups]
-    return [(group.id // 16, group.prompt.metadata["row"]["answer"]) for group in groups]
+    return [(group.id, group.prompt.metadata["row"]["answer"]) for group in groups]
 
 
 def sequence(trajectory: dict[str, torch.Tensor], i: int) -> torch.Tensor:
@@ -117,35 +123,20 @@ def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
     assert older > 0, "no sample was carried over an update: the test saw nothing"
     first, last = trainer.weights[0], trainer.weights[-1]
     assert any(not torch.equal(first[name], last[name]) for name in first), "the policy was not trained"
-    given = prompts(trainer)
-    assert len(set(given)) == len(given) == 32, "each prompt at most once an epoch"
+    assert len(prompts(trainer)) == 32
+    once_an_epoch(prompts(trainer))
 
 
 def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(total_train_steps=2)
     (path,) = tmp_path.rglob("dataloader_info.pkl")
     (info,) = pickle.loads(path.read_bytes())
-    groups = info["april"]["scheduler"]["state"]["buffer"]["groups"]
-    begun = {
-        (group["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
-        for group in groups
-        for sample in group["samples"]
-    }
-    assert sum(map(len, begun.values())) > 0
+    begun = begun_in(info["april"]["scheduler"]["state"]["buffer"]["groups"])
     second = run()
     assert (len(first.steps), len(second.steps)) == (2, 2), "the epoch's four steps"
-    responses = {
-        (group.id, sample.index): sample.response_ids
-        for step in second.steps
-        for group in step.groups
-        for sample in group.samples
-    }
-    assert begun.keys() & responses.keys()
-    for name in begun.keys() & responses.keys():
-        assert responses[name][: len(begun[name])] == begun[name]
+    goes_on(begun, samples(first), samples(second))
     assert second.steps[0].version == 2
-    given = [*prompts(first), *prompts(second)]
-    assert len(set(given)) == len(given) == 16, "each prompt at most once an epoch, over the restart"
+    once_an_epoch([*prompts(first), *prompts(second)])
 
 
 def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:

@@ -8,6 +8,7 @@ for it; run this file with that environment's Python.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -30,6 +31,7 @@ from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
 
 from april.integrations.openrlhf import PPOTrainer, Settings, check, install  # noqa: E402
 from tests import tiny  # noqa: E402
+from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402
 
 GROUP = 3
 REWARD = """
@@ -158,20 +160,8 @@ def forward(policy: Any, experience: Any) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    paths = f"{STAND_INS}:{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"}
-    # The engines ask for a GPU each, and Ray takes our word for it; those of every test stay reserved.
-    ray.init(
-        address="local",
-        num_cpus=32,
-        num_gpus=32,
-        include_dashboard=False,
-        runtime_env={"env_vars": variables},
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with own_ray(STAND_INS, RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES="0"):
+        yield
 
 
 @pytest.fixture
@@ -247,30 +237,22 @@ def test_openrlhfs_loop_trains_on_whole_groups_of_partial_rollouts(run: Any) -> 
 def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(steps=2)
     saved = json.loads(torch.load(tmp_path / "states.pt", weights_only=False)["client"]["april"])
-    groups = saved["scheduler"]["state"]["buffer"]["groups"]
-    begun = {
-        (group["prompt"]["metadata"]["prompt"], sample["index"]): [
-            token for _, ids, _ in sample["segments"] for token in ids
-        ]
-        for group in groups
-        for sample in group["samples"]
-    }
-    assert sum(map(len, begun.values())) > 0
+    begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
     second = run()
-    assert len(first.batches) == 2
-    assert len(second.batches) == 2, "the episode's four steps"
-    responses: dict[str, list[list[int]]] = {}
-    for batch in second.batches:
-        for experience in batch:
-            mask = torch.cat([torch.zeros(1), experience.action_mask[0]]).bool()
-            responses.setdefault(experience.prompts[0], []).append(experience.sequences[0][mask].tolist())
-    trained = {prompt for prompt, _ in begun} & responses.keys()
-    assert trained
-    for (prompt, index), tokens in begun.items():
-        if prompt in trained:
-            assert responses[prompt][index][: len(tokens)] == tokens
-    prompts = [e.prompts[0] for trainer in (first, second) for batch in trainer.batches for e in batch[::GROUP]]
-    assert len(set(prompts)) == len(prompts) == 16, "each prompt of the episode once, over the restart"
+    assert (len(first.batches), len(second.batches)) == (2, 2), "the episode's four steps"
+    goes_on(begun, *(itertools.chain(*trainer.samples) for trainer in (first, second)))
+    trained = [trained_on(trainer) for trainer in (first, second)]
+    for experience, sample in itertools.chain(*trained):
+        mask = torch.cat([torch.zeros(1), experience.action_mask[0]]).bool()
+        assert experience.sequences[0][mask].tolist() == sample.response_ids
+    once_an_epoch(
+        (sample.group_id, experience.prompts[0]) for pairs in trained for experience, sample in pairs[::GROUP]
+    )
+
+
+def trained_on(trainer: Trainer) -> list[tuple[Any, Any]]:
+    """Each experience, and the sample that it is of."""
+    return list(zip(itertools.chain(*trainer.batches), itertools.chain(*trainer.samples), strict=True))
 
 
 def test_evaluation_is_of_exactly_its_prompts_and_changes_nothing(run: Any) -> None:

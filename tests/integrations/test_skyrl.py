@@ -7,7 +7,6 @@ What stands in: vLLM's servers (`model_server.py`), calls of CUDA in the worker,
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ pytest.importorskip("skyrl", reason="SkyRL is not installed here: scripts/setup_
 STAND_INS = Path(__file__).parent / "skyrl_stand_ins"
 sys.path.insert(0, str(STAND_INS))
 
-import ray  # noqa: E402
 import skyrl_gym  # noqa: E402
 import torch  # noqa: E402
 from skyrl.train.utils.callbacks import TrainingCallback  # noqa: E402
@@ -28,8 +26,10 @@ from april.integrations.settings import Settings  # noqa: E402
 from april.integrations.skyrl import STATE, read  # noqa: E402
 from april.integrations.skyrl_settings import check  # noqa: E402
 from april.rollout.rewards import RewardError  # noqa: E402
+from april.rollout.trajectory import Sample  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.model_server import VLLMServer  # noqa: E402
+from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402
 from tests.integrations.skyrl_trainer import BATCH, GROUP, configuration, prepare, tokenizer, train  # noqa: E402
 
 for name in ("Length", "Half", "Endless"):
@@ -58,28 +58,20 @@ class Watch(TrainingCallback):  # type: ignore[misc]
     on_eval_end = on_eval_start
 
     @property
+    def samples(self) -> list[Sample]:
+        return [sample for step in self.steps for group in step.groups for sample in group.samples]
+
+    @property
     def prompts(self) -> list[tuple[int, str]]:
-        """The epoch and the text of each prompt trained on."""
+        """The number of each group trained on, and its prompt."""
         groups = [group for step in self.steps for group in step.groups]
-        return [(group.id // 16, group.prompt.metadata["prompt"][0]["content"]) for group in groups]
+        return [(group.id, group.prompt.metadata["prompt"][0]["content"]) for group in groups]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    paths = f"{STAND_INS}:{Path(__file__).parents[2]}:{Path(__file__).parents[2] / 'src'}"
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's, which would wait for whoever else is there
-    # The worker asks for a GPU, and Ray takes our word for it.
-    ray.init(
-        address="local",
-        num_cpus=32,
-        num_gpus=32,
-        include_dashboard=False,
-        runtime_env={"env_vars": variables},
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with own_ray(STAND_INS):
+        yield
 
 
 @pytest.fixture
@@ -135,7 +127,8 @@ def test_skyrls_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any, tmp
         assert seen.logs[version]["april/staleness_max"] == staleness
         assert seen.logs[version]["policy/grad_norm"] > 0
     assert older > 0, "no sample was carried over an update: the test saw nothing"
-    assert len(set(seen.prompts)) == len(seen.prompts) == 32, "each prompt at most once an epoch"
+    assert len(seen.prompts) == 32
+    once_an_epoch(seen.prompts)
 
 
 def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
@@ -147,26 +140,12 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
 def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
     first = run(trainer__max_training_steps=2)
     saved = json.loads((tmp_path / "checkpoints" / "global_step_2" / STATE).read_text())
-    begun = {
-        (group["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
-        for group in saved["scheduler"]["state"]["buffer"]["groups"]
-        for sample in group["samples"]
-    }
-    assert sum(map(len, begun.values())) > 0
+    begun = begun_in(saved["scheduler"]["state"]["buffer"]["groups"])
     second = run()
     assert (len(first.steps), len(second.steps)) == (2, 2), "the epoch's four steps"
-    responses = {
-        (group.id, sample.index): sample.response_ids
-        for step in second.steps
-        for group in step.groups
-        for sample in group.samples
-    }
-    assert begun.keys() & responses.keys()
-    for name in begun.keys() & responses.keys():
-        assert responses[name][: len(begun[name])] == begun[name]
+    goes_on(begun, first.samples, second.samples)
     assert second.steps[0].version == 2
-    prompts = [*first.prompts, *second.prompts]
-    assert len(set(prompts)) == len(prompts) == 16, "each prompt at most once an epoch, over the restart"
+    once_an_epoch([*first.prompts, *second.prompts])
 
 
 def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
@@ -236,7 +215,7 @@ def test_aprils_settings_stand_beside_skyrls() -> None:
         ]
     )
     assert (cfg.trainer.train_batch_size, settings) == (8, Settings(max_staleness=3))
-    with pytest.raises(ValueError, match=r"^april.staleness: april has no such setting, only over_sampling_batch_size"):
+    with pytest.raises(ValueError, match=r"^april.staleness: april has no such setting, only april.over_sampling"):
         read(["april.staleness=3"])
     with pytest.raises(ValueError, match=r"^april.max_staleness = three: give a number, or auto$"):
         read(["april.max_staleness=three"])
