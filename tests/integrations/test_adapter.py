@@ -95,7 +95,7 @@ async def serve(case: dict[str, Any]) -> None:
             groups = await adapter.evaluate(held_out, 2)
             assert [group.prompt for group in groups] == held_out
             assert all(group.complete and len(group.samples) == 2 for group in groups)
-            assert adapter.state_dict() == before, "evaluation changed what waits"
+            assert adapter.state_dict() == before, "evaluation changed the buffer"
         else:
             position = adapter.prompts.asked
             step = await adapter.rollout([prompt("asked", position + i) for i in range(batch_size)])

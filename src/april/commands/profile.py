@@ -52,12 +52,12 @@ def run(args: list[str]) -> int:
     try:
         with console.status("") as status:
 
-            def told(what: str) -> None:
+            def on_status(what: str) -> None:
                 status.update(what)
                 if not console.is_terminal:  # where nobody sees a status
                     print(what, file=sys.stderr, flush=True)
 
-            found = profile(recipe, options.output, options.rollouts, options.simulated_steps, told)
+            found = profile(recipe, options.output, options.rollouts, options.simulated_steps, on_status)
     except (EngineError, ValueError, OSError) as error:
         return fail(f"{type(error).__name__}: {error}")
     _write(f"{Path(path).stem}: profile", options.output, found, args)

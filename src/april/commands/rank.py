@@ -16,7 +16,7 @@ from april.training.rank_process import LOST, RankLostError, Report
 
 def main() -> int:
     report = Report()  # before the imports that take long
-    told = json.load(sys.stdin)
+    payload = json.load(sys.stdin)
     leads = os.environ["RANK"] == "0"
     if not leads:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -29,10 +29,10 @@ def main() -> int:
     from april.training.crew import following
     from april.training.sharded import MemoryShortage
 
-    recipe = recipe_from_dict(told["recipe"])
+    recipe = recipe_from_dict(payload["recipe"])
     try:
         if leads:
-            return run_trainer(recipe, told["resume"])
+            return run_trainer(recipe, payload["resume"])
         following(recipe)
         return 0
     except MemoryShortage as error:

@@ -68,7 +68,7 @@ class Recipe:
         return self.trainer.compute_dtype or self.model.dtype
 
     def rollout_params(self, partial_rollout: bool | None = None) -> RolloutParams:
-        """What the scheduler is told. The reference's policy has no bound, trains on the groups that are complete
+        """The scheduler's parameters. The reference's policy has no bound, trains on the groups that are complete
         first, and takes 2 N groups under way unless their number is set.
 
         Args:

@@ -329,7 +329,7 @@ class EnginePool:
         self._versions.bring_back(member)
 
     def _came_back(self) -> None:
-        """A replica is ready again, or will never be: what waits is looked at."""
+        """A replica is ready again, or will never be: the queue is looked at."""
         self._queue.wake()
         waiting, self._waiting = self._waiting, {}
         for sample in waiting.values():

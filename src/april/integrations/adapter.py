@@ -6,7 +6,7 @@ Invariants:
 - every prompt asked for is begun once, in the order asked; extra prompts are drawn only when none of those is left, so
   that N' groups can be under way although N are asked for;
 - between calls nothing runs in the engine: what is unfinished waits here, and is part of `state_dict`;
-- evaluation neither sees nor changes what waits.
+- evaluation neither sees nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RolloutAdapter:
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
     ) -> list[Group]:
-        """Complete, unrewarded groups of exactly these prompts, in order, past what waits."""
+        """Complete, unrewarded groups of exactly these prompts, in order, past the buffer."""
         async with self._turn:
             return await self.scheduler.evaluate(prompts, n_samples_per_prompt, sampling)
 

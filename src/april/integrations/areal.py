@@ -9,7 +9,7 @@ Invariants:
 - rows come from AReaL's dataloader in its order, each once an epoch; what it has given is under way here, trained on,
   or turned away, and AReaL's recovery state holds it;
 - generation goes on while AReaL trains, and from its `pause` to its `resume` nothing of april's runs on its servers;
-- evaluation is AReaL's own and neither sees nor changes what waits.
+- evaluation is AReaL's own and neither sees nor changes the buffer.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Invariants:
 - prompts come from OpenRLHF's dataloader in its order, each once an episode; what it has given is under way here,
   trained on, or turned away, and OpenRLHF's checkpoint holds it;
 - the engines have one set of weights from the moment that OpenRLHF has brought them there to the next time;
-- evaluation sees and changes nothing of what waits.
+- evaluation sees and changes nothing of the buffer.
 
 Three names of OpenRLHF's are replaced where it looks for them: its vLLM actor, its trainer, and in that its generator.
 """

@@ -8,7 +8,7 @@ Invariants:
 - prompts come from SkyRL's dataloader in its order, each once an epoch; what it has given is under way here, trained
   on, or turned away, and SkyRL's checkpoint holds it;
 - between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight;
-- evaluation is SkyRL's own and neither sees nor changes what waits.
+- evaluation is SkyRL's own and neither sees nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from skyrl.train.utils.utils import initialize_ray  # noqa: E402
 from april.integrations.skyrl_settings import check, params_of  # noqa: E402
 
 STATE = "april.json"
-"""The file of a checkpoint of SkyRL's that holds what waits."""
+"""The file of a checkpoint of SkyRL's that holds the buffer."""
 FORMAT = 1
 
 
@@ -312,7 +312,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
 
 
 class Trainer(RayPPOTrainer):  # type: ignore[misc]
-    """SkyRL's trainer, whose checkpoints hold what waits."""
+    """SkyRL's trainer, whose checkpoints hold the buffer."""
 
     generator: Generator
     train_dataloader: Any

@@ -6,8 +6,8 @@ Invariants:
 - a sample is scored once, by slime's own reward models and hooks, with the tokens and log-probabilities it was drawn
   with; what slime's data source gave out is either waiting here, handed to training, or turned away by its filter;
 - after a rollout nothing runs on slime's servers, so its cache flushes and weight updates find them idle;
-- what waits is saved and restored with slime's checkpoint, beside the state of its data source;
-- evaluation is slime's own and neither sees nor changes what waits.
+- the buffer is saved and restored with slime's checkpoint, beside the state of its data source;
+- evaluation is slime's own and neither sees nor changes the buffer.
 
 slime updates the servers' weights and starts and stops the servers; april streams from each of them directly, because
 the router in front of them passes no control calls on.
@@ -78,7 +78,7 @@ REGISTRATION = 30.0
 def rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """slime's rollout function. With a data source other than `DataSource`, what waits is in no checkpoint.
+    """slime's rollout function. With a data source other than `DataSource`, the buffer is in no checkpoint.
 
     With `--partial-rollout`, `--over-sampling-batch-size` groups are under way (N'); without it, rollouts are
     synchronous and on-policy. Two settings have no flag of slime's and go into the file of `--custom-config-path`:
@@ -102,7 +102,7 @@ def rollout(
 
 
 class DataSource(RolloutDataSourceWithBuffer):
-    """slime's data source, with what waits as a part of its checkpoint: `<save>/rollout/april_<rollout_id>.json`.
+    """slime's data source, with the buffer as a part of its checkpoint: `<save>/rollout/april_<rollout_id>.json`.
 
     Groups that `add_samples` puts back are begun again from their prompts.
     """

@@ -5,7 +5,7 @@ Invariants:
   the row that a completion belongs to, never those of the row that the dataloader asked for;
 - the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them; with
   `use_vllm` and its importance sampling correction, that correction does;
-- evaluation generates for exactly the rows asked for, past what waits;
+- evaluation generates for exactly the rows asked for, past the buffer;
 - several processes are one job: one scheduler, one bound, one set of books, one `april.json` in a checkpoint;
 - a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
 

@@ -47,7 +47,7 @@ from april.training.weights import transfer_of
 logger = logging.getLogger(__name__)
 
 STATE = "april.json"
-"""The file of a TRL checkpoint that holds what waits."""
+"""The file of a TRL checkpoint that holds the buffer."""
 FORMAT = 1
 
 
@@ -82,7 +82,7 @@ class PartialRollouts(EngineSettings):
 
 
 class TRLRollouts:
-    """The engine, what waits, and the weights between them. It knows TRL's model and rows, not its trainer.
+    """The engine, the buffer, and the weights between them. It knows TRL's model and rows, not its trainer.
 
     Every method but `close` is called by all processes of the job at the same time.
     """
@@ -348,7 +348,7 @@ def extra_rows(dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed
 
 
 class Checkpoint(TrainerCallback):
-    """Puts what waits into each checkpoint that TRL writes.
+    """Puts the buffer into each checkpoint that TRL writes.
 
     Args:
         rollouts: has `state_dict`.

@@ -7,7 +7,7 @@ Invariants:
 - after a step is sampled nothing runs on verl's replicas;
 - every token keeps the log-probability it was drawn with and the weights that drew it;
 - what is unfinished is part of verl's checkpoint, and a resumed run goes on from the last token;
-- validation is verl's own and neither sees nor changes what waits.
+- validation is verl's own and neither sees nor changes the buffer.
 
 Three classes, registered from outside: the trainer mode, which brings the other two along, a sampler, and an agent-loop
 manager.
@@ -50,7 +50,7 @@ from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder  # noqa: E402
 
 STATE = "april.json"
-"""The file of a checkpoint of verl's that holds what waits."""
+"""The file of a checkpoint of verl's that holds the buffer."""
 FORMAT = 3
 
 SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}

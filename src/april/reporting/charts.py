@@ -289,12 +289,12 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 def _hover(
     axis: Axis, x: Scale, series: Sequence[Series], y_format: Format, notes: Sequence[Sequence[str]] = ()
 ) -> str:
-    told = [s for s in series if not s.faint]
-    texts = notes or [["" if value is None else y_format(value) for value in s.values] for s in told]
+    shown = [s for s in series if not s.faint]
+    texts = notes or [["" if value is None else y_format(value) for value in s.values] for s in shown]
     content = {
         "x": [x(value) for value in axis.values],
         "heads": list(axis.heads),
-        "series": [[s.label, s.style] for s in told],
+        "series": [[s.label, s.style] for s in shown],
         "values": [list(text) for text in texts],
     }
     return escape(json.dumps(content, separators=(",", ":"), ensure_ascii=False))

@@ -86,8 +86,8 @@ def _busy(spans: Sequence[SpanRecord]) -> list[tuple[float, float]]:
 
 def _stretch(x: Scale, lane: int, style: str, since: float, until: float, what: str) -> str:
     place = f'x="{x(since):g}" y="{ROWS_TOP + lane * LANE_HEIGHT}" width="{max(1.0, x(until) - x(since)):.1f}"'
-    told = f"<title>{what}, {since:.2f} to {until:.2f} s</title>"
-    return f'<rect class="{style}" {place} height="{LANE_HEIGHT - 4}">{told}</rect>'
+    title = f"<title>{what}, {since:.2f} to {until:.2f} s</title>"
+    return f'<rect class="{style}" {place} height="{LANE_HEIGHT - 4}">{title}</rect>'
 
 
 def _rows(spans: Sequence[SpanRecord]) -> list[list[SpanRecord]]:

@@ -112,7 +112,7 @@ class Engine(Protocol):
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         """Stop the named samples, all if none are named, and return what was sampled for them but not handed out yet.
 
-        Names of samples that are not in flight are allowed: what waits to be handed out for them is returned too.
+        Names of samples that are not in flight are allowed: what is queued for them is returned too.
         """
         ...
 

@@ -234,7 +234,7 @@ class SimulatedEngine:
         return np.array(stopped, np.int64)
 
     def _go_on(self, replicas: NDArray[np.int64], now: float) -> None:
-        """Samples of `replicas` have left: what waits takes their places at the end of the step under way."""
+        """Samples of `replicas` have left: the queue fills their slots at the end of the step under way."""
         idle = replicas[self._running[replicas] == 0]
         self._clock[idle] = np.maximum(self._clock[idle], now)
         self._stride[idle] = 0

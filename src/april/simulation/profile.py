@@ -180,7 +180,7 @@ def profile(
     output: Path,
     steps: int,
     simulated: int,
-    told: Callable[[str], None],
+    on_status: Callable[[str], None],
 ) -> Profile:
     """Profile a checked recipe. `output`, which is there, gets trace.jsonl, recipe.json and cost_model.json, from which
     `april simulate` goes on.
@@ -188,7 +188,7 @@ def profile(
     Args:
         steps: synchronous steps of pure rollouts.
         simulated: steps of each setting in virtual time.
-        told: what is being done.
+        on_status: what is being done.
 
     Raises:
         ConfigError: the recipe does not fit its task or its model.
@@ -198,8 +198,8 @@ def profile(
         task = build_task(recipe.task)
     except ValueError as error:
         raise ConfigError(in_recipe(error)) from None
-    found, calibration, slots = asyncio.run(_measure(recipe, task, steps, told))
-    told("fitting the engine's costs")
+    found, calibration, slots = asyncio.run(_measure(recipe, task, steps, on_status))
+    on_status("fitting the engine's costs")
     cost = calibration.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")
     cost.save(output / "cost_model.json")
     (output / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2))
@@ -211,7 +211,7 @@ def profile(
     cluster = Cluster(name=recipe.engine.engine, engines=1, cost=cost)
     for point in explore(recipe, workload, cluster, simulated, simulated // 4):
         points.append(point)
-        told(f"simulated: {point.name}, {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
+        on_status(f"simulated: {point.name}, {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
     timed = found[1:] or found  # the first step loads kernels and caches
     order = np.argsort(np.concatenate([step["lengths"] for step in traces]), kind="stable")
     return Profile(
@@ -236,19 +236,19 @@ def _write(output: Path, steps: Sequence[Step], slots: int) -> list[StepTrace]:
 
 
 async def _measure(
-    recipe: Recipe, task: Task, steps: int, told: Callable[[str], None]
+    recipe: Recipe, task: Task, steps: int, on_status: Callable[[str], None]
 ) -> tuple[list[Step], Calibration, int]:
-    told("loading the policy and starting the engine")
+    on_status("loading the policy and starting the engine")
     async with idle_engine(recipe) as idle:
         found = []
         async with _rollouts(recipe, task, idle) as rollouts:
             await rollouts.load_weights()
             for number in range(1, steps + 1):
-                told(f"synchronous step {number} of {steps}")
+                on_status(f"synchronous step {number} of {steps}")
                 found.append(await rollouts.collect())
         idle.engine.forget()
         longest = max(int(max(sample.length for step in found for group in step.groups for sample in group.samples)), 8)
-        calibration = await idle.calibrate(min(longest, 512), 1, told)
+        calibration = await idle.calibrate(min(longest, 512), 1, on_status)
         return found, calibration, idle.engine.capacity.slots
 
 

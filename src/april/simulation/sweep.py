@@ -57,7 +57,7 @@ async def calibrate(
         repeats: of each measurement; the median counts.
         vocabulary: prompts are drawn from the token ids 2 to this.
         clock: seconds; for an engine of this process, CPU time keeps other processes out of the figures.
-        progress: told what is being measured.
+        progress: called with what is being measured.
 
     Raises:
         EngineError: a request failed.
@@ -70,10 +70,10 @@ async def calibrate(
     sweeps = []
     for number in range(1, repeats + 1):
 
-        def told(what: str, number: int = number) -> None:
+        def progress_of_sweep(what: str, number: int = number) -> None:
             progress(f"sweep {number} of {repeats}: {what}")
 
-        sweeps.append(await sweep.all(slots, longest, steps, told))
+        sweeps.append(await sweep.all(slots, longest, steps, progress_of_sweep))
     return Calibration.median(sweeps)
 
 

@@ -171,19 +171,19 @@ class Agent:
     def _started(self, resume: bool) -> Iterator[list[RankProcess]]:
         logs = self._directory / "ranks"
         logs.mkdir(parents=True, exist_ok=True)
-        told = json.dumps({"recipe": self._recipe.to_dict(), "resume": resume})
+        payload = json.dumps({"recipe": self._recipe.to_dict(), "resume": resume})
         with ExitStack() as stack:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-ranks-")))
             self._ranks = []
             stack.callback(self._remove_logs_of_nothing, logs)
             for number in range(self._recipe.trainer.processes):
                 log = None if number == 0 else stack.enter_context((logs / f"rank-{number}.log").open("a"))
-                self._ranks.append(self._start(number, place, log, told))
+                self._ranks.append(self._start(number, place, log, payload))
                 stack.callback(os.close, self._ranks[-1].line)
                 stack.callback(self._ranks[-1].process.kill)
             yield self._ranks
 
-    def _start(self, number: int, place: Path, log: Any, told: str) -> RankProcess:
+    def _start(self, number: int, place: Path, log: Any, payload: str) -> RankProcess:
         line, theirs = os.pipe()
         process = subprocess.Popen(
             COMMAND,
@@ -198,7 +198,7 @@ class Agent:
         )
         os.close(theirs)
         assert process.stdin is not None
-        process.stdin.write(told)
+        process.stdin.write(payload)
         process.stdin.close()
         return RankProcess(number, process, line, time.monotonic())
 

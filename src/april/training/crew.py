@@ -41,7 +41,7 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
     if not is_rank():
         raise ConfigError('trainer.backend = "fsdp2" takes several processes: start the run by april train')
     with _joined(recipe) as ranks:
-        ranks.tell(checkpoint)
+        ranks.send(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
         with dismissing(Leader(learner, ranks, recipe, directory)) as leader:
             yield leader, tokenizer
@@ -57,7 +57,7 @@ def following(recipe: Recipe) -> None:
     if recipe.training.threads:
         torch.set_num_threads(recipe.training.threads)
     with _joined(recipe) as ranks:
-        learner, _ = _part(recipe, ranks, None, ranks.told())
+        learner, _ = _part(recipe, ranks, None, ranks.receive())
         follow(learner, ranks)
 
 

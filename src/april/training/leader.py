@@ -85,7 +85,7 @@ class Leader:
             if self._broken:
                 raise RankLostError("the ranks have lost one another")
             try:
-                self._ranks.tell((name, arguments))
+                self._ranks.send((name, arguments))
                 return getattr(self._learner, name)(*arguments)
             except BaseException:
                 self._broken = True
@@ -95,7 +95,7 @@ class Leader:
         """Let the others end, if they can still be spoken to; who is gone by now has nothing left to do."""
         if not self._broken:
             with suppress(RuntimeError):
-                self._ranks.tell(None)
+                self._ranks.send(None)
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def follow(learner: ShardedLearner, ranks: Ranks) -> None:
         RankLostError: another rank is gone.
     """
     with translated():
-        while (command := ranks.told()) is not None:
+        while (command := ranks.receive()) is not None:
             name, arguments = command
             getattr(learner, name)(*arguments)
 

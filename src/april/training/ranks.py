@@ -83,11 +83,11 @@ class Ranks:
         met = Diagnostics(of_tokens, k3, largest, sequences)
         return Sums(loss, value_loss, entropy, kl, round(tokens), met)
 
-    def tell(self, command: Any) -> None:
+    def send(self, command: Any) -> None:
         """Of the leader: send a command to all others."""
         dist.broadcast_object_list([command], src=0, group=self.commands, device=torch.device("cpu"))
 
-    def told(self) -> Any:
+    def receive(self) -> Any:
         """Of the others: the leader's next command."""
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self.commands, device=torch.device("cpu"))

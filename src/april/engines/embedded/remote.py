@@ -5,7 +5,7 @@ back (`host.py` is the other half).
 
 Invariants:
 - what the other half sampled and sent is handed out exactly once, also if it dies;
-- nobody waits for ever: another half that hangs, and one that is gone, end what waits for it with an `EngineError`.
+- nobody waits for ever: another half that hangs, and one that is gone, end every wait for it with an `EngineError`.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def cause(log: str) -> str | None:
     """The line that says why a server died; None if no line does."""
     lines = log.splitlines()
     found = [match[1] + _detail(lines, i) for i, line in enumerate(lines) if (match := _cause_in(line))]
-    told = [line for line in found if not ECHOES.search(line)] or found
-    return _short(told[-1]) if told else None
+    causes = [line for line in found if not ECHOES.search(line)] or found
+    return _short(causes[-1]) if causes else None
 
 
 def _cause_in(line: str) -> re.Match[str] | None:
