@@ -3,7 +3,7 @@
     python benchmarks/house.py BEFORE AFTER --pairs 5
 
 BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, or `april` itself, on its own
-sources. A section is replaced in the JSON, the others stay.
+sources; `absorb.py`, which knows both, where a checkout has none. A section is replaced in the JSON, the others stay.
 
 The two of a pair take turns of a tenth of a second: one is stopped while the other works, so that whatever else the
 machine does slows both alike. Rates are therefore per second of processor time: those that a script prints by the clock
@@ -29,6 +29,7 @@ from record import machine, spread
 
 SECTIONS: dict[str, tuple[list[str], str]] = {
     "scheduler_throughput": (["scheduler_throughput.py", "--runs", "3", "--steps", "4"], r"^(.+?): ([\d,]+) chunks/s"),
+    "absorb": (["absorb.py"], r"^(.+?): ([\d,]+) chunks/s"),
     "durability": (
         ["durability.py", "--pairs", "1", "--steps", "2", "--warm-up", "1"],
         r"'(consumed_tokens_per_second_with(?:out)?)': \{'median': ([\d.]+)",
@@ -57,6 +58,8 @@ class Run:
         shutil.copytree(tree / "benchmarks", copy, ignore=shutil.ignore_patterns("*.json"))
         if self._pattern:
             script, *arguments = command
+            if not (copy / script).exists():  # it is younger than the checkout
+                shutil.copy(Path(__file__).with_name(script), copy)
             arguments = ["-c", PROCESSOR_TIME, str(copy / script), *arguments]
         else:
             arguments = [*command, "--output", str(directory / "run")]

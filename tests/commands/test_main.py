@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,14 @@ def test_help_lists_the_commands_and_a_slip_is_answered(capsys: pytest.CaptureFi
     assert all(said.count(f"\n  {command}") == 2 for command in COMMANDS)
     assert status("trian") == 2
     assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = subprocess.run([sys.executable, "-m", "april", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (gone.returncode, gone.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(

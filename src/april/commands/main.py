@@ -6,6 +6,8 @@ expensive has started; a run that fails later says how to go on with it.
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -33,8 +35,24 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run a command of `sys.argv` and exit with its status."""
-    raise SystemExit(run(sys.argv[1:]))
+    """Run a command of `sys.argv` and exit with its status; without a word if nobody reads what it prints, as behind
+    `| head`."""
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        status = 1
+    raise SystemExit(status)
+
+
+def _unread() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def run(args: list[str]) -> int:

@@ -14,7 +14,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -30,13 +30,17 @@ class LateError(TimeoutError):
     """A call ran past its time limit. What a function raises of its own stays a plain TimeoutError."""
 
 
-@asynccontextmanager
-async def time_limit(seconds: float | None) -> AsyncIterator[None]:
+def time_limit(seconds: float | None) -> AbstractAsyncContextManager[None]:
     """Ends what is awaited inside after `seconds`; None for no limit.
 
     Raises:
         LateError: it took longer.
     """
+    return nullcontext() if seconds is None else _limited(seconds)
+
+
+@asynccontextmanager
+async def _limited(seconds: float) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(seconds) as limit:
             yield

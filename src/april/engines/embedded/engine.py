@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -302,20 +303,27 @@ class EmbeddedEngine:
         Returns:
             tokens drawn, of the sequences that had a draft.
         """
-        settings = [sequence.sampling for sequence in sequences for _ in range(1 + len(sequence.draft))]
-        tokens, logprobs = draw_tokens(logits, settings, [n for sequence in sequences for n in sequence.numbers()])
+        verifying = any(sequence.draft or sequence.replay for sequence in sequences)
+        if verifying:
+            settings = [sequence.sampling for sequence in sequences for _ in range(1 + len(sequence.draft))]
+            numbers = [number for sequence in sequences for number in sequence.numbers()]
+        else:
+            settings = [sequence.sampling for sequence in sequences]
+            numbers = [sequence.number() for sequence in sequences]
+        tokens, logprobs = draw_tokens(logits, settings, numbers)
         if math.isnan(sum(logprobs)):
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
-        ended, full, drawn, start = [], [], {}, 0
+        ended, full, drawn, results = [], [], {}, zip(tokens, logprobs, strict=True)
         for sequence in sequences:
-            stop = start + 1 + len(sequence.draft)
-            count = sequence.draw(tokens[start:stop], logprobs[start:stop])
-            start = stop
-            if sequence.draft:
-                drawn[sequence] = count
+            if verifying:
+                count = sequence.verify(list(islice(results, 1 + len(sequence.draft))))
+                if sequence.draft:
+                    drawn[sequence] = count
+            else:
+                sequence.append(*next(results))
             if sequence.finish is not None:
                 ended.append(sequence)
-            elif sequence.kv_length == _tier(sequence).length:
+            elif sequence.kv_length == sequence.tier.length:  # type: ignore[union-attr]
                 full.append(sequence)
         # Rows move from here on, and take with them what every sequence's length says it has.
         for sequence in ended:

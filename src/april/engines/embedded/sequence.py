@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -114,34 +114,42 @@ class Sequence(Resident):
         """Tokens behind the next one that the budget allows."""
         return self.limit - len(self.tokens) - 1
 
+    def number(self) -> float:
+        """The uniform number that the next token is drawn with, where nothing is drafted."""
+        return self.ahead.pop(0) if self.ahead else next(self.uniforms)
+
     def numbers(self) -> list[float]:
-        """The uniform numbers that the next token and those behind it, as many as are drafted, are drawn with."""
+        """The uniform numbers that the next token and the drafted ones behind it are drawn with."""
         while len(self.ahead) <= len(self.draft):
             self.ahead.append(next(self.uniforms))
         return self.ahead[: len(self.draft) + 1]
 
-    def draw(self, tokens: list[int], logprobs: list[float]) -> int:
+    def append(self, token: int, logprob: float) -> None:
+        """Append what was drawn at the next position, and finish if that ends the response."""
+        length = self.kv_length = len(self.tokens)
+        self.tokens.append(token)
+        self.pending.append(logprob)
+        if token in self.stop:
+            self.finish = FinishReason.STOP
+        elif length + 1 == self.limit:
+            self.finish = FinishReason.LENGTH
+
+    def verify(self, drawn: Iterable[tuple[int, float]]) -> int:
         """Append what was drawn at the next position and at the drafted ones, as far as it follows from the draft.
 
         Returns:
             how many tokens that was: up to the first that is not the drafted one, or that ends the response.
         """
         count = 0
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.tokens.append(token)
-            self.pending.append(logprob)
+        for token, logprob in drawn:
+            self.append(token, logprob)
             count += 1
-            if token in self.stop:
-                self.finish = FinishReason.STOP
-            elif len(self.tokens) == self.limit:
-                self.finish = FinishReason.LENGTH
             if self.finish is not None or (count <= len(self.draft) and token != self.draft[count - 1]):
                 break
         end = len(self.tokens)
         if self.replay and (end >= len(self.replay) or self.tokens[end - count :] != self.replay[end - count : end]):
             self.replay = []
         del self.ahead[:count]
-        self.kv_length = len(self.tokens) - 1
         return count
 
     def take(self, version: int) -> Chunk:
