@@ -84,6 +84,9 @@ def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
     rng = np.random.default_rng(0)
     for _ in range(4):
         learn(admission, a_step(rng, 8, 4, 40, shortest=40))
+    assert admission.plan(8).target == 10, "early on, a few more show what resuming costs"
+    for _ in range(9):
+        learn(admission, a_step(rng, 8, 4, 40, shortest=40))
     assert admission.plan(8).target == 8
     for _ in range(5):
         learn(admission, a_step(rng, 8, 4, 40))
@@ -186,8 +189,8 @@ def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:
     for i in range(24):
         targets.append(admission.plan(8).target)
         learn(admission, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
-    assert targets.count(8) > 14
-    assert {8, 10} <= set(targets[8:])
+    assert targets.count(8) > 8
+    assert {8, 10} <= set(targets[12:])
     synchronous = AutoAdmission(engine(slots=32), LengthModel(50), 4, 0)
     for i in range(12):
         learn(synchronous, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
@@ -212,13 +215,13 @@ def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
     targets = []
     for training_seconds in (0.0, 10_000.0):
         admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
-        for _ in range(5):
+        for _ in range(12):
             step = a_step(np.random.default_rng(0), 6, 4, 100)
             if training_seconds:
                 step.interrupted_at = step.resumed_at = step.seconds = training_seconds
             learn(admission, step)
         targets.append(admission.plan(6).target)
-    assert targets[1] == 6 < targets[0]
+    assert targets[1] <= 7 < targets[0]
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.02, 300), (0.1, 200), (0.4, 50)])

@@ -41,7 +41,8 @@ CANDIDATES = 10
 FIRST = 3
 """Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
 EARLY, EARLY_CANDIDATES = 8, 5
-"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon."""
+"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N, where
+nothing is resumed and a first estimate that was wrong stays so."""
 FEWEST = 18
 """Steps that a forecast plays at least."""
 EFFORT = 0.01
@@ -138,7 +139,11 @@ class AutoAdmission:
 
     def _probe(self, batch_size: int) -> Plan:
         self.observed.synchronous = 0
-        return Plan(min(batch_size + max(batch_size // 4, 1), self._largest(batch_size)), PROBE)
+        return Plan(self._few_more(batch_size), PROBE)
+
+    def _few_more(self, batch_size: int) -> int:
+        """The fewest groups under way of which some are resumed, so that something is learned about that."""
+        return min(batch_size + max(batch_size // 4, 1), self._largest(batch_size))
 
     def _choose(self, batch_size: int, lengths: LengthModel) -> Plan:
         workload, scale, steps = self._conditions(batch_size, lengths)
@@ -154,6 +159,8 @@ class AutoAdmission:
         if (off := self.observed.off) > FAR_OFF:
             target = min(2 * batch_size, self._largest(batch_size))
             reason = f"twice the batch, as forecasts have been off by {off:.1f} times; "
+        if self._early:
+            target = max(target, self._few_more(batch_size))
         chosen = choice.play(target)
         expected, best = chosen.consumed_tokens_per_second * per_second, choice.best * per_second
         reason += (
