@@ -41,8 +41,8 @@ CANDIDATES = 10
 FIRST = 3
 """Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
 EARLY, EARLY_CANDIDATES = 8, 5
-"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N, where
-nothing is resumed and a first estimate that was wrong stays so."""
+"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N,
+where nothing is resumed and a first estimate that was wrong stays so."""
 FEWEST = 18
 """Steps that a forecast plays at least."""
 EFFORT = 0.01
