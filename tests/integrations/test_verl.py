@@ -243,7 +243,7 @@ def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: P
             "trainer.v1.april.over_sampling_batch_size=19",
             "over_sampling_batch_size = 19 cannot keep .*max_staleness = 5: .*at most 18",
         ),
-        ("trainer.v1.april.over_sampling_batch_size=most", "over_sampling_batch_size = 'most': give auto"),
+        ("trainer.v1.april.over_sampling_batch_size=most", "over_sampling_batch_size = most: give a number, or auto"),
         ("algorithm.filter_groups={enable:true,metric:null}", "algorithm.filter_groups.metric"),
     ],
 )

@@ -26,10 +26,11 @@ from typing import Any
 
 from april.integrations.requirement import require
 from april.integrations.saved import opened, stamped
+from april.integrations.settings import Settings, refuse
 from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.rollout.disk import as_json, write_whole
 from april.rollout.event_loop import EventLoop
-from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
@@ -58,51 +59,47 @@ MANAGER = f"{__name__}.AprilRolloutManager"
 SINGLE_TURN = "single_turn_agent"
 
 
+SPELLING = "trainer.v1.april.{}"
+ONE_TURN = "april generates one turn a sample: "
+
+UNSUPPORTED = {
+    "actor_rollout_ref.rollout.agent.default_agent_loop": (SINGLE_TURN, ONE_TURN + f"leave it at {SINGLE_TURN}"),
+    "actor_rollout_ref.rollout.multi_turn.enable": (False, ONE_TURN + "set it to false"),
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
+        False,
+        "april does not record routed experts: set it to false",
+    ),
+    "actor_rollout_ref.rollout.disaggregation.enabled": (
+        False,
+        "prefill and decode on separate servers are not supported: set it to false",
+    ),
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (MANAGER, "april brings its own: leave it out"),
+    "trainer.v1.sampler.custom_sampler.name": (SAMPLER["name"], "april brings its own: leave it out"),
+    "trainer.v1.april.parameter_sync_step": (
+        1,
+        "the replicas sleep while the policy is trained, so its weights go to them after every step: leave it out; "
+        "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
+    ),
+}
+"""Settings under which verl would do something else."""
+
+
 def check_config(config: DictConfig) -> None:
     """Refuse what april would have to ignore.
 
     Raises:
         ValueError: names the setting.
     """
-    rollout = config.actor_rollout_ref.rollout
-    unsupported = {
-        "actor_rollout_ref.rollout.agent.default_agent_loop": (
-            rollout.agent.default_agent_loop != SINGLE_TURN,
-            f"april generates one turn a sample: leave it at {SINGLE_TURN}",
-        ),
-        "actor_rollout_ref.rollout.multi_turn.enable": (
-            rollout.multi_turn.enable,
-            "april generates one turn a sample: set it to false",
-        ),
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
-            rollout.enable_rollout_routing_replay,
-            "april does not record routed experts: set it to false",
-        ),
-        "actor_rollout_ref.rollout.disaggregation.enabled": (
-            rollout.disaggregation.enabled,
-            "prefill and decode on separate servers are not supported: set it to false",
-        ),
-        "algorithm.adv_estimator": (
-            config.algorithm.adv_estimator == "remax",
-            "its greedy baselines are another kind of rollout: choose another estimator",
-        ),
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
-            rollout.agent.get("agent_loop_manager_class") not in (None, MANAGER),
-            "april brings its own: leave it out",
-        ),
-        "trainer.v1.sampler.custom_sampler": (
-            (config.trainer.v1.sampler.get("custom_sampler") or {}).get("name") not in (None, SAMPLER["name"]),
-            "april brings its own: leave it out",
-        ),
-        "trainer.v1.april.parameter_sync_step": (
-            config.trainer.v1.get("april", {}).get("parameter_sync_step", 1) != 1,
-            "the replicas sleep while the policy is trained, so its weights go to them after every step: leave it out; "
-            "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
-        ),
-    }
-    for name, (refused, remedy) in unsupported.items():
-        if refused:
-            raise ValueError(f"{name} = {OmegaConf.select(config, name)}: {remedy}")
+
+    def value_of(name: str, only: Any) -> Any:
+        value = OmegaConf.select(config, name)
+        return only if value is None else value
+
+    refuse(UNSUPPORTED, value_of)
+    if config.algorithm.adv_estimator == "remax":
+        raise ValueError(
+            "algorithm.adv_estimator = remax: its greedy baselines are another kind of rollout: choose another one"
+        )
     params_of(config)
 
 
@@ -112,21 +109,18 @@ def params_of(config: DictConfig) -> RolloutParams:
     Raises:
         ValueError: names the setting.
     """
-    settings = config.trainer.v1.get("april", {})
-    for name in settings:
-        if name not in ("over_sampling_batch_size", "max_staleness", "parameter_sync_step"):
-            raise ValueError(
-                f"trainer.v1.april.{name}: april has no such setting, only over_sampling_batch_size and max_staleness"
-            )
-    names = {name: f"trainer.v1.april.{name}" for name in ("over_sampling_batch_size", "max_staleness")}
-    params = RolloutParams(
-        rollout_batch_size=config.data.train_batch_size,
-        n_samples_per_prompt=config.actor_rollout_ref.rollout.n,
-        over_sampling_batch_size=settings.get("over_sampling_batch_size") or "auto",
-        max_staleness=settings.get("max_staleness", MAX_STALENESS),
-        names={"rollout_batch_size": "data.train_batch_size", **names},
+    own = config.trainer.v1.get("april", {}).items()
+    given = {name: value for name, value in own if value is not None and name != "parameter_sync_step"}
+    params = Settings.read(given, SPELLING).params(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        {
+            "rollout_batch_size": "data.train_batch_size",
+            "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
+        },
+        SPELLING,
     )
-    if settings.get("over_sampling_batch_size") is not None:
+    if "over_sampling_batch_size" in given:
         return params
     twice = 2 * params.rollout_batch_size
     return replace(params, over_sampling_batch_size=min(twice, params.largest_target or twice))
