@@ -11,7 +11,11 @@ of the samples a step trained on, over the whole step) and ratios to the `trl` s
 one arm and seed to the end and records the accuracy on held-out problems and how many steps a target took; other work
 may share the machine meanwhile, so it says nothing of time: its steps times the seconds per step of `speed` do.
 
+In several processes `speed` runs the arms under TRL, and processor time is that of all processes; on a machine that
+others use too, it is what can be compared.
+
     OMP_NUM_THREADS=2 python benchmarks/integrations/trl_grpo.py speed
+    accelerate launch --multi_gpu --num_processes 2 --mixed_precision no benchmarks/integrations/trl_grpo.py speed
     python benchmarks/integrations/trl_grpo.py accuracy "trl + april" --seed 0 --steps 16
 """
 
@@ -22,6 +26,7 @@ import asyncio
 import dataclasses
 import importlib.metadata
 import json
+import os
 import shlex
 import statistics
 import sys
@@ -33,6 +38,8 @@ from pathlib import Path
 from typing import Any
 
 import trl
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -53,6 +60,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import machine, spread
 
 ARMS = ("trl", "trl + april", "april train")
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 RESULTS = Path(__file__).with_suffix(".json")
 RECIPE = Path("examples/gcd/recipe.toml")
 
@@ -87,8 +95,8 @@ class Turns:
 class Step:
     """What one step took and brought."""
 
-    def __init__(self, seconds: float, tokens: float, off_policy: float) -> None:
-        self.seconds, self.tokens, self.off_policy = seconds, tokens, off_policy
+    def __init__(self, seconds: float, processor: float, tokens: float, off_policy: float) -> None:
+        self.seconds, self.processor, self.tokens, self.off_policy = seconds, processor, tokens, off_policy
 
 
 class Watch(TrainerCallback):
@@ -97,20 +105,22 @@ class Watch(TrainerCallback):
     def __init__(self, begin: Callable[[], None], end: Callable[[int], None], samples: int) -> None:
         self.begin, self.end, self.samples = begin, end, samples
         self.steps: list[Step] = []
-        self.began = 0.0
-        self.seconds = 0.0
+        self.began = self.began_processor = 0.0
+        self.seconds = self.processor = 0.0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begin()
-        self.began = time.perf_counter()
+        self.began, self.began_processor = time.perf_counter(), time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.seconds = time.perf_counter() - self.began
+        self.processor = sum(gather_object([time.process_time() - self.began_processor]))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
         if "completions/mean_length" in logs:
             tokens = logs["completions/mean_length"] * self.samples
-            self.steps.append(Step(self.seconds, tokens, logs.get("april/off_policy_token_share", 0.0)))
+            off_policy = logs.get("april/off_policy_token_share", 0.0)
+            self.steps.append(Step(self.seconds, self.processor, tokens, off_policy))
             self.end(state.global_step)
 
 
@@ -168,7 +178,7 @@ def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: A
     samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
     config = trl.GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=32,
+        per_device_train_batch_size=32 // PROCESSES,
         gradient_accumulation_steps=samples // 32,
         num_generations=rollout.n_samples_per_prompt,
         max_completion_length=rollout.max_response_length,
@@ -197,7 +207,7 @@ def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: A
         "partial_rollouts": PartialRollouts(
             over_sampling_batch_size=rollout.over_sampling_batch_size,
             max_staleness=rollout.max_staleness,
-            max_running=engine.max_running,
+            max_running=engine.max_running // PROCESSES,
             context_length=engine.context_length,
             on_update=engine.on_update,
             stream_interval=engine.stream_interval,
@@ -227,12 +237,13 @@ class Timed(Trainer):
 
     async def _collect(self) -> Any:
         self.begin()
-        self.began = time.perf_counter()
+        self.began, self.began_processor = time.perf_counter(), time.process_time()
         return await super()._collect()
 
     async def _learn(self, step: Any) -> None:
         await super()._learn(step)
-        self.steps.append(Step(time.perf_counter() - self.began, step.consumed_tokens, step.off_policy_token_share))
+        seconds, processor = time.perf_counter() - self.began, time.process_time() - self.began_processor
+        self.steps.append(Step(seconds, processor, step.consumed_tokens, step.off_policy_token_share))
         self.end(self.log.steps, self, self)
 
 
@@ -268,8 +279,9 @@ def run(arm: str, recipe: Recipe, task: Any, begin: Any, end: Any) -> None:
 def speed(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
     """Measure; `keep` is given the figures after every round, so that a run cut short has those of its rounds."""
     steps = args.warm_up + args.rounds
-    turns = Turns(ARMS)
-    measured: dict[str, list[Step]] = {arm: [] for arm in ARMS}
+    arms = ARMS if PROCESSES == 1 else ARMS[:2]
+    turns = Turns(arms)
+    measured: dict[str, list[Step]] = {arm: [] for arm in arms}
 
     def start(arm: str) -> None:
         recipe = scaled(args.prompts)
@@ -278,15 +290,15 @@ def speed(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> N
 
         def end(step: int, trainer: Any, watch: Any) -> None:
             measured[arm] = watch.steps
-            if arm == ARMS[-1] and step > args.warm_up:
-                keep(compare({arm: measured[arm][args.warm_up :] for arm in ARMS}))
+            if arm == arms[-1] and step > args.warm_up and PartialState().is_main_process:
+                keep(compare({arm: measured[arm][args.warm_up :] for arm in arms}))
             turns.give()
             if step == steps:
                 raise SystemExit  # ends this arm's thread, before another turn
 
         run(arm, recipe, build_task(recipe.task), lambda: turns.take(arm), end)
 
-    threads = {arm: threading.Thread(target=start, args=(arm,), name=arm, daemon=True) for arm in ARMS}
+    threads = {arm: threading.Thread(target=start, args=(arm,), name=arm, daemon=True) for arm in arms}
     for arm, thread in threads.items():
         turns.set_up(arm, thread)
     for thread in threads.values():
@@ -299,7 +311,9 @@ def compare(measured: dict[str, list[Step]]) -> dict[str, Any]:
     return {
         arm: {
             "seconds_per_step": spread([s.seconds for s in own]),
+            "processor_seconds_per_step": spread([s.processor for s in own]),
             "consumed_tokens_per_second": spread([s.tokens / s.seconds for s in own]),
+            "times_less_processor_time": spread([b.processor / s.processor for b, s in zip(base, own, strict=True)]),
             "times_faster_per_step": spread([b.seconds / s.seconds for b, s in zip(base, own, strict=True)]),
             "times_consumed_tokens_per_second": spread(
                 [s.tokens / s.seconds / (b.tokens / b.seconds) for b, s in zip(base, own, strict=True)]
@@ -361,13 +375,16 @@ def main() -> None:
     learning.add_argument("--target", type=float, default=0.85)
     args = parser.parse_args()
     versions = {name: importlib.metadata.version(name) for name in ("trl", "accelerate", "datasets")}
-    command = f"python benchmarks/integrations/trl_grpo.py {' '.join(map(shlex.quote, sys.argv[1:]))}"
+    launched = f"accelerate launch --multi_gpu --num_processes {PROCESSES} --mixed_precision no"
+    launcher = "python" if PROCESSES == 1 else launched
+    command = f"{launcher} benchmarks/integrations/trl_grpo.py {' '.join(map(shlex.quote, sys.argv[1:]))}"
     about = {"command": command, "machine": machine() | versions}
     if args.what == "speed":
-        about["warm_up_steps"] = args.warm_up
+        about |= {"warm_up_steps": args.warm_up, "processes": PROCESSES}
+        section = f"speed, {args.prompts} prompts" + (f", {PROCESSES} processes" if PROCESSES > 1 else "")
         speed(
             args,
-            lambda arms: write(f"speed, {args.prompts} prompts", {**about, "arms": arms}),
+            lambda arms: write(section, {**about, "arms": arms}),
         )
     else:
         write(f"accuracy, {args.arm}, seed {args.seed}", {**about, **accuracy(args)})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,24 @@ def test_a_resumed_run_goes_on_with_what_was_said(run: Any) -> None:
     assert {group["id"] for group in saved} & {group for group, _ in seen}
     for name, ids in seen.items():
         assert ids[: len(begun.get(name, ()))] == begun.get(name, [])
+
+
+@pytest.mark.slow
+def test_process_0_calls_the_tools_of_all(tmp_path: Path) -> None:
+    command = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
+    script = ["--dynamo_backend", "no", "-m", "tests.integrations.trl_tools", str(tmp_path)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    launched = [sys.executable, "-m", *command.split(), *script]
+    done = subprocess.run(launched, env=environment, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 24
+    for rows_of_rank in ranks:
+        assert all(row["answered"] == row["masked"] for row in rows_of_rank)
+        assert any(row["turns"] > 1 for row in rows_of_rank)
+    groups = [row["group"] for rank in ranks for row in rank]
+    assert all(groups.count(group) == 4 for group in groups), "each group is trained on whole, and once"
 
 
 def test_evaluation_plays_episodes_of_its_own(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ or the end of the turn ends it.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -190,4 +193,27 @@ class Plain(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         return output
 
 
+def main() -> None:
+    """What each process of a job does: `accelerate launch ... -m tests.integrations.trl_tools FOLDER`."""
+    folder = Path(sys.argv[1])
+    given = settings(folder, tools=[look], per_device_train_batch_size=4, max_steps=3)
+    trained = Recorded(**given, partial_rollouts=partial())
+    trained.train()
+    trained.close()
+    seen = [
+        {
+            "group": sample.group_id,
+            "turns": sample.turns,
+            "answered": sum(not own for own in sample.loss_mask[sample.transitions[0].tokens :].tolist()),
+            "masked": int((output["completion_mask"][i] * (1 - output["tool_mask"][i])).sum()),
+        }
+        for batch, output in trained.rows
+        for i, (_, sample) in enumerate(batch)
+    ]
+    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
 torch.set_num_threads(1)
+
+if __name__ == "__main__":
+    main()
