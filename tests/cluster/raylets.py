@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
-ENGINE = "ray::EngineActor"
+ENGINES = ("ray::EngineActor", "ray::ServerActor")
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -76,7 +76,7 @@ class Raylets:
     def engines(self, *nodes: Any) -> list[int]:
         """The processes of the engines on these nodes; on all, if none are named."""
         alive, places = processes(), nodes or self._cluster.list_all_nodes()
-        return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINE)]
+        return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINES)]
 
     def _tree(self, node: Any) -> list[int]:
         return [pid for each in node.all_processes.get("raylet", []) for pid in below(each.process.pid)]

@@ -23,9 +23,9 @@ GENEROUS = 180.0
 """Seconds that only something that hangs takes."""
 
 
-def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None) -> None:
+def until(condition: Callable[[], bool], run: subprocess.Popen[str] | None = None, generous: float = GENEROUS) -> None:
     """Wait for what must come, as long as a run goes on, if one is named."""
-    given_up = time.monotonic() + GENEROUS
+    given_up = time.monotonic() + generous
     while not condition():
         assert run is None or run.poll() is None, f"the run ended early:\n{run.communicate()[0]}"
         assert time.monotonic() < given_up
