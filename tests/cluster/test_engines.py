@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams
 from april.engines.cluster.cluster import Cluster, Wanted, connected
-from april.engines.cluster.placement import Demand, Node
+from april.engines.cluster.nodes import nodes_now
+from april.engines.cluster.placement import Demand
 from april.engines.cluster.site import Site
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
@@ -125,7 +126,7 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
     node = raylets.add()
     engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
     async with connected(raylets.address):
-        where = Node(node.node_id, "", 1, 0)
+        (where,) = (each for each in nodes_now() if each.id == node.node_id)
         site = Site(where, engine, Demand(1, 0), "one that nobody asked")
         assert (await site.open(1))[:2] == (4, 100)
         await _stops(raylets, node)

@@ -37,7 +37,8 @@ async def _check(recipe: Recipe) -> int:
     import torch
 
     from april.engines.cluster.check import check, lines_of, missing
-    from april.engines.cluster.cluster import connected, home
+    from april.engines.cluster.cluster import connected
+    from april.engines.cluster.nodes import home
     from april.training.engines import wanted_of
     from april.training.memory_plan import planned
 

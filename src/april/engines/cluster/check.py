@@ -12,8 +12,9 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april import __version__
-from april.engines.cluster.cluster import Wanted, nodes_now
+from april.engines.cluster.cluster import Wanted
 from april.engines.cluster.link import reason_of
+from april.engines.cluster.nodes import nodes_now
 from april.engines.cluster.placement import Node, allowed, place
 
 LOOK = 60.0

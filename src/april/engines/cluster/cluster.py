@@ -13,16 +13,14 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import grpc
 import ray
-from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
-from ray._private.state import available_resources_per_node
 
+from april.engines.cluster.nodes import ANSWERING, answers, home, nodes_now
 from april.engines.cluster.placement import Demand, Node, Placement, place
 from april.engines.cluster.replica import ClusterReplica
 from april.engines.cluster.server_actor import ServerSettings
@@ -41,8 +39,6 @@ HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
 HEALTH = 2.0
 """Seconds between health checks of an engine."""
-ANSWERING = 8.0
-"""Seconds that a node may take to answer, before it is asked for an engine."""
 RESERVING = 30
 """Seconds that a node may take to reserve what an engine needs. One that takes longer hangs, or has gone."""
 SUSPECT = 90.0
@@ -196,43 +192,9 @@ class Cluster:
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
 
-def home() -> str:
-    """The node that this process is connected by."""
-    return str(ray.get_runtime_context().get_node_id())
-
-
 def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
     """What an engine takes on the cluster that this process is connected to."""
     return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
-
-
-def nodes_now() -> list[Node]:
-    """The nodes that Ray calls alive, with what is free on them."""
-    free = available_resources_per_node()
-    return [
-        Node(
-            node["NodeID"],
-            node["NodeManagerAddress"],
-            free.get(node["NodeID"], {}).get("CPU", 0.0),
-            free.get(node["NodeID"], {}).get("GPU", 0.0),
-            free.get(node["NodeID"], {}).get("object_store_memory", 0.0),
-            node["NodeManagerPort"],
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-
-
-def answers(node: Node) -> bool:
-    """Whether a node's raylet answers. Ray reserves on one node after the other, so one that hangs and is asked for an
-    engine would hold up all others until Ray calls it dead."""
-    with closing(init_grpc_channel(f"{node.address}:{node.port}")) as channel:
-        check = channel.unary_unary("/grpc.health.v1.Health/Check")
-        try:
-            check(b"", timeout=ANSWERING)
-        except grpc.RpcError as error:
-            return error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE)
-    return True
 
 
 @asynccontextmanager

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from april.engines.cluster.actor import PINGS, EngineActor
 from april.engines.cluster.link import BEAT, ping, reason_of
+from april.engines.cluster.nodes import answers
 from april.engines.cluster.placement import Demand, Node
 from april.engines.cluster.server_actor import ServerActor, ServerSettings
 from april.engines.embedded.host import EmbeddedSettings
@@ -69,7 +70,8 @@ class Site:
             self._started_at = self._started_at or time.monotonic()
         except TimeoutError:
             pass
-        return self._started_at is not None and time.monotonic() - self._started_at < STARTING
+        starting = self._started_at is not None and time.monotonic() - self._started_at < STARTING
+        return starting and await asyncio.to_thread(answers, self.node)
 
     async def open(self, life: int) -> Any:
         """Begin a life of the actor, and return what it answers once it has loaded its model.
