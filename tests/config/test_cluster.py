@@ -29,6 +29,7 @@ def problems(recipe: dict[str, Any]) -> list[str]:
         ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm-inproc"}}, 'works in the trainer: choose "vllm"'),
         ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "urls": ["http://a:1"]}}, "remove one of them"),
         ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "replicas": 2}}, "cluster.replicas says"),
+        ({"cluster": {"address": "auto", "rewards": "nodes"}, "rollout": {"reward_workers": 0}}, "remove one"),
         ({"cluster": {"address": "auto"}, "engine": {"own_process": True}}, "apart from the trainer anyway: remove it"),
     ],
 )

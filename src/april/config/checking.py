@@ -199,6 +199,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         yield "engine.urls names running servers, and cluster.address a cluster to start engines on: remove one of them"
     if engine.replicas != 1:
         yield f"engine.replicas = {engine.replicas}: on a cluster, cluster.replicas says how many"
+    if own.rewards == "nodes" and recipe.rollout.reward_workers == 0:
+        yield 'cluster.rewards = "nodes", but rollout.reward_workers = 0 computes rewards in the trainer: remove one'
     if engine.own_process:
         yield "engine.own_process is set, but engines on a cluster are apart from the trainer anyway: remove it"
     if find_spec("ray") is None:

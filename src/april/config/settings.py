@@ -230,6 +230,8 @@ class ClusterSettings:
         cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
         placement: Nodes that get engines: all, as evenly as there is room (spread); all but the trainer's (apart); the
             trainer's alone (beside).
+        rewards: Where worker processes compute rewards: on the trainer's machine, or on all nodes, as many on each as
+            rollout.reward_workers says. Their CPUs are not reserved.
     """
 
     address: str = ""
@@ -237,6 +239,7 @@ class ClusterSettings:
     gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
     cpus_per_replica: Positive[int] = 1
     placement: Literal["spread", "apart", "beside"] = "spread"
+    rewards: Literal["trainer", "nodes"] = "trainer"
 
     @property
     def enabled(self) -> bool:

@@ -207,9 +207,13 @@ def _held_out(recipe: Recipe, task: Task, tokenizer: Any, limit: int | None, wor
 
 def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> Rewards | EpisodeRewards:
     own = recipe.environment
+
+    def of_task() -> Rewards:
+        return Rewards(task.scorer, tokenizer, recipe.rollout, recipe.cluster.rewards == "nodes")
+
     if not own.enabled or own.reward == "task":
-        return Rewards(task.scorer, tokenizer, recipe.rollout)
-    return EpisodeRewards(Rewards(task.scorer, tokenizer, recipe.rollout) if own.reward == "sum" else None)
+        return of_task()
+    return EpisodeRewards(of_task() if own.reward == "sum" else None)
 
 
 def _scheduler(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from april.config.settings import RolloutSettings
 from april.rollout.rewards import THREADS, RewardError, described
@@ -17,6 +18,9 @@ from april.tasks.isolation import STATM, RewardWorkers
 from april.tasks.scoring import SpecScorer, reward_loop
 from april.tasks.task import Problem, Scorer
 
+if TYPE_CHECKING:
+    from april.engines.cluster.calls import NodeCalls
+
 REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
 
 logger = logging.getLogger(__name__)
@@ -25,17 +29,21 @@ logger = logging.getLogger(__name__)
 class Rewards:
     """Scores samples with a task's scorer, in worker processes or in this one. An async context manager.
 
+    Args:
+        on_nodes: worker processes are on the nodes of a cluster, to which this process is connected before the first
+            call.
+
     Attributes:
         failures: calls that failed so far, by the name of the exception: TimeoutError, WorkerDied, MemoryError, what
             the function raised; those of evaluations included.
     """
 
-    def __init__(self, scorer: Scorer, tokenizer: Any, settings: RolloutSettings) -> None:
+    def __init__(self, scorer: Scorer, tokenizer: Any, settings: RolloutSettings, on_nodes: bool = False) -> None:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.scope = scorer.scope
         self._on_error = settings.on_reward_error
-        self._workers = None if settings.reward_workers == 0 else _workers(scorer, settings)
+        self._workers = None if settings.reward_workers == 0 else _workers(scorer, settings, on_nodes)
         self._threads = Threads(THREADS, REMEDY)
         self._time_limit = settings.reward_timeout
         self.failures: Counter[str] = Counter()
@@ -145,7 +153,15 @@ class Rewards:
             await self._workers.close()
 
 
-def _workers(scorer: Scorer, settings: RolloutSettings) -> RewardWorkers:
+def _workers(scorer: Scorer, settings: RolloutSettings, on_nodes: bool) -> RewardWorkers | NodeCalls:
+    if not on_nodes:
+        return _on_this_machine(scorer, settings)
+    from april.engines.cluster.calls import NodeCalls
+
+    return NodeCalls(functools.partial(_on_this_machine, scorer, settings))
+
+
+def _on_this_machine(scorer: Scorer, settings: RolloutSettings) -> RewardWorkers:
     limited = settings.reward_memory_gb is not None and STATM.exists()
     memory = int(settings.reward_memory_gb * 1e9) if limited else None  # type: ignore[operator]
     return RewardWorkers(scorer, settings.reward_workers, settings.reward_timeout, memory, settings.reward_env)

@@ -1,0 +1,158 @@
+"""Calls of one function on the nodes of a cluster: each on the node with the fewest under way.
+
+Invariants:
+- each call ends once, with what the function returned or raised; one whose node dies or hangs is made again on another,
+  so the function must not mind;
+- a node that joins gets calls within `LOOK` seconds of the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from april.engines.cluster.actor import PINGS
+from april.engines.cluster.link import BEAT, ping, reason_of
+from april.engines.cluster.nodes import answers, nodes_now
+from april.engines.cluster.placement import Node
+from april.rollout.engine import EngineError
+
+log = logging.getLogger(__name__)
+
+LOOK = 5.0
+"""Seconds between two looks at the nodes."""
+PATIENCE = 600.0
+"""Seconds that a call waits for a node that answers."""
+
+Function = Callable[..., Awaitable[Any]]
+
+
+class CallActor:
+    """Makes the calls of a node; `make` gives the function there."""
+
+    def __init__(self, make: Callable[[], Function]) -> None:
+        self._make = make
+        self._function: Function | None = None
+
+    async def ping(self) -> int:
+        return 0
+
+    async def call(self, *args: Any) -> Any:
+        if self._function is None:
+            self._function = self._make()
+        return await self._function(*args)
+
+
+class LostError(Exception):
+    """The node of a call is gone, or hangs."""
+
+
+class NodeCaller:
+    """The calls of one node."""
+
+    def __init__(self, node: Node, make: Callable[[], Function]) -> None:
+        self.node = node
+        self.under_way = 0
+        self.lost = False
+        remote = ray.remote(concurrency_groups={PINGS: 1})(CallActor)
+        where = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        self._actor = remote.options(num_cpus=0, max_concurrency=1000, scheduling_strategy=where).remote(make)
+        self._answered = False
+
+    async def call(self, *args: Any) -> Any:
+        """What the function returns or raises.
+
+        Raises:
+            LostError: the node is gone, or hangs; so it is for whoever else waits for it.
+        """
+        self.under_way += 1
+        answer = asyncio.ensure_future(self._actor.call.remote(*args))
+        try:
+            while not (await asyncio.wait([answer], timeout=BEAT))[0]:
+                if not await self._lives() and not answer.done():
+                    raise LostError("it does not answer")
+            return answer.result()
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            self.lost = True
+            raise LostError(reason_of(error)) from None
+        except LostError:
+            self.lost = True
+            raise
+        finally:
+            self.under_way -= 1
+            answer.cancel()
+
+    async def _lives(self) -> bool:
+        try:
+            await ping(self._actor)
+            self._answered = True
+        except TimeoutError:
+            return not self._answered and await asyncio.to_thread(answers, self.node)  # its process is being started
+        return not self.lost
+
+    def end(self) -> None:
+        self.lost = True
+        if ray.is_initialized():
+            ray.kill(self._actor)
+
+
+class NodeCalls:
+    """`await calls(*args)` is `make()(*args)` on a node of the cluster that this process is then connected to."""
+
+    def __init__(self, make: Callable[[], Function]) -> None:
+        self._make = make
+        self._callers: dict[str, NodeCaller] = {}
+        self._looking = asyncio.Lock()
+        self._looked = -LOOK
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a node: they wait on it."""
+        return 0
+
+    async def __call__(self, *args: Any) -> Any:
+        """The function's result.
+
+        Raises:
+            EngineError: no node answers.
+            Exception: what the function raised.
+        """
+        given_up = time.monotonic() + PATIENCE
+        while time.monotonic() < given_up:
+            await self._look()
+            if not self._callers:
+                await asyncio.sleep(1.0)
+                continue
+            caller = min(self._callers.values(), key=lambda caller: caller.under_way)
+            try:
+                return await caller.call(*args)
+            except LostError as lost:
+                if self._callers.pop(caller.node.id, None) is not None:
+                    log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
+                    caller.end()
+        raise EngineError(f"no node of the cluster has answered for {PATIENCE:g} s")
+
+    async def _look(self) -> None:
+        """Use the nodes that there are."""
+        async with self._looking:
+            if time.monotonic() - self._looked < LOOK and self._callers:
+                return
+            nodes = {node.id: node for node in await asyncio.to_thread(nodes_now)}
+            new = [node for node in nodes.values() if node.id not in self._callers]
+            able = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in new))
+            self._callers |= {n.id: NodeCaller(n, self._make) for n, answer in zip(new, able, strict=True) if answer}
+            self._looked = time.monotonic()
+
+    async def close(self) -> None:
+        for caller in self._callers.values():
+            caller.end()
+        self._callers.clear()
