@@ -23,3 +23,4 @@ def raylets(head: Any) -> Iterator[Any]:
     yield head
     for node in head.nodes:
         head.kill(node)
+    head.settle()

@@ -92,6 +92,10 @@ class Raylets:
         self.signal(node, signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def settle(self) -> None:
+        """Wait until Ray calls dead what is."""
+        self._cluster.wait_for_nodes(timeout=180)
+
     def kill_head(self) -> None:
         """The head is gone at once, and what Ray keeps there."""
         for each in [one for kind in self.head.all_processes.values() for one in kind]:

@@ -143,13 +143,16 @@ class Cluster:
             nodes, now = await self.nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
             where = wanted.demand, 1, wanted.placement, self.home
-            chosen = place(nodes, *where, suspects) or place(nodes, *where)
-            if not chosen:
-                raise EngineError(self._no_room(nodes))
-            node = next(node for node in nodes if node.id == chosen[0])
-            if not await asyncio.to_thread(answers, node):
+            silent: set[str] = set()
+            while True:
+                chosen = place(nodes, *where, suspects | silent) or place(nodes, *where, silent)
+                if not chosen:
+                    raise EngineError(self._no_room(nodes) if not silent else self._silent(nodes, silent))
+                node = next(node for node in nodes if node.id == chosen[0])
+                if await asyncio.to_thread(answers, node):
+                    break
+                silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
-                raise EngineError(f"the node at {node.address} does not answer within {ANSWERING:g} s")
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
             site = await asyncio.to_thread(Site, node, wanted.engine, wanted.demand, name)
             if not await asyncio.to_thread(site.reserved, RESERVING):
@@ -164,6 +167,10 @@ class Cluster:
     def _no_room(self, nodes: list[Node]) -> str:
         where = {"spread": "no node", "apart": "no node but the trainer's own", "beside": "the trainer's node"}
         return f"{where[self._wanted.placement]} has {self._wanted.demand} free: april cluster check RECIPE says more"
+
+    def _silent(self, nodes: list[Node], silent: set[str]) -> str:
+        where = ", ".join(node.address for node in nodes if node.id in silent)
+        return f"no other node has room, and {where} does not answer within {ANSWERING:g} s"
 
     def _opened(self) -> None:
         if self._pool is not None:
