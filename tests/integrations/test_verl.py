@@ -40,7 +40,8 @@ def cluster() -> Iterator[None]:
     # Ray would start a process for each CPU it is told of.
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     # With as few CPUs as this machine has, actors would wait for one another for ever.
-    ray.init(num_cpus=32, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    environment = {"env_vars": {"PYTHONPATH": path}}
+    ray.init(address="local", num_cpus=32, include_dashboard=False, runtime_env=environment)
     yield
     ray.shutdown()
 
