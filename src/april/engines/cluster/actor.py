@@ -39,7 +39,7 @@ class EngineActor:
         self._life = 0
         self._generating: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
-        self._outbox: list[Any] = []
+        self._queue: list[Any] = []
         self._early: dict[int, list[Any]] = {}
         self._next = 0
         self._host: Host
@@ -60,7 +60,7 @@ class EngineActor:
                     await self._generating
             await engine.interrupt()
             engine.forget()
-            self._outbox, self._early, self._next, self._arrived = [], {}, 0, asyncio.Event()
+            self._queue, self._early, self._next, self._arrived = [], {}, 0, asyncio.Event()
             self._host = Host(engine, self._post, _tensors)
             self._generating = asyncio.create_task(self._generate(self._host, life))
         capacity = engine.capacity
@@ -80,7 +80,7 @@ class EngineActor:
                 self._post(("failed", str(error) or type(error).__name__))
 
     def _post(self, message: Any) -> None:
-        self._outbox.append(message)
+        self._queue.append(message)
         self._arrived.set()
 
     async def order(self, life: int, number: int, messages: list[Any]) -> None:
@@ -95,12 +95,12 @@ class EngineActor:
 
     async def poll(self, life: int) -> list[Any] | None:
         """Messages for the trainer's half, once there are any; None if that life is over."""
-        while life == self._life and not self._outbox:
+        while life == self._life and not self._queue:
             self._arrived.clear()
             await self._arrived.wait()
         if life != self._life:
             return None
-        messages, self._outbox = self._outbox, []
+        messages, self._queue = self._queue, []
         return messages
 
 

@@ -84,11 +84,11 @@ class Cluster:
         except TimeoutError:
             raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
 
-    async def start(self, told: Callable[[str], None]) -> EnginePool:
+    async def start(self, on_status: Callable[[str], None]) -> EnginePool:
         """A pool of engines that are ready.
 
         Args:
-            told: what is being waited for, about every second.
+            on_status: what is being waited for, about every second.
 
         Raises:
             EngineError: no node has room, or an engine cannot be started; the message says why.
@@ -106,7 +106,7 @@ class Cluster:
                 while (left := sum(not task.done() for task in opening)) and not any(
                     task.done() and task.exception() for task in opening
                 ):
-                    told(f"starting {left} of {len(replicas)} engines, {time.monotonic() - began:.0f} s")
+                    on_status(f"starting {left} of {len(replicas)} engines, {time.monotonic() - began:.0f} s")
                     await asyncio.wait(opening, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
         except BaseException as failed:
             await asyncio.gather(*(replica.close() for replica in replicas))
