@@ -49,6 +49,11 @@ def child_of(log: Path) -> int:
     return int(log.read_text().split()[1])
 
 
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
 async def gone(pid: int) -> bool:
     """A killed process may take a moment to be reaped."""
     for _ in range(500):
@@ -94,7 +99,8 @@ async def test_it_ends_when_the_block_raises_or_is_cancelled(tmp_path: Path) -> 
     assert all([await gone(pid) for pid in pids])
 
 
-async def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("children_first", [False, True], ids=["alone", "with its children, as Ray does"])
+async def test_it_does_not_outlive_a_killed_process(tmp_path: Path, children_first: bool) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
@@ -114,6 +120,10 @@ asyncio.run(main())
     server = int(await owner.stdout.readline())
     child = child_of(tmp_path / "toy.log")
     os.kill(child, 0)
+    if children_first:
+        owner.send_signal(signal.SIGSTOP)
+        for pid in children_of(owner.pid):
+            os.kill(pid, signal.SIGKILL)
     owner.kill()
     await owner.wait()
     assert await gone(server)

@@ -11,14 +11,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 GRACE = 10.0
 """Seconds a server has to end itself before it is killed."""
-GUARD = 'read -r group && { read -r _; kill -s TERM -- "-$group"; sleep "$1"; kill -s KILL -- "-$group"; }'
-"""A shell that reads a process group, and ends it once nobody holds the other end of its standard input any more."""
+GUARD = """exec 3<&0; {
+    read -r group <&3 && { read -r _ <&3 || { kill -s TERM -- "-$group"; sleep "$1"; kill -s KILL -- "-$group"; }; }
+} &"""
+"""A shell that reads a process group, and ends it if its standard input ends before another line came. It is nobody's
+child: Ray kills the children of a worker that ends."""
 
 
 @asynccontextmanager
@@ -30,7 +33,8 @@ async def process_group(
     Raises:
         OSError: it could not be started.
     """
-    async with _guard() as guard:
+    guard = await _guard()
+    try:
         with open(log, "ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -42,34 +46,42 @@ async def process_group(
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
                 start_new_session=True,
             )
-        guard(process.pid)
+        os.write(guard, f"{process.pid}\n".encode())
         logging = asyncio.create_task(_log(process, log, secret)) if secret else None
         try:
             yield process
         finally:
-            await _stop(process)
+            try:
+                await _stop(process)
+            finally:
+                with suppress(BrokenPipeError):
+                    os.write(guard, b"done\n")
             if logging is not None:  # what has left the process group may hold its end open
                 with suppress(TimeoutError):
                     await asyncio.wait_for(logging, GRACE)
-
-
-@asynccontextmanager
-async def _guard() -> AsyncIterator[Callable[[int], None]]:
-    """A process that ends the process group it is told of, should this process end within the block."""
-    process = await asyncio.create_subprocess_exec(
-        *("sh", "-c", GUARD, "sh", f"{GRACE:g}"),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    assert process.stdin is not None
-    stdin = process.stdin
-    try:
-        yield lambda group: stdin.write(f"{group}\n".encode())
     finally:
-        process.kill()
+        os.close(guard)
+
+
+async def _guard() -> int:
+    """Start a process that ends a process group, should this process end before it says that it is done; the pipe on
+    which it is told first the group, and then that."""
+    reader, writer = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", GUARD, "sh", f"{GRACE:g}"),
+            stdin=reader,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
         await process.wait()
+    except BaseException:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    return writer
 
 
 async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> None:
