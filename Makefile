@@ -88,6 +88,7 @@ test-areal:
 test-slime: export APRIL_SLIME_SOURCE ?= $(CURDIR)/.frameworks/slime-source
 test-slime:
 	PYTHON=$(PYTHON) scripts/setup_slime.sh
+	PYTHON=$(PYTHON) scripts/setup_sglang.sh
 	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
 
 # Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.

@@ -68,7 +68,7 @@ def test_a_group_put_back_is_begun_again(args: Namespace) -> None:
         ("custom_generate_function_path", "my.generate", "one turn a sample"),
         ("use_rollout_routing_replay", True, "routed experts"),
         ("multimodal_keys", {"image": "image"}, "text"),
-        ("buffer_filter_path", "slime.rollout.data_source.pop_first", "what waits is april's"),
+        ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),
     ],
 )
 def test_a_setting_that_would_be_ignored_is_refused_at_the_start(

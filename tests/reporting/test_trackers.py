@@ -94,6 +94,7 @@ def test_prometheus_has_the_latest_numbers_while_the_run_goes_on(tmp_path: Path)
         with pytest.raises(ValueError, match=f"reporting.prometheus_address = '{address}': .*name another port"):
             RunLog(tmp_path / "other", recipe, ["prometheus"])
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended do not count
         other.bind(("127.0.0.1", int(address.rpartition(":")[2])))  # it is free again
 
 

@@ -43,6 +43,8 @@ def main() -> None:
     except BrokenPipeError:
         if not _unread():
             raise
+        if sys.argv[1:2] in (["train"], ["resume"]):
+            fail("nobody reads what the run prints, so it has ended; april resume DIR goes on with it")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
         status = 1
     raise SystemExit(status)

@@ -46,7 +46,7 @@ class ChunkQueue:
             self._look()
 
     def take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
-        """What waits, of the named samples if some are named."""
+        """What is queued, of the named samples if some are named."""
         taken, left = parted(self._chunks, sample_ids)
         self._chunks = left
         self._look()

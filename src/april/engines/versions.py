@@ -129,8 +129,11 @@ class Versions:
         return None
 
     async def _learn(self, member: Member) -> None:
-        async with asyncio.timeout(self._health_timeout):
-            await member.replica.learn()
+        try:
+            async with asyncio.timeout(self._health_timeout):
+                await member.replica.learn()
+        except TimeoutError:
+            raise EngineError(f"it has not answered for {self._health_timeout:g} s") from None
 
     async def _give(self, member: Member, version: int, weights: Any) -> None:
         try:

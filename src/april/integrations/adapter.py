@@ -166,5 +166,5 @@ class RolloutAdapter:
         await self.close()
 
     async def close(self) -> None:
-        """Stop what runs. What waits can still be saved."""
+        """Stop what runs. The buffer can still be saved."""
         await self.scheduler.__aexit__()

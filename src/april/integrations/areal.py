@@ -193,7 +193,7 @@ class Prompts:
 
 
 class Rollouts:
-    """What waits between AReaL's calls, and an event loop on which it generates meanwhile."""
+    """The buffer between AReaL's calls, and an event loop on which it generates meanwhile."""
 
     def __init__(self, config: PPOConfig, settings: Settings) -> None:
         self.config = config
@@ -337,7 +337,7 @@ class Rollouts:
         await paused.aclose()
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """What waits; None before the first batch. While paused."""
+        """The buffer; None before the first batch. While paused."""
         if self.scheduler is None:
             return self._saved
         return self._loop.run(self._state(self.scheduler))

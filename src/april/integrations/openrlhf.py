@@ -288,7 +288,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         return groups
 
     def state_dict(self) -> str:
-        """What waits, for OpenRLHF's checkpoint."""
+        """The buffer, for OpenRLHF's checkpoint."""
         state = self.scheduler.state_dict()
         return as_json(stamped(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
 

@@ -252,7 +252,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return await SkyRLGymGenerator.generate(generator, batch, disable_tqdm=True)
 
     async def _connected(self) -> RolloutAdapter:
-        """What waits, with SkyRL's servers and the weights they hold."""
+        """The buffer, with SkyRL's servers and the weights they hold."""
         if self.adapter is None:
             self.adapter = await self._begin()
             self._versions = Versions(self.adapter.scheduler)
@@ -292,7 +292,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         )
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """What waits, for SkyRL's checkpoint; None before the first rollout."""
+        """The buffer, for SkyRL's checkpoint; None before the first rollout."""
         if self.adapter is None or self._versions is None:
             return self._saved
         return stamped(FORMAT, taken=self._versions.taken, scheduler=self.adapter.state_dict())

@@ -174,7 +174,7 @@ class SlimeServer(ServerEngine):
 
 
 class SlimeRollouts:
-    """What waits between slime's calls: the scheduler's groups.
+    """The buffer between slime's calls: the scheduler's groups.
 
     slime's samples of a prompt are its metadata, and what slime's hooks and reward models made of a finished one beside
     its tokens is the `slime` in what its reward says.
@@ -219,7 +219,7 @@ class SlimeRollouts:
         return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
 
     async def state_dict(self) -> dict[str, Any]:
-        """What waits, as JSON types. Between calls, on slime's event loop, where rewards may still be computed."""
+        """The buffer as JSON types. Between calls, on slime's event loop, where rewards may still be computed."""
         if self._scheduler is None:
             return dict(self._saved or {})
         return stamped(

@@ -23,7 +23,7 @@ UNSUPPORTED = {
     "multimodal-keys": (None, "april's prompts are text: leave it out"),
     "buffer-filter-path": (
         None,
-        "what waits is april's, which goes on with the oldest and keeps april_max_staleness: leave it out",
+        "the buffer is april's, which goes on with the oldest and keeps april_max_staleness: leave it out",
     ),
 }
 """Settings of slime that would be ignored: the one value each may have, and what to do about another."""

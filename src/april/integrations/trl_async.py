@@ -308,7 +308,7 @@ class AsyncRollouts:
             self._turn.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits, and the batches that were handed over and not trained on."""
+        """The buffer, and the batches that were handed over and not trained on."""
         state: dict[str, Any] = self._run(self._state())
         return state
 

@@ -28,6 +28,7 @@ from april.config.checking import check_engine
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, ModelSettings
+from april.engines.weights import SharedParameters
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.ranks import Hands, Job, JobEngine, JobOrder, Reply
 from april.integrations.saved import opened, stamped
@@ -111,7 +112,9 @@ class TRLRollouts:
         if trainer.accelerator.is_fsdp2:
             self.whole = WholeModel(model, self.job.leads or settings.engine == "embedded")
             model = self.whole.copy
-        self.transfer = transfer_of(recipe, model, tokenizer, directory, adapters)
+        self.transfer = (
+            SharedParameters() if model is None else transfer_of(recipe, model, tokenizer, directory, adapters)
+        )
         self.rows: Sequence[Row] = ()
         """What the last call brought, in the order of the rows that TRL gets in this process."""
         self.groups: Sequence[Group] = ()
@@ -219,10 +222,13 @@ class TRLRollouts:
     def show(self, trainer: Any) -> None:
         """Bring TRL the environments that the last call's completions were played with."""
         if self.episodes is not None:
-            self._loop.run(self.episodes.show(trainer, self.rows))
-            if self.job.leads:
-                buffer = self.adapter.scheduler.buffer
-                self.episodes.keep({sample.id for group in buffer for sample in group.samples})
+            self._loop.run(self._show(self.episodes, trainer))
+
+    async def _show(self, episodes: TRLEpisodes, trainer: Any) -> None:
+        await episodes.show(trainer, self.rows)
+        if self.job.leads:
+            buffer = self.adapter.scheduler.buffer
+            episodes.keep({sample.id for group in buffer for sample in group.samples})
 
     def _dealt(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
         """The samples of `groups` as rows, so many for each process."""
@@ -265,7 +271,10 @@ class TRLRollouts:
         if state is not None and self.job.leads:
             self.adapter.load_state_dict(state["rollout"])
         if self.episodes is not None:
-            self.episodes.keep(set())
+            self._loop.run(self._keep_none(self.episodes))
+
+    async def _keep_none(self, episodes: TRLEpisodes) -> None:
+        episodes.keep(set())
 
     def close(self) -> None:
         if self._stack is not None:

@@ -110,7 +110,9 @@ def params_of(config: DictConfig) -> RolloutParams:
         ValueError: names the setting.
     """
     own = config.trainer.v1.get("april", {}).items()
-    given = {name: value for name, value in own if value is not None and name != "parameter_sync_step"}
+    given = {name: value for name, value in own if name != "parameter_sync_step"}
+    if given.get("over_sampling_batch_size", "") is None:  # as if it were not there; no bound is max_staleness = null
+        del given["over_sampling_batch_size"]
     params = Settings.read(given, SPELLING).params(
         config.data.train_batch_size,
         config.actor_rollout_ref.rollout.n,
@@ -365,7 +367,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits. The prompts' rows are in TransferQueue's own checkpoint."""
+        """The buffer. The prompts' rows are in TransferQueue's own checkpoint."""
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The engines of a run as a person sees them while it goes on: by the place where they work, with their load.
 
-Invariant: however many there are, they take at most `ROWS` lines, those that are lost first.
+Invariant: however many there are, they take at most `ROWS` lines below their heading, those that are lost first.
 """
 
 from __future__ import annotations

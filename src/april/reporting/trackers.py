@@ -209,23 +209,22 @@ class Prometheus:
         self._gauges: dict[str, Any] = {}
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter for a port that no machine has
+            reason = getattr(error, "strerror", error)
             raise ValueError(
-                f"reporting.prometheus_address = {address!r}: {error.strerror}; name another port, or another address "
+                f"reporting.prometheus_address = {address!r}: {reason}; name another port, or another address "
                 "of this machine"
             ) from None
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        for name, value in {"step": float(step), **numbers}.items():
-            if name not in self._gauges:
-                self._gauges[name] = self._gauge(name)
-            self._gauges[name].labels(**self._labels).set(value)
-
-    def _gauge(self, name: str) -> Any:
         from prometheus_client import Gauge
 
-        known = "april_" + re.sub(r"\W", "_", name)
-        return Gauge(known, name.rpartition("/")[2].replace("_", " "), list(self._labels), registry=self._registry)
+        for name, value in {"step": float(step), **numbers}.items():
+            known = "april_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)  # two names may be one to Prometheus
+            if known not in self._gauges:
+                what = name.rpartition("/")[2].replace("_", " ")
+                self._gauges[known] = Gauge(known, what, list(self._labels), registry=self._registry)
+            self._gauges[known].labels(**self._labels).set(value)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prometheus has no text."""

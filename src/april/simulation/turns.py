@@ -1,7 +1,7 @@
 """Episodes in virtual time: how long turns are, what environments answer, and how long that takes.
 
 Invariants:
-- where a turn ends and how long its answer takes follows from the sample's seed and the turn; no schedule changes it;
+- where a turn ends and how long its answer takes follows from the sample and the turn; no schedule changes it;
 - an environment is done when the response is as long as the workload says: turns cut a response up, and nothing else.
 """
 

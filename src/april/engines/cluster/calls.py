@@ -30,6 +30,8 @@ LOOK = 5.0
 """Seconds between two looks at the nodes."""
 PATIENCE = 600.0
 """Seconds that a call waits for a node that answers."""
+STARTING = 120.0
+"""Seconds that a node's process may take to answer for the first time."""
 
 Function = Callable[..., Awaitable[Any]]
 
@@ -65,6 +67,7 @@ class NodeCaller:
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         self._actor = remote.options(num_cpus=0, max_concurrency=1000, scheduling_strategy=where).remote(make)
         self._answered = False
+        self._made_at = time.monotonic()
 
     async def call(self, *args: Any) -> Any:
         """What the function returns or raises.
@@ -72,8 +75,8 @@ class NodeCaller:
         Raises:
             LostError: the node is gone, or hangs; so it is for whoever else waits for it.
         """
-        self.under_way += 1
         answer = asyncio.ensure_future(self._actor.call.remote(*args))
+        self.under_way += 1
         try:
             while not (await asyncio.wait([answer], timeout=BEAT))[0]:
                 if not await self._lives() and not answer.done():
@@ -96,7 +99,8 @@ class NodeCaller:
             await ping(self._actor)
             self._answered = True
         except TimeoutError:
-            return not self._answered and await asyncio.to_thread(answers, self.node)  # its process is being started
+            starting = not self._answered and time.monotonic() - self._made_at < STARTING
+            return starting and await asyncio.to_thread(answers, self.node)
         return not self.lost
 
     def end(self) -> None:
@@ -136,9 +140,11 @@ class NodeCalls:
             try:
                 return await caller.call(*args)
             except LostError as lost:
-                if self._callers.pop(caller.node.id, None) is not None:
+                given_up = time.monotonic() + PATIENCE
+                if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
+                    del self._callers[caller.node.id]
                     log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
-                    caller.end()
+                    await asyncio.to_thread(caller.end)
         raise EngineError(f"no node of the cluster has answered for {PATIENCE:g} s")
 
     async def _look(self) -> None:

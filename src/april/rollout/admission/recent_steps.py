@@ -45,7 +45,8 @@ class RecentSteps:
         self.accepted = self._mean(self.accepted, len(step.groups) / (len(step.groups) + len(step.rejections)))
         self.step_seconds = self._mean(self.step_seconds, step.seconds)
         self.away_seconds = self._mean(self.away_seconds, step.environment_seconds / max(step.consumed_tokens, 1))
-        self.running = self._mean(self.running, slots * step.occupancy)
+        if step.seconds > 0:
+            self.running = self._mean(self.running, slots * step.occupancy)
         if step.update_seconds is not None:
             seen = self.update_seconds
             self.update_seconds = self._mean(seen, step.update_seconds) if seen else step.update_seconds
