@@ -22,7 +22,6 @@ import itertools
 import json
 import logging
 import os
-import platform
 import random
 import signal
 import statistics
@@ -37,6 +36,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import ray
 import torch
+from record import machine
 from transformers import AutoModelForCausalLM
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
@@ -355,7 +355,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="   %(message)s")
     found = json.loads(options.output.read_text()) if options.output.exists() else {}
-    about = {"command": " ".join(["benchmarks/cluster_kills.py", *sys.argv[1:]]), "machine": machine()}
+    about = {
+        "command": " ".join(["benchmarks/cluster_kills.py", *sys.argv[1:]]),
+        "machine": machine() | {"ray": ray.__version__},
+    }
     for part, kills, of in (
         ("engines and nodes", options.kills, kill_engines),
         ("drivers", options.drivers, kill_drivers),
@@ -364,15 +367,6 @@ def main() -> None:
             found[part] = {**about, **of(kills, options.seed)}
             options.output.write_text(json.dumps(found, indent=2) + "\n")
             print(json.dumps({name: value for name, value in found[part].items() if name != "blows"}, indent=2))
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ray": ray.__version__,
-    }
 
 
 if __name__ == "__main__":

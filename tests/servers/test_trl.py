@@ -49,6 +49,21 @@ class Compared(Watched):
         return output
 
 
+TRAINING: Any = {
+    "per_device_train_batch_size": 12,
+    "num_generations": 3,
+    "max_completion_length": 60,
+    "learning_rate": 3e-3,
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "max_steps": 4,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
 @pytest.mark.parametrize("transfer", ["disk", "broadcast", "use_vllm", "adapters"])
 def test_a_running_server(transfer: str, kind: Kind, server: Server, models: list[Path], tmp_path: Path) -> None:
     """The server was started on other weights than those of the run: it gets the run's before anything else."""
@@ -62,18 +77,8 @@ def test_a_running_server(transfer: str, kind: Kind, server: Server, models: lis
         reward_funcs=Reward(),
         args=GRPOConfig(
             output_dir=str(tmp_path),
-            per_device_train_batch_size=12,
-            num_generations=3,
-            max_completion_length=60,
-            learning_rate=3e-3,
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            max_steps=4,
+            **TRAINING,
             logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
             use_vllm=written,
             vllm_mode="server",
             vllm_server_base_url=server.url if written else None,
@@ -116,17 +121,7 @@ def test_a_server_behind_the_asynchronous_trainer(
         Reward(),
         AsyncGRPOConfig(
             output_dir=str(tmp_path),
-            per_device_train_batch_size=12,
-            num_generations=3,
-            max_completion_length=60,
-            learning_rate=3e-3,
-            use_cpu=True,
-            bf16=False,
-            activation_checkpointing=False,
-            max_steps=4,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **TRAINING,
         ),
         Dataset.from_dict(
             {"prompt": [[{"role": "user", "content": f"{n}?"}] for n in numbers], "answer": list(numbers)}

@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april.engines.cluster.actor import PINGS
-from april.engines.cluster.link import BEAT, ping, reason_of
+from april.engines.cluster.link import BEAT, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers, nodes_now
 from april.engines.cluster.placement import Node
 from april.rollout.engine import EngineError
@@ -30,8 +30,6 @@ LOOK = 5.0
 """Seconds between two looks at the nodes."""
 PATIENCE = 600.0
 """Seconds that a call waits for a node that answers."""
-STARTING = 120.0
-"""Seconds that a node's process may take to answer for the first time."""
 
 Function = Callable[..., Awaitable[Any]]
 

@@ -20,6 +20,8 @@ BEAT = 2.0
 """Seconds between two heartbeats."""
 SILENCE = 8.0
 """Seconds that a heartbeat may be unanswered."""
+STARTING = 120.0
+"""Seconds that Ray may take to start an actor's process, before it is taken to hang. A model is loaded later."""
 
 
 def reason_of(error: BaseException) -> str:

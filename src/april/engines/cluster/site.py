@@ -19,15 +19,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from april.engines.cluster.actor import PINGS, EngineActor
-from april.engines.cluster.link import BEAT, ping, reason_of
+from april.engines.cluster.link import BEAT, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers
 from april.engines.cluster.placement import Demand, Node
 from april.engines.cluster.server_actor import ServerActor, ServerSettings
 from april.engines.embedded.host import EmbeddedSettings
 from april.rollout.engine import EngineError
-
-STARTING = 120.0
-"""Seconds that Ray may take to start the actor's process, before it is taken to hang. The model is loaded later."""
 
 
 class Site:
