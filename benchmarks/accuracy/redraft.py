@@ -28,7 +28,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "synchronous": {"rollout.partial_rollout": False, "rollout.over_sampling_batch_size": 8},
     "partial": {},
     "redraft": {"engine.on_update": "redraft"},
+    "redraft-window": {"engine.on_update": "redraft", "rollout.admission_window": 8},
 }
+"""The last one was added when the first 72 runs had been looked at (`protocol.md`)."""
+BEFORE = tuple(ARMS)[:3]
 RATE, HIGH = 1.7e-4, 5.1e-4
 """The best rate of synchronous runs on `factors` in the second study, and three times that."""
 SEEDS = range(500, 508)
@@ -40,32 +43,43 @@ class RedraftRun(Run):
 
     arms = ARMS
 
+    @property
+    def key(self) -> str:
+        return f"{super().key}{'-window' if self.stage == 'window' else ''}"
+
 
 def planned() -> Iterator[RedraftRun]:
     """The protocol's runs in its order."""
     tasks = [(task, float(f"{scale * RATE:.2g}")) for task, scale in TASK_RATE.items()]
-    yield from _each("best", "grpo", tasks)
+    yield from _each("best", "grpo", tasks, BEFORE)
+    yield from _each("window", "grpo", tasks, ("synchronous", "redraft-window"))
     yield from _each("high", "grpo", [("factors", HIGH)])
     for algorithm in ("dapo", "gspo"):
         yield from _each("best", algorithm, tasks)
 
 
-def _each(stage: str, algorithm: str, tasks: Sequence[tuple[str, float]]) -> Iterator[RedraftRun]:
+def _each(
+    stage: str, algorithm: str, tasks: Sequence[tuple[str, float]], arms: Sequence[str] = tuple(ARMS)
+) -> Iterator[RedraftRun]:
     for seed in SEEDS:
         for task, rate in tasks:
-            yield from (RedraftRun(stage, task, algorithm, arm, rate, seed) for arm in ARMS)
+            yield from (RedraftRun(stage, task, algorithm, arm, rate, seed) for arm in arms)
 
 
 def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Each arm against synchronous runs of its seed: by task, algorithm and rate, and over all at the best rate."""
     cells, pooled = [], {arm: {"difference": [], "samples": [], "cpu": [], "whole": []} for arm in ARMS}
     over_partial: list[float] = []
+    over_redraft: list[float] = []
     for stage, task, algorithm in dict.fromkeys((run.stage, run.task, run.algorithm) for run in planned()):
         chosen = {"stage": stage, "task": task, "algorithm": algorithm}
         of = {arm: runs_of(records, SEEDS, arm=arm, **chosen) for arm in ARMS}
         target = target_of(of["synchronous"])
         if stage == "best":
             over_partial += differences(of["redraft"], of["partial"])
+        if stage != "high":
+            redrafted = runs_of(records, SEEDS, arm="redraft", **{**chosen, "stage": "best"})
+            over_redraft += differences(of["redraft-window"], redrafted)
         for arm, own in of.items():
             difference = differences(own, of["synchronous"])
             costs = ratios_to(target, own, of["synchronous"])
@@ -75,7 +89,7 @@ def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "cpu": costs["cpu_seconds_to_target"],
                 "whole": log_ratios(own, of["synchronous"], spent),
             }
-            if stage == "best":
+            if stage == "best" or (stage == "window" and arm == "redraft-window"):
                 for name, values in found.items():
                     pooled[arm][name] += values
             ends = [round(final_accuracy(own[seed]), 4) for seed in sorted(own)]
@@ -86,6 +100,7 @@ def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in records)),
         "over_all": {arm: said({}, found) for arm, found in pooled.items()},
         "redraft_minus_partial": bootstrap(over_partial),
+        "window_minus_redraft": bootstrap(over_redraft),
         "cells": cells,
     }
 
