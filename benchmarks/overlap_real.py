@@ -16,24 +16,27 @@ from its first rollout to the end of its last evaluation; starting Python and lo
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from record import save, spread
+
+from april.engines.servers.launch import Launch, Server, launch_vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "examples/gcd/recipe.toml"
 ARMS = ("alternating", "overlapping")
 AIM = 1.25
 TRAINER_CORE, ENGINE_CORE = 0, 1
-ENGINES = {"embedded": "april.engines.embedded.process_main", "vllm": "vllm"}
-"""What the command line of the engine's process holds."""
 
 
 def children(pid: int) -> list[int]:
@@ -45,16 +48,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def pin_engine(trainer: subprocess.Popen[str], mark: str) -> int:
-    """Put the engine's process on its own core, as soon as there is one; its pid."""
+def pin_engine(trainer: subprocess.Popen[str]) -> int:
+    """Put the embedded engine's process on its own core, as soon as there is one; its pid."""
     while trainer.poll() is None:
         for pid in children(trainer.pid):
-            if mark in Path(f"/proc/{pid}/cmdline").read_text():
+            if "april.engines.embedded.process_main" in Path(f"/proc/{pid}/cmdline").read_text():
                 for task in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(task), {ENGINE_CORE})
                 return pid
         time.sleep(0.02)
-    raise RuntimeError(f"the run ended before its engine began: {trainer.communicate()[1]}")
+    raise RuntimeError("the run ended before its engine began")
 
 
 def processor_seconds(pid: int) -> float:
@@ -63,30 +66,32 @@ def processor_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(arm: str, options: argparse.Namespace, directory: Path) -> dict[str, float]:
+def measure(arm: str, options: argparse.Namespace, directory: Path, server: Server | None) -> dict[str, float]:
     """One run."""
     command = [sys.executable, "-m", "april", "train", str(RECIPE), "--steps", str(options.steps)]
     command += ["--overlap", str(arm == "overlapping"), "--threads", "1", "--trackers", "--output", str(directory)]
-    command += ["--save-interval", "0", *options.flags]
-    if options.engine == "embedded":
-        command += ["--own-process", "--over-sampling-batch-size", str(options.under_way)]
-    with open(directory.with_suffix(".log"), "w") as log:
+    command += ["--save-interval", "0", "--over-sampling-batch-size", str(options.under_way), *options.flags]
+    if server is None:
+        command.append("--own-process")
+    else:  # vLLM streams every token where it keeps caches, which would be the trainer's core's business
+        command += ["--engine", "vllm", "--urls", server.url, "--on-update", "recompute"]
+    log = directory.with_suffix(".log")
+    with log.open("w") as file:
         trainer = subprocess.Popen(
             command,
-            stdout=log,
+            stdout=file,
             stderr=subprocess.STDOUT,
             text=True,
             preexec_fn=lambda: os.sched_setaffinity(0, {TRAINER_CORE}),
         )
-        engine, busy = pin_engine(trainer, ENGINES[options.engine]), [0.0, 0.0]
+        engines = [pin_engine(trainer)] if server is None else [server.process.pid, *children(server.process.pid)]
+        before, busy = sum(map(processor_seconds, engines)), (0.0, 0.0)
         while trainer.poll() is None:
-            try:
-                busy = [processor_seconds(trainer.pid), processor_seconds(engine)]
-            except (FileNotFoundError, ProcessLookupError):
-                break
+            with suppress(FileNotFoundError, ProcessLookupError):
+                busy = processor_seconds(trainer.pid), sum(map(processor_seconds, engines)) - before
             time.sleep(0.1)
     if trainer.wait():
-        raise RuntimeError(directory.with_suffix(".log").read_text())
+        raise RuntimeError(log.read_text())
     summary = json.loads((directory / "summary.json").read_text())
     return {
         **{name: summary[name] for name in ("seconds", "rollout_seconds", "train_seconds", "eval_seconds")},
@@ -96,12 +101,28 @@ def measure(arm: str, options: argparse.Namespace, directory: Path) -> dict[str,
     }
 
 
-def main() -> None:
+@asynccontextmanager
+async def serving(options: argparse.Namespace, folder: Path) -> AsyncIterator[Server | None]:
+    """A vLLM server on the engine's core, for all runs; None for the embedded engine."""
+    if options.engine == "embedded":
+        yield None
+        return
+    os.sched_setaffinity(0, {ENGINE_CORE})  # what is started now stays there
+    arguments = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**29), "--dtype", "float32"]
+    arguments += ["--max-model-len", "576", "--max-num-seqs", "128", "--skip-tokenizer-init"]
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": str(ENGINE_CORE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    how = Launch(log_dir=folder, python=options.server_python, arguments=arguments, environment=variables)
+    async with launch_vllm(RECIPE.parent / "model", how) as server:
+        yield server
+
+
+async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--under-way", type=int, default=48, help="N' of both arms")
-    parser.add_argument("--engine", choices=list(ENGINES), default="embedded")
+    parser.add_argument("--engine", choices=["embedded", "vllm"], default="embedded")
+    parser.add_argument("--server-python", type=Path, default=ROOT / ".servers/vllm/bin/python")
     parser.add_argument("flags", nargs="*", help="further flags of april train, behind --")
     options = parser.parse_args()
     variant = "" if options.engine == "embedded" else options.engine
@@ -110,30 +131,31 @@ def main() -> None:
     pairs: list[dict[str, Any]] = []
     if path.exists() and (before := json.loads(path.read_text()))["settings"] == settings:
         pairs = before["pairs"]
-    for _ in range(options.pairs):
-        order = ARMS if len(pairs) % 2 == 0 else ARMS[::-1]
-        with tempfile.TemporaryDirectory() as folder:
-            pair = {arm: measure(arm, options, Path(folder) / arm) for arm in order}
-        pairs.append(pair)
-        gains = [pair["alternating"]["seconds"] / pair["overlapping"]["seconds"] for pair in pairs]
-        rates = [
-            pair["overlapping"]["consumed_tokens"]
-            / pair["overlapping"]["seconds"]
-            / (pair["alternating"]["consumed_tokens"] / pair["alternating"]["seconds"])
-            for pair in pairs
-        ]
-        shares = [pair["alternating"]["train_seconds"] / pair["alternating"]["rollout_seconds"] for pair in pairs]
-        results = {
-            "settings": settings,
-            "aim": AIM,
-            "times_the_wall_clock": spread(gains),
-            "times_the_consumed_tokens_per_second": spread(rates),
-            "trainer_share": spread(shares),
-            "pairs": pairs,
-        }
-        print(f"written: {save(__file__, results, variant)}: {gains[-1]:.2f} times the speed", flush=True)
-        print(json.dumps(pairs[-1]), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        async with serving(options, Path(folder)) as server:
+            for _ in range(options.pairs):
+                order = ARMS if len(pairs) % 2 == 0 else ARMS[::-1]
+                places = {arm: Path(folder) / f"{len(pairs)}-{arm}" for arm in order}
+                pair = {arm: await asyncio.to_thread(measure, arm, options, places[arm], server) for arm in order}
+                pairs.append(pair)
+                print(f"written: {save(__file__, results_of(settings, pairs), variant)}", flush=True)
+                print(json.dumps(pair), flush=True)
+
+
+def results_of(settings: dict[str, Any], pairs: list[dict[str, Any]]) -> dict[str, Any]:
+    def ratios(of: Callable[[dict[str, float]], float]) -> dict[str, float]:
+        return spread([of(pair["overlapping"]) / of(pair["alternating"]) for pair in pairs])
+
+    shares = [pair["alternating"]["train_seconds"] / pair["alternating"]["rollout_seconds"] for pair in pairs]
+    return {
+        "settings": settings,
+        "aim": AIM,
+        "times_the_wall_clock": ratios(lambda run: 1 / run["seconds"]),
+        "times_the_consumed_tokens_per_second": ratios(lambda run: run["consumed_tokens"] / run["seconds"]),
+        "trainer_share": spread(shares),
+        "pairs": pairs,
+    }
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

@@ -56,6 +56,9 @@ class OffPolicyRun(Run):
         check_recipe(recipe)
         return recipe
 
+    def more(self, steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {}
+
 
 def planned(records: Sequence[Mapping[str, Any]]) -> Iterator[OffPolicyRun]:
     """In order, as far as it follows from what has ended."""
