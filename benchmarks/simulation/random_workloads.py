@@ -6,7 +6,7 @@ shrink over the run, whether caches are kept, and the staleness bound. Each work
 the bound, and with N' chosen automatically, over the same prompts and lengths. The first third of the steps is not
 counted: a run begins with nothing under way, so that all N' groups start together, and for dozens of steps they can go
 on ending together, which at N' = N (S + 1) is a synchronous run of larger batches. In the long run they do not. (With a
-quarter of the steps, as this was first measured, one fixed N' brought 9,137 to 18,678 tokens/s by the seed of the lengths.)
+quarter of the steps, as this was first measured, one fixed N' brought 9,137 to 18,678 tokens/s, by the lengths' seed.)
 
 The aim: at least 95 % of the best fixed N' in 95 % of the workloads, never below 85 %, at no more than the best one's
 mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/scheduling.md says which others had been looked at
