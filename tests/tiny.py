@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 RECIPE = """
 [model]
@@ -35,6 +35,21 @@ output = "OUT"
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
 
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""Of all of them."""
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, and the answer tags."""
@@ -54,25 +69,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model(seed: int = 0, sharpness: float = 4.0, **config: Any) -> Qwen3ForCausalLM:
     """A Qwen3 of 0.1M parameters; its weights are scaled up, since a random policy is too flat to catch mistakes."""
     torch.manual_seed(seed)
-    shape = {
-        "vocab_size": 101,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    policy = Qwen3ForCausalLM(Qwen3Config(**{**shape, **config}))
+    policy = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, **config}))
+    _sharpen(policy, sharpness)
+    return policy
+
+
+def mixture(seed: int = 0, sharpness: float = 4.0, **config: Any) -> Qwen3MoeForCausalLM:
+    """The same as a mixture of four experts, of which a token takes two."""
+    torch.manual_seed(seed)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    policy = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SHAPE, **experts, **config}))
+    _sharpen(policy, sharpness)
+    return policy
+
+
+def _sharpen(policy: Any, sharpness: float) -> None:
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(sharpness)
-    return policy
 
 
 def save(directory: Path, **settings: Any) -> Path:

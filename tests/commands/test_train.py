@@ -26,6 +26,17 @@ from tests.commands.conftest import status
             ("--processes", "3", "--context-parallel", "2"),
             "trainer.context_parallel = 2 does not divide processes = 3",
         ),
+        (
+            (),
+            ("--processes", "4", "--tensor-parallel", "2", "--context-parallel", "4"),
+            "trainer.tensor_parallel = 2 (with context_parallel = 4) does not divide the 4 processes",
+        ),
+        ((), ("--processes", "4", "--expert-parallel", "3"), "trainer.expert_parallel = 3 does not divide the 4"),
+        (
+            (),
+            ("--processes", "4", "--tensor-parallel", "4", "--expert-parallel", "2"),
+            "trainer.expert_parallel = 2 is no multiple of tensor_parallel = 4",
+        ),
         ((), ("--updates-per-step", "2"), "does not divide rollout_batch_size = 3"),
         (("max_staleness", "max_stalenes"), (), "recipe.toml:13: unknown setting rollout.max_stalenes; did you mean"),
         (("[engine]", "[engin]"), (), "unknown section or setting engin; did you mean engine?"),

@@ -7,9 +7,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner, whole
+from april.training.stored_names import cut
 from tests import tiny
 from tests.ranks.updates import settings
 from tests.training.steps import rollout
@@ -21,27 +25,31 @@ def fingerprint(learner: LocalLearner) -> dict[str, int]:
     return {name: zlib.crc32(whole(tensor).detach().numpy().tobytes()) for name, tensor in tensors.items()}
 
 
-def save(ranks: Ranks, case: str, directory: str) -> None:
-    learner = ShardedLearner(tiny.model(sharpness=1.0), settings(case), ranks, tiny.tokenizer())
+def save(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
+    """After an update; what engines are sent is what is in the files."""
+    learner = ShardedLearner(getattr(tiny, kind)(sharpness=1.0), settings(case), ranks, tiny.tokenizer())
     learner.train(rollout(1), 1)
     Path(directory).mkdir(exist_ok=True)
     ranks.wait()
     learner.save(Path(directory))
     found = fingerprint(learner)
+    sent = dict(cut((pair for names in learner.buckets() for pair in learner.gather(names)), learner.parts))
+    with safe_open(Path(directory) / "model.safetensors", "pt") as file:
+        assert sent.keys() == set(file.keys())
+        assert all(torch.equal(tensor, file.get_tensor(name)) for name, tensor in sent.items())
     if ranks.leads:
         (Path(directory) / "fingerprint.json").write_text(json.dumps(found))
 
 
-def load(ranks: Ranks, case: str, directory: str) -> None:
+def load(ranks: Ranks, case: str, directory: str, kind: str = "model") -> None:
     """Bit for bit what was saved, and it trains on."""
-    learner = ShardedLearner(policy(case, directory), settings(case), ranks, tiny.tokenizer())
+    learner = ShardedLearner(policy(case, directory, kind), settings(case), ranks, tiny.tokenizer())
     learner.load(Path(directory))
     assert fingerprint(learner) == json.loads((Path(directory) / "fingerprint.json").read_text())
     learner.train(rollout(2), 2)
 
 
-def policy(case: str, directory: str) -> Any:
+def policy(case: str, directory: str, kind: str = "model") -> Any:
     """As a run that is resumed loads it."""
-    if case == "lora":
-        return tiny.model(sharpness=1.0)
-    return type(tiny.model()).from_pretrained(directory)
+    made = getattr(tiny, kind)(sharpness=1.0)
+    return made if case == "lora" else type(made).from_pretrained(directory)

@@ -49,7 +49,8 @@ def main() -> None:
     module, _, name = sys.argv[1].partition(":")
     function = getattr(importlib.import_module(module), name)
     arguments = json.loads(sys.argv[2])
-    with joined("cpu", 60, arguments.pop("replicas", 1), arguments.pop("context", 1)) as ranks:
+    layout = {name: arguments.pop(name, 1) for name in ("replicas", "context", "tensor", "expert")}
+    with joined("cpu", 60, **layout) as ranks:
         function(ranks, **arguments)
 
 

@@ -18,3 +18,9 @@ def test_two_ranks_that_share_every_response_make_the_updates_of_one_process(tmp
 def test_two_updates_of_every_algorithm_on_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=list(CASES)):
         assert [f"{case}: ok" in said for case in CASES] == [True] * len(CASES), said
+
+
+def test_two_ranks_that_divide_layers_and_experts_make_the_updates_of_one_process(tmp_path: Path) -> None:
+    layout = {"policy": "mixture", "tensor": 2, "expert": 2}
+    for said in run("tests.ranks.updates:compare", 2, tmp_path, cases=["grpo"], parameters=1e-5, **layout):
+        assert "grpo: ok" in said, said

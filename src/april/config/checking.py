@@ -159,6 +159,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             f"trainer.context_parallel = {trainer.context_parallel} does not divide processes = {trainer.processes}: "
             "every response is shared by as many ranks"
         )
+    yield from _division_problems(recipe)
     if trainer.cpu_offload and not trainer.sharded:
         yield 'trainer.cpu_offload = true is a setting of backend = "fsdp2"'
     if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):
@@ -180,6 +181,32 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
                 "trainer.overlap = true: what is sampled during training is one update old when it is trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
             )
+
+
+def _division_problems(recipe: Recipe) -> Iterator[str]:
+    trainer = recipe.trainer
+    context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
+    of_copy = trainer.processes // trainer.policy_replicas
+    if tensor > 1 and (of_copy % tensor or trainer.processes % (context * tensor)):
+        yield (
+            f"trainer.tensor_parallel = {tensor} (with context_parallel = {context}) does not divide the {of_copy} "
+            "processes of a copy of the policy: every layer is divided among as many ranks"
+        )
+    if expert > 1 and of_copy % expert:
+        yield (
+            f"trainer.expert_parallel = {expert} does not divide the {of_copy} processes of a copy of the policy: "
+            "every layer's experts are divided among as many ranks"
+        )
+    if expert > 1 and expert % tensor:
+        yield (
+            f"trainer.expert_parallel = {expert} is no multiple of tensor_parallel = {tensor}: ranks that divide a "
+            "layer's matrices have experts of their own each"
+        )
+    if tensor > 1 and recipe.lora.rank:
+        yield (
+            f"trainer.tensor_parallel = {tensor} with lora.rank = {recipe.lora.rank}: adapters are not divided among "
+            "ranks; leave tensor_parallel out, the frozen policy is sharded by FSDP2 all the same"
+        )
 
 
 def _cluster_problems(recipe: Recipe) -> Iterator[str]:

@@ -393,6 +393,11 @@ class TrainerSettings:
             gradients go from copy to copy.
         context_parallel: fsdp2: Ranks that share each response in training, for long ones: each runs the layers over
             its part of the tokens. Divides processes, and the policy's attention heads and key-value heads.
+        tensor_parallel: fsdp2: Ranks that divide the matrices of each layer among themselves, heads and columns, by
+            transformers' plan for the architecture; FSDP2 shards each part over the others. Times context_parallel it
+            divides processes, the attention heads and the key-value heads.
+        expert_parallel: fsdp2: Ranks that divide the experts of a mixture of experts, whole ones, and send tokens to
+            them. A multiple of tensor_parallel; divides the experts, and the processes of each copy of the policy.
         cpu_offload: fsdp2: Keep parameters, gradients and optimizer in the machine's memory, and update them there; a
             layer is on the GPU while it computes.
         rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
@@ -406,6 +411,8 @@ class TrainerSettings:
     overlap: bool | Literal["auto"] = False
     policy_replicas: Positive[int] = 1
     context_parallel: Positive[int] = 1
+    tensor_parallel: Positive[int] = 1
+    expert_parallel: Positive[int] = 1
     cpu_offload: bool = False
     rank_timeout: Positive[float] = 300.0
     max_restarts: NotNegative[int] = 3

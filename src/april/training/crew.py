@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.leader import Leader, dismissing, follow
+from april.training.model_parallel import check_layout
 from april.training.policy import load_policy, policy_at
 from april.training.rank_process import is_rank
 from april.training.ranks import Ranks, joined
@@ -63,37 +63,16 @@ def following(recipe: Recipe) -> None:
 
 def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
     trainer = recipe.trainer
-    return joined(recipe.model.device, trainer.rank_timeout, trainer.policy_replicas, trainer.context_parallel)
+    layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
+    return joined(recipe.model.device, trainer.rank_timeout, *layout)
 
 
 def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
     _check_alike(recipe, ranks)
-    check_heads(recipe)
+    check_layout(recipe)
     model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
     return ShardedLearner(model, recipe, ranks, tokenizer, directory), tokenizer
-
-
-def check_heads(recipe: Recipe) -> None:
-    """See that each rank of those that share rows gets as many attention heads.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    size, path = recipe.trainer.context_parallel, recipe.model.path
-    if size == 1:
-        return
-    try:
-        config = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
-    except (OSError, ValueError):
-        return  # who loads the policy says it
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)
-        if heads is not None and heads % size:
-            raise ConfigError(
-                f"trainer.context_parallel = {size} does not divide the {heads} {name} of {path}: ranks that share "
-                "a response take as many heads each"
-            )
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:

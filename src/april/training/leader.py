@@ -38,7 +38,7 @@ class Leader:
     def __init__(self, learner: ShardedLearner, ranks: Ranks, recipe: Recipe, directory: Path) -> None:
         self._learner = learner
         self._ranks = ranks
-        self._transfer = transfer(recipe, self._tensors, self._save_weights, directory, ranks.device)
+        self._transfer = transfer(recipe, self._tensors, self._save_weights, directory, ranks.device, learner.parts)
         self._lock = threading.Lock()
         self._broken = False
 

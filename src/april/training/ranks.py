@@ -33,13 +33,30 @@ FOREVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Division:
+    """How some parameters of a layer are divided among ranks, seen from one of them.
+
+    Args:
+        among: the ranks that each compute with a part of their own.
+        across: those that hold shards of the same part, as [copies, ranks of each] if there are copies.
+    """
+
+    among: DeviceMesh
+    across: DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """This process's place among the ranks. `join` makes one.
+    """This process's place among the ranks. `joined` makes one.
+
+    Ranks are numbered copy by copy, then team by team; in a team, those that have the same tokens are neighbours.
 
     Args:
         mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
         commands: the group over which the leader speaks, which may wait for long.
-        context: those that share rows with this one, neighbours by number; None if nobody does.
+        context: those that share rows with this one; None if nobody does.
+        tensor: how matrices are divided (tensor parallelism), be it into one part; None if nothing is divided.
+        expert: how experts are divided (expert parallelism); None if they are not.
     """
 
     rank: int
@@ -48,21 +65,28 @@ class Ranks:
     mesh: DeviceMesh
     commands: Any
     context: Context | None = None
+    tensor: Division | None = None
+    expert: Division | None = None
 
     @property
-    def team_size(self) -> int:
-        """How many ranks share rows: 1 if none do."""
+    def context_size(self) -> int:
+        """How many ranks share a row's tokens: 1 if none do."""
         return self.context.size if self.context else 1
 
     @property
+    def team_size(self) -> int:
+        """How many ranks are given the same micro-batches: 1 if none are."""
+        return self.context_size * (self.tensor.among.size() if self.tensor else 1)
+
+    @property
     def team(self) -> tuple[int, int]:
-        """Which of the teams that share rows this rank is in, and how many there are."""
+        """Which of the teams that are given the same micro-batches this rank is in, and how many there are."""
         return self.rank // self.team_size, self.world // self.team_size
 
     @property
     def counts(self) -> bool:
         """Whether what this rank computes is summed: of a team, the first one's is."""
-        return self.context is None or self.context.rank == 0
+        return self.rank % self.team_size == 0
 
     @property
     def leads(self) -> bool:
@@ -105,7 +129,9 @@ class Ranks:
 
 
 @contextmanager
-def joined(device: str, timeout: float, replicas: int = 1, context: int = 1) -> Iterator[Ranks]:
+def joined(
+    device: str, timeout: float, replicas: int = 1, context: int = 1, tensor: int = 1, expert: int = 1
+) -> Iterator[Ranks]:
     """This process among the ranks that its environment names, as torchrun sets it.
 
     Raises:
@@ -116,7 +142,9 @@ def joined(device: str, timeout: float, replicas: int = 1, context: int = 1) -> 
         device: its kind, `auto`, `cpu` or `cuda`; on GPUs a rank takes the one of its number on its machine.
         timeout: seconds that ranks wait for one another.
         replicas: copies of the policy, which divide the ranks.
-        context: ranks that share rows; they divide the ranks, too.
+        context: ranks that share rows; times `tensor` they divide the ranks, too.
+        tensor: ranks that divide matrices among themselves; they divide a copy's ranks.
+        expert: ranks that divide experts; a multiple of `tensor` that divides a copy's ranks.
     """
     cuda = device != "cpu" and torch.cuda.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -145,11 +173,22 @@ def joined(device: str, timeout: float, replicas: int = 1, context: int = 1) -> 
         commands = dist.new_group(backend="gloo", timeout=FOREVER)
         team = None
         if context > 1:
-            teams = [dist.new_group(range(first, first + context)) for first in range(0, world, context)]
-            team = Context(teams[rank // context], rank % context, context)
+            size = context * tensor
+            firsts = [first + part for first in range(0, world, size) for part in range(tensor)]
+            teams = {first: dist.new_group(range(first, first + size, tensor)) for first in firsts}
+            team = Context(teams[rank - rank % size + rank % tensor], rank % size // tensor, context)
+        divided = tensor > 1 or expert > 1
+        matrices = _division(own.type, "tensor", world, replicas, tensor) if divided else None
+        experts = _division(own.type, "expert", world, replicas, expert) if expert > 1 else None
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
-    yield Ranks(rank, world, own, mesh, commands, team)
+    yield Ranks(rank, world, own, mesh, commands, team, matrices, experts)
     dist.destroy_process_group()
+
+
+def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Division:
+    shape = replicas, world // replicas // parts, parts
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard", name))
+    return Division(mesh[name], mesh["shard"] if replicas == 1 else mesh["replicate", "shard"])
 
 
 @contextmanager

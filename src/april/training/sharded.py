@@ -11,6 +11,8 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
@@ -31,13 +34,17 @@ from april.training.context import shared
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
 from april.training.micro_batches import share
+from april.training.model_parallel import divide
 from april.training.packing import attends_packed
 from april.training.policy import describe_policy
 from april.training.ranks import Ranks
 from april.training.recovery import Memory, is_out_of_memory
 from april.training.shards import write
+from april.training.stored_names import stored_parts
 
 T = TypeVar("T")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+"""It warns of every tensor that is gathered in two directions, one after the other; no other way is open to it."""
 BUCKET_BYTES = 64 << 20
 """Of whole parameters that are gathered at a time, as engines take them."""
 
@@ -84,6 +91,7 @@ class ShardedLearner(LocalLearner):
         self._offload = recipe.trainer.cpu_offload
         self._generates = ranks.leads and recipe.engine.engine == "embedded"
         self._copy: Any = None
+        self.parts = stored_parts(model)
         super().__init__(model, recipe, tokenizer, directory)
         self.memory = RankMemory(recipe.training.max_tokens_per_micro_batch)
         self.device = ranks.device
@@ -168,6 +176,30 @@ class ShardedLearner(LocalLearner):
                 module.reshard()  # the root's own parameters stay whole after a pass without a backward
         return scores
 
+    def _adamw(self, module: Any) -> torch.optim.AdamW:
+        optimizer = super()._adamw(module)
+        (group,) = optimizer.param_groups
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
+        # Operations on lists of tensors want them all on one mesh.
+        optimizer.param_groups[:] = [{**group, "params": parameters} for parameters in by_mesh.values()]
+        return optimizer
+
+    @torch.no_grad()
+    def _clip_gradient(self, module: Any) -> float:
+        """As in one process, however parameters are divided: torch takes those of one mesh alone."""
+        gradients: list[Any] = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in gradients:
+            own = torch.linalg.vector_norm(gradient.to_local()).to(squares) ** 2
+            squares += own * pieces(gradient) / self.ranks.world
+        norm = float(self.ranks.sum(squares).sqrt())
+        scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
+        for gradient in gradients:
+            gradient.to_local().mul_(scale)
+        return norm
+
     def gradient(self, batch: Batch) -> Sums:
         own = super().gradient(batch)
         return self.ranks.total(own if self.ranks.counts else Sums())
@@ -201,11 +233,11 @@ class ShardedLearner(LocalLearner):
         kept = {name: buffer for name, buffer in self.model.named_buffers() if name in self.model.state_dict()}
         sources = self._sources() | {name: buffer.detach for name, buffer in kept.items()}
         tensors = {**self._parameters(), **kept}
-        write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype)
+        write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype, self.parts)
 
 
 def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = False) -> None:
-    """Shard a model over the ranks, layer by layer, in place. Gradients are summed over teams, not averaged.
+    """Divide and shard a model over the ranks, layer by layer, in place. Gradients are summed over teams, not averaged.
 
     Args:
         dtype: what forward and backward compute in; gradients are summed in the parameters' own.
@@ -215,14 +247,28 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = F
     mixed = MixedPrecisionPolicy(dtype, own, cast_forward_inputs=False) if dtype != own else MixedPrecisionPolicy()
     place = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    for part in (*layers, module):
-        fully_shard(part, mesh=ranks.mesh, mp_policy=mixed, offload_policy=place)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.set_force_sum_reduction_for_comms(True)
-            part.set_gradient_divide_factor(float(ranks.team_size))
+    experts = divide(next(part for part in module.modules() if isinstance(part, PreTrainedModel)), ranks)
+    of_layers = ranks.tensor.across if ranks.tensor else ranks.mesh
+    of_experts = ranks.expert.across if ranks.expert else ranks.mesh
+    placed = [
+        *((part, of_experts, ranks.context_size) for part in experts),
+        *((part, of_layers, ranks.context_size if ranks.tensor else ranks.team_size) for part in layers),
+        (module, ranks.mesh, ranks.team_size),
+    ]
+    for part, mesh, times in placed:
+        sharded: Any = fully_shard(part, mesh=mesh, mp_policy=mixed, offload_policy=place)
+        sharded.set_gradient_divide_factor(float(times))
+        # Alone in its mesh a rank reduces nothing, and FSDP would divide twice.
+        sharded.set_force_sum_reduction_for_comms(mesh.size(mesh.ndim - 1) > 1)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its rows; every rank has to ask for it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def pieces(tensor: Tensor) -> int:
+    """In how many pieces a tensor lies on the ranks of its mesh."""
+    assert isinstance(tensor, DTensor)
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for place, size in sizes if not place.is_replicate())

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from april.training.checkpoint import DamagedCheckpointError
+from april.training.stored_names import Parts
 
 FILE_BYTES = 4 << 30
 """Of one file at most, unless a single tensor has more."""
@@ -61,6 +63,7 @@ def write(
     rank: int,
     make: Callable[[str], Tensor] | None = None,
     dtype: torch.dtype | None = None,
+    parts: Parts | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write this rank's rows of `tensors`, which all ranks name alike; they are whole once every rank has returned.
@@ -71,10 +74,12 @@ def write(
         tensors: sharded ones as DTensors; others are the same on all ranks, and rank 0 writes them.
         make: gives what is written in the place of each, one after the other, of its shape, type and placement.
         dtype: what floating point numbers are written as; as they are if None.
+        parts: what files call the parts of a tensor, instead of its name.
     """
+    parts = parts or {}
     make = make or tensors.__getitem__
     types = {name: dtype if dtype and tensor.is_floating_point() else tensor.dtype for name, tensor in tensors.items()}
-    files = _layout(stem, tensors, types, file_bytes)
+    files = _layout(stem, tensors, types, parts, file_bytes)
     for file in files:
         descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
@@ -87,7 +92,7 @@ def write(
         finally:
             os.close(descriptor)
     if rank == 0 and len(files) > 1:
-        places = {name: file.name for file in files for name in file.offsets}
+        places = {part: file.name for file in files for name in file.offsets for part in parts.get(name, (name,))}
         total = sum(file.size - len(file.header) for file in files)
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (directory / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2))
@@ -143,36 +148,41 @@ def opened(path: Path) -> Iterator[Any]:
         raise DamagedCheckpointError(f"{path}: this checkpoint cannot be read: {error}") from None
 
 
-def _layout(stem: str, tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], file_bytes: int) -> list[File]:
-    parts: list[list[str]] = [[]]
+def _layout(
+    stem: str, tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], parts: Parts, file_bytes: int
+) -> list[File]:
+    names: list[list[str]] = [[]]
     held = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * types[name].itemsize
-        if parts[-1] and held + size > file_bytes:
-            parts.append([])
+        if names[-1] and held + size > file_bytes:
+            names.append([])
             held = 0
-        parts[-1].append(name)
+        names[-1].append(name)
         held += size
-    if len(parts) == 1:
-        return [_file(f"{stem}.safetensors", parts[0], tensors, types)]
+    if len(names) == 1:
+        return [_file(f"{stem}.safetensors", names[0], tensors, types, parts)]
     return [
-        _file(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part, tensors, types)
-        for number, part in enumerate(parts, 1)
+        _file(f"{stem}-{number:05d}-of-{len(names):05d}.safetensors", part, tensors, types, parts)
+        for number, part in enumerate(names, 1)
     ]
 
 
-def _file(name: str, parts: list[str], tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype]) -> File:
+def _file(
+    name: str, held: list[str], tensors: Mapping[str, Tensor], types: Mapping[str, torch.dtype], parts: Parts
+) -> File:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0
-    for part in parts:
-        tensor = tensors[part]
-        begins[part], end = at, at + tensor.numel() * types[part].itemsize
-        entries[part] = {"dtype": DTYPES[types[part]], "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
+    for tensor in held:
+        begins[tensor] = at
+        for part, shape in parts.get(tensor, {tensor: tuple(tensors[tensor].shape)}).items():
+            end = at + math.prod(shape) * types[tensor].itemsize
+            entries[part] = {"dtype": DTYPES[types[tensor]], "shape": list(shape), "data_offsets": [at, end]}
+            at = end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return File(name, header, {part: len(header) + begin for part, begin in begins.items()}, len(header) + at)
+    return File(name, header, {tensor: len(header) + begin for tensor, begin in begins.items()}, len(header) + at)
 
 
 def _own_rows(tensor: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
@@ -198,9 +208,12 @@ def _writes(tensor: Tensor, rank: int) -> bool:
     """Whether this rank writes what it holds: of equal copies the first holder does."""
     if not isinstance(tensor, DTensor):
         return rank == 0
-    coordinate = tensor.device_mesh.get_coordinate()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinate, strict=True))
+    first = bool((mesh.mesh == 0).any())  # of meshes that hold a copy each, the one that rank 0 is in
+    return first and all(
+        at == 0 for place, at in zip(tensor.placements, coordinate, strict=True) if place.is_replicate()
+    )
 
 
 def _local(tensor: Tensor) -> Tensor:

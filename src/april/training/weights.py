@@ -14,6 +14,7 @@ from april.config.recipe import Recipe
 from april.engines.weights import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
 from april.training.lora import Adapters
 from april.training.policy import save_policy
+from april.training.stored_names import Parts, cut, stored_parts
 
 
 def transfer_of(
@@ -34,11 +35,20 @@ def transfer_of(
     if recipe.engine.engine == "embedded" and not recipe.engine.own_process and not recipe.cluster.enabled:
         return InProcess(tensors) if adapters else SharedParameters()
     device = next(model.parameters()).device
-    return transfer(recipe, tensors, lambda path: save_policy(path, model, tokenizer, adapters), directory, device)
+
+    def save(path: Path) -> None:
+        save_policy(path, model, tokenizer, adapters)
+
+    return transfer(recipe, tensors, save, directory, device, stored_parts(model))
 
 
 def transfer(
-    recipe: Recipe, tensors: TensorSource, save: Callable[[Path], object], directory: Path, device: torch.device
+    recipe: Recipe,
+    tensors: TensorSource,
+    save: Callable[[Path], object],
+    directory: Path,
+    device: torch.device,
+    parts: Parts,
 ) -> WeightTransfer:
     """The recipe's way to an engine that has a copy of its own.
 
@@ -46,6 +56,7 @@ def transfer(
         tensors: gives the policy's tensors, which are on `device`.
         save: writes the policy into a folder.
         directory: the run's.
+        parts: what engines that are not april's own know the tensors as.
     """
     settings = recipe.engine
     if recipe.cluster.enabled and settings.engine == "embedded":
@@ -54,14 +65,20 @@ def transfer(
         return ObjectStore(tensors, getattr(torch, recipe.engine_dtype))
     if settings.own_process:
         return OnDisk(directory / "weights", lambda path: _save_tensors(path, tensors()))
-    if settings.engine in ("embedded", "vllm-inproc"):
+    if settings.engine == "embedded":
         return InProcess(tensors)
+
+    def stored() -> Iterator[tuple[str, Tensor]]:
+        return cut(tensors(), parts)
+
+    if settings.engine == "vllm-inproc":
+        return InProcess(stored)
     if settings.weight_transfer == "disk":
         return OnDisk(directory / "weights", save)
     from april.engines.servers.broadcast import Broadcast
 
     backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-    return Broadcast(tensors, backend, settings.broadcast_address, settings.broadcast_interface)
+    return Broadcast(stored, backend, settings.broadcast_address, settings.broadcast_interface)
 
 
 def _save_tensors(directory: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

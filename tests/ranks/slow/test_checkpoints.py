@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from april.training.local import LocalLearner
@@ -37,3 +38,29 @@ def test_a_checkpoint_goes_on_to_the_bit_on_another_number_of_ranks(case: str, t
     other.save(there)
     (there / "fingerprint.json").write_text((saved / "fingerprint.json").read_text())
     run("tests.ranks.checkpoints:load", 3, tmp_path, case=case, directory=str(there))
+
+
+DIVIDED = [
+    ("model", (2, {"tensor": 2}), (3, {})),
+    ("model", (4, {"tensor": 2}), (2, {"tensor": 2})),
+    ("mixture", (2, {"expert": 2}), (2, {"tensor": 2, "expert": 2})),
+    ("mixture", (4, {"tensor": 2, "expert": 4}), (2, {})),
+    ("mixture", (4, {"expert": 2, "replicas": 2}), (4, {"tensor": 2, "expert": 2})),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), DIVIDED)
+def test_a_checkpoint_of_divided_layers_goes_on_in_another_layout(
+    kind: str, before: tuple[int, dict[str, int]], after: tuple[int, dict[str, int]], tmp_path: Path
+) -> None:
+    """And transformers loads it, under the names that it saves such a policy with itself."""
+    saved, arguments = tmp_path / "saved", {"case": "grpo", "directory": str(tmp_path / "saved"), "kind": kind}
+    run("tests.ranks.checkpoints:save", before[0], tmp_path, **before[1], **arguments)
+    run("tests.ranks.checkpoints:load", after[0], tmp_path, **after[1], **arguments)
+    alone = LocalLearner(policy("grpo", str(saved), kind), settings("grpo"))
+    alone.load(saved)
+    assert fingerprint(alone) == json.loads((saved / "fingerprint.json").read_text())
+    alone.model.save_pretrained(tmp_path / "own")
+    found, own = (load_file(path / "model.safetensors") for path in (saved, tmp_path / "own"))
+    assert found.keys() == own.keys()
+    assert all(torch.equal(found[name], own[name]) for name in own)

@@ -38,5 +38,28 @@ def test_options_change_nothing(options: dict[str, object], tmp_path: Path) -> N
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"tensor": 2}),
+        (4, {"tensor": 2}),
+        (4, {"tensor": 2, "context": 2, "heads": 4}),
+        (4, {"tensor": 2, "replicas": 2, "checkpointing": True}),
+        (2, {"policy": "mixture"}),
+        (2, {"policy": "mixture", "expert": 2}),
+        (4, {"policy": "mixture", "expert": 2}),
+        (4, {"policy": "mixture", "expert": 2, "context": 2, "cpu_offload": True}),
+        (4, {"policy": "mixture", "expert": 2, "replicas": 2}),
+        (4, {"policy": "mixture", "tensor": 2, "expert": 4, "checkpointing": True}),
+    ],
+)
+def test_ranks_that_divide_layers_make_the_updates_of_one_process(
+    world: int, options: dict[str, object], tmp_path: Path
+) -> None:
+    cases = ["grpo", "ppo", "reference"]
+    for said in run("tests.ranks.updates:compare", world, tmp_path, cases=cases, parameters=1e-5, **options):
+        assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
+
+
 def test_bfloat16_changes_no_more_than_it_rounds(tmp_path: Path) -> None:
     run("tests.ranks.updates:half", 2, tmp_path)

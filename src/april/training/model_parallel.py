@@ -1,0 +1,113 @@
+"""Layers that several ranks compute together, by the plans that transformers has for an architecture.
+
+Tensor parallelism gives each of some ranks a part of every matrix of a layer, heads of attention and columns of the
+MLP, and sums what they compute. Expert parallelism gives each of some ranks whole experts, and sends tokens to them and
+back.
+
+Invariants:
+- ranks that divide matrices are given the same tokens; those that divide experts alone may have tokens of their own;
+- what no plan divides (norms, routers, the embedding, the head) is sharded like everything where nothing is divided;
+- a part is a run of rows or columns, or whole experts: so who writes files knows where each lies.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training.ranks import Ranks
+
+STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+"""Those of a tensor parallel plan that are known here."""
+DISPATCH = "ep_dispatch_experts"
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What a model's configuration may call how many experts a layer has."""
+
+
+def divide(model: Any, ranks: Ranks) -> list[nn.Module]:
+    """Divide the layers of `model`, whole until here and the same on all ranks, in place, and return its experts.
+
+    Args:
+        model: of transformers, with or without a head.
+    """
+    if ranks.tensor is None:
+        return []
+    matrices, experts = plans(model, ranks.tensor.among.size(), ranks.expert.among.size() if ranks.expert else 1)
+    apply_tensor_parallelism(model, ranks.tensor.among, matrices)
+    if ranks.expert is not None:
+        apply_expert_parallelism(model, ranks.expert.among, ranks.tensor.among, experts)
+    return [model.get_submodule(name) for name, style in experts.items() if style == DISPATCH]
+
+
+def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Which modules and parameters of the layers are divided, by name: as matrices, and as experts."""
+    layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
+    experts = model._expand_parallel_plan(model.ep_plan) if expert > 1 else {}
+    matrices = model._expand_parallel_plan(model.tp_plan) if tensor > 1 else {}
+    own = {name for name in matrices if name.startswith(layers)}
+    own -= {name for name in own for part in experts if f"{name}.".startswith(f"{part}.")}
+    return {name: style for name, style in matrices.items() if name in own}, experts
+
+
+def check_layout(recipe: Recipe) -> None:
+    """See that the policy's layers can be divided as the recipe says, by its configuration alone.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    trainer, path = recipe.trainer, recipe.model.path
+    context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
+    if context == tensor == expert == 1:
+        return
+    try:
+        config: Any = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
+    except (OSError, ValueError):
+        return  # who loads the policy says it
+    sharing = {"context_parallel": context, "tensor_parallel": tensor}
+    named = " · ".join(name for name, size in sharing.items() if size > 1)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % (context * tensor):
+            raise ConfigError(
+                f"trainer.{named} = {context * tensor} does not divide the {heads} {name} of {path}: each rank takes "
+                "as many heads"
+            )
+    width = getattr(config, "intermediate_size", None)
+    if isinstance(width, int) and width % tensor:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor} does not divide intermediate_size = {width} of {path}: each rank "
+            "takes as many columns"
+        )
+    experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    if expert > 1 and (not experts or DISPATCH not in plan.values()):
+        raise ConfigError(
+            f"trainer.expert_parallel = {expert}: {path} is no mixture of experts that transformers can divide among "
+            "ranks; leave it out"
+        )
+    if expert > 1 and experts % expert:
+        raise ConfigError(
+            f"trainer.expert_parallel = {expert} does not divide the {experts} experts of {path}: each rank takes as "
+            "many"
+        )
+    if tensor > 1 and experts and expert == 1:
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor}: {path} is a mixture of experts, and those are divided by "
+            f"expert_parallel alone: set it to a multiple of {tensor}"
+        )
+    found = getattr(config, "base_model_tp_plan", None) or {}
+    styles = {style for name, style in found.items() if not any(f"{name}.".startswith(f"{part}.") for part in plan)}
+    if tensor > 1 and (not styles or styles - STYLES):
+        how = f"by {', '.join(sorted(styles - STYLES))}, which april does not know" if styles else "not at all"
+        raise ConfigError(
+            f"trainer.tensor_parallel = {tensor}: transformers divides the layers of {path} {how}; leave it out, and "
+            "let processes share the policy by FSDP2 alone"
+        )
