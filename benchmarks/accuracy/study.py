@@ -12,7 +12,8 @@ the file is not run again; several processes may work on one file.
 
 Invariants:
 - a cell is written whole, in one line, after it has ended; a killed process leaves no trace of the cell it was in;
-- seconds are CPU time of the process, so that what else the machine does counts little; accuracy depends on no time;
+- seconds are CPU time of the process, so that what else the machine does counts little; accuracy depends on no time.
+  With an engine in a process of its own they are seconds of the clock, and CPU time is that of both processes;
 - a cell that fails is a result, with its error.
 
     OMP_NUM_THREADS=1 python benchmarks/accuracy/study.py --cells 3
@@ -26,6 +27,7 @@ import dataclasses
 import fcntl
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +39,7 @@ from typing import Any, ClassVar, Protocol
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
+from april.reporting.metrics import busy_seconds
 from april.reporting.metrics_log import read_metrics
 from april.training.build import train
 from april.training.recovery import TrainingError
@@ -169,15 +172,22 @@ class CpuLoop(asyncio.SelectorEventLoop):
         return time.process_time()
 
 
+def cpu_seconds() -> float:
+    """What this process, and those it started that have ended, have taken so far."""
+    return sum(os.times()[:4])
+
+
 def run(cell: Training) -> dict[str, Any]:
     """Train and evaluate one cell; the line of it in the file."""
     record: dict[str, Any] = {"key": cell.key, **dataclasses.asdict(cell)}
-    began = time.process_time()
+    began = cpu_seconds()
     with tempfile.TemporaryDirectory() as directory:
         recipe = cell.recipe(Path(directory) / "run")
+        apart = recipe.engine.own_process
+        clock = time.perf_counter if apart else time.process_time
         try:
-            with asyncio.Runner(loop_factory=CpuLoop) as runner:
-                summary = runner.run(train(recipe, clock=time.process_time))
+            with asyncio.Runner(loop_factory=None if apart else CpuLoop) as runner:
+                summary = runner.run(train(recipe, clock=clock))
         except TrainingError as error:
             summary, record["error"] = None, str(error)
         else:
@@ -185,7 +195,7 @@ def run(cell: Training) -> dict[str, Any]:
                 raise KeyboardInterrupt
         metrics = list(read_metrics(Path(recipe.reporting.output)))
         record |= measured(recipe, metrics, summary) | cell.more([m for m in metrics if m["step"]])
-    record["cpu_seconds"] = round(time.process_time() - began, 2)
+    record["cpu_seconds"] = round(cpu_seconds() - began, 2)
     gc.collect()
     return record
 
@@ -201,7 +211,7 @@ def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[st
     for m in metrics:
         if m["step"]:
             samples += (m["groups_consumed"] + m["groups_rejected"]) * recipe.rollout.n_samples_per_prompt
-            seconds += m["rollout_seconds"] + m["train_seconds"]
+            seconds += busy_seconds(m)
         if "accuracy" in m:
             tokens = m.get("generated_tokens", 0)
             evaluations.append([m["step"], samples, tokens, round(seconds, 2), round(m["accuracy"], 4)])
@@ -217,6 +227,8 @@ def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[st
         kept = ("consumed_tokens", "generated_tokens", "discarded_tokens", "rejected_tokens")
         more = ("off_policy_token_share", "rollout_seconds", "train_seconds")
         record |= {name: round(summary[name], 4) for name in (*kept, *more)}
+        if "overlap_seconds" in summary:
+            record["overlap_seconds"] = round(summary["overlap_seconds"], 4)
         record |= {
             "mean_staleness": round(summary["staleness_mean"], 4),
             "max_staleness_seen": summary["staleness_max"],

@@ -16,6 +16,7 @@ from april import EngineError, Group, Prompt, RolloutParams, RolloutScheduler, S
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.host import EmbeddedSettings
 from april.engines.embedded.process import EngineProcess
+from april.engines.pool import EnginePool
 from tests import tiny
 
 
@@ -51,6 +52,14 @@ async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_
         assert await engine.poll() == []
         with pytest.raises(EngineError, match="hung"):
             await engine.update_weights(9, tmp_path / "weights")
+
+        pool = EnginePool([engine, own])  # which finds out before it gives anything to a process that is dead
+        await pool.update_weights(10, policies[0])
+        sample = Group.start(100, Prompt((5, 6)), 1, SamplingParams(max_tokens=5), seed=0).samples[0]
+        pool.submit(sample)
+        assert {chunk.sample_id for chunk in await pool.poll()} == {sample.id}
+        assert [member.ready for member in pool.members] == [False, True]
+        await pool.close()
     finally:
         await engine.close()
 

@@ -194,7 +194,8 @@ class SGLangServer(ModelServer):
         return web.json_response({"success": True})
 
     async def _abort(self, request: web.Request) -> web.Response:
-        self.aborted.add((await request.json())["rid"])
+        call = await request.json()
+        self.aborted |= self.running if call.get("abort_all") else {call["rid"]}
         return web.json_response({})
 
     async def _generate(self, request: web.Request) -> Any:

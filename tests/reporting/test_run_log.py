@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from april import Group, Prompt, SamplingParams, Step
+from april.reporting.comparison import run_record
 from april.reporting.metrics import METRICS, TABLE, condensed, failures_in, plotted, show
 from april.reporting.metrics_log import read_metrics
 from april.reporting.run_log import RunLog
@@ -71,6 +73,21 @@ def test_a_step_reaches_every_file_and_tracker_by_one_call(tmp_path: Path) -> No
         (2, 6.0, 0.2),
         (4, 12.0, 0.4),
     ]
+
+
+def test_what_goes_on_side_by_side_counts_once(tmp_path: Path) -> None:
+    with RunLog(tmp_path, {}) as log:
+        # No training beside the first step. The third update waited for an evaluation, which is no training.
+        for number, resumed_at in enumerate((None, 0.75, 1.5), start=1):
+            step = replace(rollout(number), interrupted_at=resumed_at, resumed_at=resumed_at)
+            log.step(step, {"train_seconds": 1.0}, slots=4)
+            log.evaluation({"eval_reward": 0.5})
+        summary = log.finish()
+    assert [found["training_seconds"] for found in summary["evaluations"]] == [3.0, 5.25, 7.25]
+    assert summary["overlap_seconds"] == 1.75
+    compared = run_record("overlap", 0, summary, slots=4, target=0.5)
+    assert compared["time_to_target"] == 3.0
+    assert compared["overall_tokens_per_second"] == 36 / 7.25
 
 
 def test_a_resumed_log_amounts_to_what_one_that_never_stopped_does(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from april.reporting.formats import Format
-from april.reporting.metrics import METRICS
+from april.reporting.metrics import METRICS, busy_seconds
+from april.rollout.step import rate
 
 ROWS = {
     "consumed_tokens_per_second": True,
     "generated_tokens_per_second": True,
+    "overall_tokens_per_second": True,
     "rollout_seconds": True,
     "time_to_target": True,
     "eval_reward": False,
@@ -44,12 +46,13 @@ def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, targ
         summary: of the run, see `RunLog.summary`.
         target: the held-out reward whose time is compared, in seconds of rollouts and training.
     """
-    evaluations = summary["evaluations"]
+    evaluations, spent = summary["evaluations"], busy_seconds(summary)
     reached = [found["training_seconds"] for found in evaluations if found["eval_reward"] >= target]
     return {
         "arm": arm,
         "seed": seed,
-        **{name: summary.get(name) for name in (*ROWS, "train_seconds")},
+        **{name: summary.get(name) for name in (*ROWS, "train_seconds", "overlap_seconds")},
+        "overall_tokens_per_second": rate(summary.get("consumed_tokens") or 0, spent) or None,
         "time_to_target": reached[0] if reached else None,
         "slots": slots,
         "evaluations": evaluations,

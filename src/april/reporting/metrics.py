@@ -147,6 +147,7 @@ TABLE: Sequence[Metric] = (
         ("seconds", "wall clock", clock, LAST),
         ("rollout_seconds", "rollout", seconds, SUM),
         ("train_seconds", "training", seconds, SUM),
+        ("overlap_seconds", "rollout beside training", seconds, SUM),
         ("eval_seconds", "evaluation", seconds, SUM),
         ("update_seconds", "handing the weights over", seconds, SUM),
         ("reward_wait_seconds", "waiting for rewards", seconds, SUM),
@@ -184,10 +185,19 @@ TABLE: Sequence[Metric] = (
     *_section(
         "comparison",
         ("time_to_target", "seconds to target", tenths, LAST),
+        ("overall_tokens_per_second", "consumed tokens/s, training counted", whole, LAST),
         ("slots", "engine slots", whole, LAST),
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in TABLE}
+
+
+def busy_seconds(metrics: Mapping[str, Any]) -> float:
+    """Seconds of rollouts and training: of a step, or of a run. What went on side by side counts once."""
+    rollout, training, overlap = (
+        metrics.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds", "overlap_seconds")
+    )
+    return float(rollout + training - overlap)
 
 
 def metric(name: str) -> Metric:

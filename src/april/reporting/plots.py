@@ -294,8 +294,20 @@ def _choices(run: Run) -> str:
     return folded("What was expected of each N'", f'<div class="scroll"><table>{head}{rows}</table></div>')
 
 
+PHASES_IN_TURN = (
+    "Rollout is the part that active partial rollouts shorten; training and evaluation cost the same with them or "
+    "without."
+)
+PHASES_BESIDE = (
+    "Generation goes on beside training, which is drawn whole: rollout is the time in which the trainer waited for it."
+)
+
+
 def _phases(run: Run) -> Section:
     records = condense(run.steps, MAX_COLUMNS)
+    overlaps = bool(measured(records, "overlap_seconds"))
+    if overlaps:  # training is drawn whole, and of the rollouts what did not go on beside it
+        records = [{**record, "rollout_seconds": _alone(record)} for record in records]
     styles = {"rollout_seconds": "c-blue", "train_seconds": "c-amber", "eval_seconds": "c-purple"}
     series = [
         Series(METRICS[name].label, values(records, name), style)
@@ -312,9 +324,13 @@ def _phases(run: Run) -> Section:
                 for size in (WIDE, HALF)
             )
         ),
-        "Where each step's wall-clock time went. Rollout is the part that active partial rollouts shorten; training "
-        "and evaluation cost the same with them or without.",
+        f"Where each step's wall-clock time went. {PHASES_BESIDE if overlaps else PHASES_IN_TURN}",
     )
+
+
+def _alone(record: Metrics) -> float:
+    """Seconds of the rollout in which nothing was trained on."""
+    return float((record.get("rollout_seconds") or 0.0) - (record.get("overlap_seconds") or 0.0))
 
 
 def _engines(run: Run) -> Section:

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from april.reporting.fleet import EngineLoad, fleet_lines
 from april.reporting.formats import clock, compact
-from april.reporting.metrics import counted, failures_in, metric, show
+from april.reporting.metrics import busy_seconds, counted, failures_in, metric, show
 
 REFRESH_PER_SECOND = 4
 HEADER_EVERY = 25
@@ -126,8 +126,7 @@ class Progress:
             failures: what has gone wrong in the run so far, and how often.
         """
         if not self._ends:
-            spent = sum(record.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds"))
-            self._ends.append((record["step"] - 1, record["seconds"] - spent))
+            self._ends.append((record["step"] - 1, record["seconds"] - busy_seconds(record)))
         self._take(record)
         self._ends.append((record["step"], record["seconds"]))
         if record.get("reward") is not None:

@@ -81,6 +81,8 @@ def _tiles(run: Run) -> list[Tile]:
         return show(name, value) if form is None or value is None else str(form(value))
 
     spent = f"{total('rollout_seconds', clock)} rolling out, {total('train_seconds', clock)} training"
+    if run.totals.get("overlap_seconds"):
+        spent += f", {total('overlap_seconds', clock)} of them both"
     return [
         _held_out(run),
         Tile("Consumed tokens/s", total("consumed_tokens_per_second"), "trained on, per second of rollout"),

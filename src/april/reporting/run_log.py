@@ -24,7 +24,7 @@ import numpy as np
 from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
-from april.reporting.metrics import counted, failures_in, plotted, show
+from april.reporting.metrics import busy_seconds, counted, failures_in, plotted, show
 from april.reporting.metrics_log import MetricsLog, last_step
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
@@ -81,8 +81,10 @@ class RunLog:
         self.steps: int = state["steps"] if state else 0
         """Training steps recorded so far."""
         self.evaluations: list[dict[str, float]] = list(state["evaluations"]) if state else []
-        """One record per evaluation: `step`, `training_seconds` (rollouts and training before it), what it found."""
+        """One record per evaluation: `step`, `training_seconds` (see `busy_seconds`) before it, what it found."""
         self.totals = Totals(state["totals"] if state else None)
+        self._trained = 0.0
+        """Seconds that training on the latest step took."""
         self._stability = StabilityWatch()
         self._clock = clock
         self._show_completions = show_completions
@@ -115,7 +117,8 @@ class RunLog:
         """
         self.steps += 1
         total = (self.totals.get("consumed_tokens") or 0) + step.consumed_tokens
-        record = self._record({"consumed_tokens": total, **metrics_of(step), **measured})
+        record = self._record({"consumed_tokens": total, **metrics_of(step), **self._overlap(step), **measured})
+        self._trained = record.get("train_seconds") or 0.0
         self._trace.write(trace_of(self.steps, step, slots))
         warning = self._stability.observe(record)
         self._faults.write_step(self.steps, step, measured, warning)
@@ -126,9 +129,13 @@ class RunLog:
         if self._completions:
             self._completions.write(step.groups, self.steps, step.version)
 
+    def _overlap(self, step: Step) -> dict[str, float]:
+        """How much of the rollout went on beside training on the step before, which ended with the weight update."""
+        return {} if step.resumed_at is None else {"overlap_seconds": min(step.resumed_at, self._trained)}
+
     def evaluation(self, measured: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
         """Record what an evaluation found on held-out problems after the latest step, with the groups it sampled."""
-        spent = sum(self.totals.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds"))
+        spent = busy_seconds(self.totals.values())
         record = self._record(measured)
         self.evaluations.append({"step": self.steps, "training_seconds": spent, **plain(measured)})
         if self.progress:

@@ -11,21 +11,27 @@ from typing import Any
 from april.engines.embedded.host import EmbeddedSettings
 from april.engines.embedded.remote import LOADING, RemoteEngine
 from april.engines.linked_process import LinkedProcess
+from april.engines.replica import ReplicaGoneError
 from april.engines.weights import directory_of
-from april.rollout.engine import Capacity
+from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 
 NAME = "the process of the embedded engine"
 
 
 class EngineProcess(RemoteEngine):
     """An engine whose work is done in another process. Make it with `start`. Weights come as a directory of
-    safetensors.
+    safetensors. As a `Replica` it is gone once its process is: nobody starts it again.
 
     Attributes:
         process: what does the work.
     """
 
+    name = NAME
     process: LinkedProcess
+
+    def __init__(self, on_update: KVPolicy) -> None:
+        super().__init__()
+        self.on_update = on_update
 
     @classmethod
     async def start(cls, settings: EmbeddedSettings) -> EngineProcess:
@@ -34,7 +40,7 @@ class EngineProcess(RemoteEngine):
         Raises:
             EngineError: it cannot be started, or refuses the model; the message says why.
         """
-        engine = cls()
+        engine = cls(settings.on_update)
         engine.process = await LinkedProcess.start(
             NAME,
             "april.engines.embedded.process_main",
@@ -48,6 +54,18 @@ class EngineProcess(RemoteEngine):
             await engine.close()
             raise
         return engine
+
+    async def check(self) -> None:
+        """See that the process lives; one that hangs is found by whoever waits for its tokens."""
+        if self._down is not None:
+            raise EngineError(self._down)
+
+    async def learn(self) -> None:
+        if self._down is not None:
+            raise ReplicaGoneError(self._down)
+
+    async def abandon(self) -> list[Chunk]:
+        return await self.interrupt()
 
     def _sent(self, weights: Any) -> Path:
         return Path(directory_of(weights))

@@ -88,9 +88,13 @@ class Dialect(Protocol):
         """What an event (JSON) adds to a stream. Raises RequestError if it says that the request failed."""
         ...
 
-    async def abort(self, request_ids: Sequence[str]) -> bool:
+    async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         """Ask the server to end these requests; it may not know them yet, so the caller asks again. False if the server
-        has no such call: then closing a connection is what ends its request."""
+        has no such call: then closing a connection is what ends its request.
+
+        Args:
+            alone: nothing else runs there, so that a call which ends everything does.
+        """
         ...
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:

@@ -235,7 +235,7 @@ class Requests:
         while unfinished := [stream for stream in streams if stream.open]:
             try:
                 async with asyncio.timeout_at(deadline):
-                    if not await self._dialect.abort([stream.request_id for stream in unfinished]):
+                    if not await self._abort(unfinished):
                         await self._cancel(unfinished)
                         return
                     # A request that the server had not registered yet ignores the first abort.
@@ -246,6 +246,12 @@ class Requests:
                     "%s: %d requests were cut instead of aborted: %s", self._name, len(unfinished), describe(error)
                 )
                 await self._cancel(unfinished)
+
+    async def _abort(self, streams: Sequence[Stream]) -> bool:
+        """As `Dialect.abort`."""
+        ours = itertools.chain(self._streams.values(), self._frozen.values(), self._dropped.values())
+        alone = {stream.request_id for stream in streams}.issuperset(s.request_id for s in ours if s.open)
+        return await self._dialect.abort([stream.request_id for stream in streams], alone)
 
     async def _freeze_streams(self) -> None:
         await self._cancel(stream for stream in self._streams.values() if not stream.sent)
@@ -291,7 +297,7 @@ class Requests:
         dropped = list(self._dropped.values())
         async with asyncio.timeout(self._patience):
             if dropped:
-                await self._dialect.abort([stream.request_id for stream in dropped])
+                await self._abort(dropped)
             await self._settle()
             for stream in [*dropped, *self._streams.values()]:
                 stream.frozen = False

@@ -184,8 +184,10 @@ class SGLang:
         logprobs = drawn[-new:] if drawn is not None else [entry[0] for entry in scored]
         return Delta(ids, logprobs, finish, meta.weight_version, spans)
 
-    async def abort(self, request_ids: Sequence[str]) -> bool:
-        await asyncio.gather(*(self._http.post("/abort_request", {"rid": id}) for id in request_ids))
+    async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
+        # It takes one request a call, or all. Calls by the hundred each need a connection, as streams hold the others.
+        calls = [{"abort_all": True}] if alone else [{"rid": id} for id in request_ids]
+        await asyncio.gather(*(self._http.post("/abort_request", call) for call in calls))
         return True
 
     async def freeze(self) -> None:

@@ -128,7 +128,7 @@ class TensorRTLLM:
             raise RequestError("no log-probabilities came: this version of trtllm-serve does not stream them")
         return Delta(ids, scores.token_logprobs if scores and ids else (), FINISH[reason] if reason else None)
 
-    async def abort(self, request_ids: Sequence[str]) -> bool:
+    async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         return False
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:

@@ -163,7 +163,7 @@ class VLLM:
         logprobs = [score.logprob for score in content]
         return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
 
-    async def abort(self, request_ids: Sequence[str]) -> bool:
+    async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
         await self._http.post(
             "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in request_ids]}
         )
