@@ -44,9 +44,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 TOKENS = np.array([token_at(0, i) for i in range(PERIOD)])
 LOGPROBS = np.array([logprob_at(0, i) for i in range(PERIOD)], dtype=np.float32)
 PROMPT = 64
-SETTINGS = json.dumps({"stream_interval": 30, "patience": 300.0})
-"""30 is what "auto" takes at 60 tokens/s, and would not where the machine cannot play so many. Two cores that play
-16,384 streams back and read them are slow to answer: neither interrupts nor health checks are cut short for that."""
+EVENT = 60
+"""Tokens of an event: what "auto" takes at 60 tokens/s, and would not where the machine cannot play so many."""
+SETTINGS = json.dumps({"stream_interval": EVENT, "patience": 300.0})
+"""Two cores that play 16,384 streams back and read them are slow to answer: neither interrupts nor health checks are
+cut short for that."""
 
 
 def processor_seconds(pid: int) -> float:
@@ -112,7 +114,22 @@ async def score(prompt: Prompt, sample: Any) -> float:
     return 0.0
 
 
-async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> dict[str, float]:
+class Use:
+    """Processor seconds since it was made: of this process, of those that read streams, and of those that play."""
+
+    def __init__(self, players: set[int]) -> None:
+        self._pids = {"clients": [pid for pid in children() if pid not in players], "servers": sorted(players)}
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        used = {who: sum(map(processor_seconds, pids)) for who, pids in self._pids.items()}
+        return {"driver": time.process_time(), **used}
+
+    def since(self) -> dict[str, float]:
+        return {who: seconds - self._before[who] for who, seconds in self._now().items()}
+
+
+async def run(scheduler: RolloutScheduler, seconds: float, players: set[int]) -> dict[str, float]:
     """Generate for a while after warming up, then interrupt everything."""
     collecting = asyncio.create_task(scheduler.collect())
     began = time.perf_counter()
@@ -126,29 +143,25 @@ async def run(scheduler: RolloutScheduler, seconds: float, others: set[int]) -> 
     while time.perf_counter() < began + seconds / 2 or not under_way():
         await asyncio.sleep(0.2)
         assert not collecting.done(), collecting.exception()
-    clients = [pid for pid in children() if pid not in others]
-    tokens = scheduler.step_tokens
-    wall, driver, client = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
+    tokens, wall, use = scheduler.step_tokens, time.perf_counter(), Use(players)
     # On a machine that others use it may take longer until every stream has sent something.
-    while time.perf_counter() < wall + seconds or scheduler.step_tokens < tokens + 60 * scheduler.in_flight:
+    while time.perf_counter() < wall + seconds or scheduler.step_tokens < tokens + EVENT * scheduler.in_flight:
         await asyncio.sleep(0.2)
-    wall, driver = time.perf_counter() - wall, time.process_time() - driver
-    client = sum(map(processor_seconds, clients)) - client
+    wall, used = time.perf_counter() - wall, use.since()
     tokens = scheduler.step_tokens - tokens
     streams = scheduler.in_flight
-    began, used, aside = time.perf_counter(), time.process_time(), sum(map(processor_seconds, clients))
+    began, use = time.perf_counter(), Use(players)
     collecting.cancel()
     with suppress(asyncio.CancelledError):
         await collecting
+    interrupted = time.perf_counter() - began
     assert not collecting.cancelled() or scheduler.in_flight == 0
     return {
         "tokens_per_second": tokens / wall,
-        "driver_us_per_token": 1e6 * driver / tokens,
-        "clients_us_per_token": 1e6 * client / tokens,
+        **{f"{who}_us_per_token": 1e6 * seconds / tokens for who, seconds in used.items()},
         "streams": streams,
-        "interrupt_seconds": time.perf_counter() - began,
-        "interrupt_driver_cpu_seconds": time.process_time() - used,
-        "interrupt_clients_cpu_seconds": sum(map(processor_seconds, clients)) - aside,
+        "interrupt_seconds": interrupted,
+        **{f"interrupt_{who}_cpu_seconds": seconds for who, seconds in use.since().items()},
     }
 
 

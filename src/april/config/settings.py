@@ -170,7 +170,7 @@ class EngineSettings:
             free.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
             sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
-            as many tokens as a sample gets in half a second, which is what a lost connection may cost it.
+            as many tokens as a sample gets in a second, which is what a lost connection may cost it.
         own_process: embedded: generate in a process of its own, on a copy of the policy; what trainer.overlap needs.
         draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
             what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.

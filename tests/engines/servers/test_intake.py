@@ -286,11 +286,11 @@ def test_how_many_processes_read() -> None:
 
 
 @given(st.floats(0.1, 1e4), st.integers(64, 10**5))
-def test_the_interval_is_half_a_second_of_a_stream(speed: float, tokens: int) -> None:
+def test_the_interval_is_a_second_of_a_stream(speed: float, tokens: int) -> None:
     interval = StreamInterval("auto")
     assert interval.tokens == 8
     interval.ended("a server", 8, tokens, tokens // 8, tokens / speed)
-    assert interval.tokens == max(1, min(MOST, round(speed / 2)))
+    assert interval.tokens == max(1, min(MOST, round(speed)))
 
 
 def test_a_server_that_sends_single_tokens_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

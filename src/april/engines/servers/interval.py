@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 Interval = int | Literal["auto"]
 
-AT_RISK = 0.5
+AT_RISK = 1.0
 """Seconds of a stream's work that a lost connection may cost."""
 MOST = 64
 """Tokens beyond which an event is hardly cheaper by the token."""

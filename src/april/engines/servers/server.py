@@ -42,7 +42,7 @@ class ServerEngine:
         update_timeout: seconds that taking up weights may take.
         stream_interval: tokens of a sample that the server sends together, which costs this machine less for each. They
             come with an interrupt, but are lost with a connection, and are sampled again. "auto": as many as a stream
-            samples in half a second. 1 with "keep": what a frozen server has not sent yet would be taken for the new
+            samples in a second. 1 with "keep": what a frozen server has not sent yet would be taken for the new
             weights'.
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
