@@ -169,10 +169,14 @@ class EnginePool:
     def _in_flight(self) -> bool:
         return bool(self._waiting or self._moves or any(member.samples for member in self.members))
 
+    @property
+    def _places(self) -> list[dict[str, Sample]]:
+        """Where samples are but for those that are being moved."""
+        return [self._waiting, *(member.samples for member in self.members)]
+
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
-        places = [self._waiting, *(member.samples for member in self.members)]
-        stopping = {id for place in places for id in place if named is None or id in named}
+        stopping = {id for place in self._places for id in place if named is None or id in named}
         self._stopping |= stopping
         try:
             await asyncio.gather(*(self._interrupt(member, stopping) for member in self._ready))
@@ -185,11 +189,9 @@ class EnginePool:
                     self._start_pump(member)
             raise
         else:
-            for member in self.members:
-                for id in stopping:
-                    member.samples.pop(id, None)
-            for id in stopping:
-                self._waiting.pop(id, None)
+            for place in self._places:
+                for id in stopping.intersection(place):
+                    del place[id]
             if not self._in_flight:
                 await _stop([self._watch])
                 self._watch = None
@@ -277,7 +279,7 @@ class EnginePool:
             return
         if chunk.token_ids or chunk.finish is not None:
             self._router.went_on(sample.id)
-            self._queue.put(chunk._replace(error=None))
+            self._queue.put(chunk if chunk.error is None else chunk._replace(error=None))
         if chunk.finish is not None:
             del member.samples[sample.id]
             if sample.finish is not None:  # else its turn has, and its prefix stays where it is
