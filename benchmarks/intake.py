@@ -1,10 +1,12 @@
 """What it costs to take in the tokens of GPU servers: processor time a token, in the driver and in its clients.
 
-Servers that only play back (`playback.py`, processes of their own) send 256 streams a replica at 60 tokens/s each over
-real HTTP, in vLLM's or SGLang's format. The driver is what a run's is: the scheduler with its journal, over a pool of
-replicas. Two cores cannot play a million tokens/s back and read them as well: the servers then play as much as the
-machine gives, which is reported, and processor time a token does not depend on it. It is process time, so other load
-does not count.
+Servers that only play back (`playback.py`, processes of their own) send 256 streams a replica over real HTTP, in vLLM's
+or SGLang's format, at 60 tokens/s each, 60 tokens an event. The driver is what a run's is: the scheduler with its
+journal, over a pool of replicas; the streams of many replicas are read by one process for each 4,096. Two cores cannot
+play a million tokens/s back and read them as well: of many replicas each stream then plays as slowly as the machine
+needs, in events of as many tokens, and what is measured is processor time a token, of each process by itself. It is
+process time, so other load does not count but through colder caches. An interrupt takes by the clock what driver and
+slowest client take, one after the other at most, if each has a core of its own; here they share two, with the servers.
 
 Every token and log-probability is checked against what was played, before and after an interrupt of all streams, and
 the count against what the servers say they have sampled.
@@ -118,15 +120,18 @@ class Use:
     """Processor seconds since it was made: of this process, of those that read streams, and of those that play."""
 
     def __init__(self, players: set[int]) -> None:
-        self._pids = {"clients": [pid for pid in children() if pid not in players], "servers": sorted(players)}
+        self._clients, self._players = [pid for pid in children() if pid not in players], sorted(players)
         self._before = self._now()
 
-    def _now(self) -> dict[str, float]:
-        used = {who: sum(map(processor_seconds, pids)) for who, pids in self._pids.items()}
-        return {"driver": time.process_time(), **used}
+    def _now(self) -> dict[str, list[float]]:
+        others = {"clients": self._clients, "servers": self._players}
+        used = {who: [*map(processor_seconds, pids)] for who, pids in others.items()}
+        return {"driver": [time.process_time()], **used}
 
-    def since(self) -> dict[str, float]:
-        return {who: seconds - self._before[who] for who, seconds in self._now().items()}
+    def since(self) -> dict[str, list[float]]:
+        """By who it is, of each process."""
+        now = self._now()
+        return {who: [b - a for a, b in zip(self._before[who], now[who], strict=True)] for who in now}
 
 
 async def run(scheduler: RolloutScheduler, seconds: float, players: set[int]) -> dict[str, float]:
@@ -154,21 +159,22 @@ async def run(scheduler: RolloutScheduler, seconds: float, players: set[int]) ->
     collecting.cancel()
     with suppress(asyncio.CancelledError):
         await collecting
-    interrupted = time.perf_counter() - began
+    interrupted, stopped = time.perf_counter() - began, use.since()
     assert not collecting.cancelled() or scheduler.in_flight == 0
     return {
         "tokens_per_second": tokens / wall,
-        **{f"{who}_us_per_token": 1e6 * seconds / tokens for who, seconds in used.items()},
+        **{f"{who}_us_per_token": 1e6 * sum(seconds) / tokens for who, seconds in used.items()},
         "streams": streams,
         "interrupt_seconds": interrupted,
-        **{f"interrupt_{who}_cpu_seconds": seconds for who, seconds in use.since().items()},
+        **{f"interrupt_{who}_cpu_seconds": sum(seconds) for who, seconds in stopped.items()},
+        "interrupt_slowest_client_cpu_seconds": max(stopped["clients"], default=0.0),
     }
 
 
 async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[str, Any]:
     """Some runs on the same servers, each with an interrupt, every token checked."""
-    processes = min(replicas, args.processes)
-    async with playing(kind, replicas, args.rate, processes) as (urls, servers):
+    processes, rate = min(replicas, args.processes), min(args.rate, args.playable / (replicas * SLOTS))
+    async with playing(kind, replicas, rate, processes) as (urls, servers):
         settings = {"vocab_size": VOCABULARY, **json.loads(args.settings)}
         engines = [await CONNECT[kind](url, **settings) for url in urls]
         intakes = [Intake(f"intake process {i}") for i in range(args.intakes if replicas > 1 or args.always else 0)]
@@ -199,7 +205,8 @@ async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[st
             await intake.close()
     # The first run begins all requests; the later ones resume them, as steps of a run do.
     results = {name: spread([one[name] for one in runs[1:]]) for name in runs[0]}
-    return {**results, "tokens_checked": held, "tokens_lost": sampled - held, "server_processes": processes}
+    counts = {"tokens_checked": held, "tokens_lost": sampled - held}
+    return {"rate": rate, "server_processes": processes, "intakes": len(intakes), **results, **counts}
 
 
 async def main() -> None:
@@ -207,12 +214,13 @@ async def main() -> None:
     parser.add_argument("--kind", nargs="+", choices=CONNECT, default=list(CONNECT))
     parser.add_argument("--replicas", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--rate", type=float, default=60.0, help="tokens/s of each stream")
+    parser.add_argument("--playable", type=float, default=65_000, help="tokens/s of all streams together, at most")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement")
     parser.add_argument("--runs", type=int, default=3, help="measurements after the first, which is left out")
     parser.add_argument("--processes", type=int, default=2, help="processes that play back, at most")
     parser.add_argument("--tokens", type=int, default=1 << 16, help="response budget")
     parser.add_argument("--settings", default=SETTINGS, help="of the clients, as JSON")
-    parser.add_argument("--intakes", type=int, default=2, help="processes that read the streams of many replicas")
+    parser.add_argument("--intakes", type=int, default=4, help="processes that read the streams of many replicas")
     parser.add_argument("--always", action="store_true", help="those of one replica as well")
     parser.add_argument("--dry", action="store_true", help="save nothing")
     args = parser.parse_args()
@@ -221,12 +229,7 @@ async def main() -> None:
         for replicas in args.replicas:
             results[f"{kind}, {replicas} replicas"] = await measure(kind, replicas, args)
     if not args.dry:
-        print(
-            save(
-                __file__,
-                {"streams_per_replica": SLOTS, "rate": args.rate, "settings": args.settings, "results": results},
-            )
-        )
+        print(save(__file__, {"streams_per_replica": SLOTS, "settings": args.settings, "results": results}))
 
 
 if __name__ == "__main__":
