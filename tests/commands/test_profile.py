@@ -19,6 +19,23 @@ from april.simulation.workload import Workload
 from tests.commands.conftest import status
 from tests.simulation.test_page import POINT, SYNCHRONOUS
 
+SLOW = """
+import asyncio
+
+from april import EnvStep
+
+
+class Slow:
+    def reset(self, prompt, seed):
+        return "?"
+
+    async def step(self, turn):
+        await asyncio.sleep(0.05)
+        return EnvStep("and")
+
+    def close(self):
+        pass
+"""
 April = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -66,6 +83,30 @@ def test_a_profile_says_what_partial_rollouts_would_gain_and_simulate_goes_on_fr
     assert (folder / "cost_model.json").is_file()
 
 
+def test_episodes_are_profiled_with_the_time_of_their_environment_and_simulated_from_it(
+    recipe: Path, april: April
+) -> None:
+    (recipe.parent / "slow.py").write_text(SLOW)
+    settings = recipe.read_text().split("[rollout]")[1]
+    recipe.write_text(
+        '[model]\npath = "policy"\n[task]\nkind = "environment"\nprompt = "say"\n'
+        '[environment]\npath = "slow.py:Slow"\nmax_turns = 3\nworkers = 0\n[rollout]\n'
+        f"stop_token_ids = [20, 21, 22, 23, 24, 25, 26, 27]{settings}"
+    )
+    profiled = april("profile", "recipe.toml", "--max-running", "4", "--rollouts", "1", "--simulated-steps", "8")
+    assert profiled.returncode == 0, profiled.stderr
+    folder = recipe.parent / "runs" / "profile"
+    turns = json.loads((folder / "profile.json").read_text())["turns"]
+    assert 0.05 <= turns["seconds"] < 10
+    assert 1 <= turns["tokens"] <= 48
+    assert turns["observation_tokens"] >= 1
+    assert "Episodes: turns of" in profiled.stdout
+    found = ("--cost-model", str(folder / "cost_model.json"), "--lengths-from", str(folder))
+    simulated = april("simulate", "recipe.toml", *found, "--steps", "4", "--warm-up", "1")
+    assert simulated.returncode == 0, simulated.stderr
+    assert f"answered with {turns['observation_tokens']} tokens" in " ".join(simulated.stdout.split())
+
+
 def profile(lengths: list[int], gain: float, truncated: int = 0, occupancy: float = 0.5) -> Profile:
     cut = np.arange(len(lengths)) >= len(lengths) - truncated
     better = SYNCHRONOUS.consumed_tokens_per_second * gain
@@ -98,10 +139,10 @@ def test_the_verdict_says_why(found: Profile, said: str) -> None:
 
 
 def test_the_tail_is_what_comes_after_nine_samples_of_ten() -> None:
-    def span(start: float, end: float) -> dict[str, object]:
-        return {"start": 0.0, "queued": start, "end": end}
+    def span(sample: int, start: float, end: float) -> dict[str, object]:
+        return {"sample": f"0.{sample}", "start": 0.0, "queued": start, "end": end}
 
-    spans = [*(span(0.0, 1.0) for _ in range(8)), span(1.0, 2.0), span(0.0, 6.0)]
+    spans = [*(span(sample, 0.0, 1.0) for sample in range(8)), span(8, 1.0, 2.0), span(9, 0.0, 6.0)]
     tail = Tail.of([{"slots": 10, "spans": spans, "end": 6.0}])  # type: ignore[typeddict-item]
     assert tail.step_seconds == 6.0
     assert tail.share == pytest.approx(4 / 6)

@@ -158,6 +158,58 @@ def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_pat
     assert "Training is left out" in short.stdout
 
 
+SMALL = CostModel(slots=4, kv_tokens=10_000, decode_batches=(1, 4), decode_seconds=(0.01, 0.012))
+
+
+def test_turns_and_the_time_of_environments_are_flags(tmp_path: Path) -> None:
+    """A turn of 100 tokens takes about a second; an answer takes ten, in which slots are empty without partial
+    rollouts."""
+    SMALL.save(tmp_path / "c.json")
+    measured = ("--cost-model", "c.json", "--steps", "6", "--warm-up", "2")
+    turns = ("--turn-tokens", "100", "--observation-tokens", "20", "--environment-seconds", "10")
+
+    def document(*arguments: str) -> dict[str, Any]:
+        done = april(tmp_path, *measured, *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
+
+    whole, cut = document(), document(*turns, "--environment-sigma", "1")
+    assert "Episodes" not in whole["assumptions"]
+    assert "turns of 100 tokens on average, answered with 20 tokens in 10 s on average (sigma 1)" in cut["assumptions"]
+    synchronous = [document["settings"][0] for document in (whole, cut)]
+    assert synchronous[1]["occupancy"] < 0.5 * synchronous[0]["occupancy"]
+    assert max(point["max_staleness"] for point in cut["settings"]) <= 2
+
+
+def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path) -> None:
+    SMALL.save(tmp_path / "c.json")
+    run = tmp_path / "run"
+    run.mkdir()
+    rollout = {"n_samples_per_prompt": 2, "max_response_length": 2000, "rollout_batch_size": 4}
+    (run / "recipe.json").write_text(json.dumps({"rollout": rollout}))
+    steps = [{"step": i, "lengths": [100, 300, 200, 200, 400, 0, 100, 300], "truncated": [False] * 8} for i in (1, 2)]
+    (run / "trace.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    told = {"groups_consumed": 4, "step_consumed_tokens": 1600, "step_environment_tokens": 320}
+    episodes = [
+        {"step": 1, "turns_mean": 3.0, "environment_seconds": 6.0, **told},
+        {"step": 2, "turns_mean": 5.0, "environment_seconds": 2.0, **told},
+        {"step": 2, "accuracy": 0.5},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in episodes))
+
+    def assumed(*arguments: str) -> str:
+        measured = ("--cost-model", "c.json", "--steps", "4", "--warm-up", "1")
+        done = april(tmp_path, *measured, "--lengths-from", "run", *arguments)
+        assert done.returncode == 0, done.stderr
+        return json.loads((tmp_path / "runs/simulation/simulation.json").read_text())["assumptions"]
+
+    # 3,200 tokens, 640 of environments and 64 seconds in 16 samples of 4 turns on average.
+    assert "turns of 50 tokens on average, answered with 10 tokens in 1 s on average (sigma 0)" in assumed()
+    assert "turns of 80 tokens on average, answered with 0 tokens in 2 s" in assumed(
+        "--turn-tokens", "80", "--environment-seconds", "2"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,6 +223,9 @@ def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_pat
         (("--gpus", "1", "--engine", "vllm", "--overlap", "True"), "overlap takes a GPU for engines and one for"),
         (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
         (("--warm-up", "40"), "--warm-up 40"),
+        (("--environment-seconds", "2"), "--turn-tokens: say how long a turn is"),
+        (("--turn-tokens", "0.5"), "--turn-tokens and what goes with it"),
+        (("--turn-tokens", "9", "--environment-sigma", "-1"), "nothing of it is below zero"),
         (("--price", "nan"), "--price nan: must be positive"),
         (("--output", "recipe.toml/here"), "--output: nothing can be written to recipe.toml/here"),
         (("--cost-model", "none.json"), "none.json: cannot read this cost model"),

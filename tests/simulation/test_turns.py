@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +27,13 @@ SLOW = dataclasses.replace(QUICK, seconds=1.0)
 HEAVY = dataclasses.replace(SLOW, sigma=1.5)
 
 
-def run(turns: Turns | None, target: int | str | None = None, steps: int = 8) -> Outcome:
+def run(
+    turns: Turns | None, target: int | str | None = None, steps: int = 8, workload: Workload = WORKLOAD, **more: Any
+) -> Outcome:
     """With so many groups under way, or synchronous."""
-    partial = {"partial_rollout": False} if target is None else {"over_sampling_batch_size": target}
-    return simulate(
-        WORKLOAD, COST, steps=steps, warm_up=steps // 2, on_update="keep", turns=turns, max_staleness=4, **partial
-    )
+    chosen = {"partial_rollout": False} if target is None else {"over_sampling_batch_size": target}
+    settings = {"cost": COST, "on_update": "keep", "turns": turns, "max_staleness": 4, **chosen, **more}
+    return simulate(workload, steps=steps, warm_up=steps // 2, **settings)
 
 
 def test_turns_cut_responses_up_and_leave_their_lengths_alone() -> None:
@@ -75,6 +77,29 @@ def test_answers_take_as_long_as_was_said_on_average() -> None:
     assert set(even) == {1.0}
     assert np.mean(heavy) == pytest.approx(1.0, rel=0.1)
     assert np.percentile(heavy, 99) > 10 * np.median(heavy)
+
+
+def test_answers_take_another_time_with_another_seed() -> None:
+    """Responses of one length, one turn each: all that differs is how long their environments take."""
+    alike = dataclasses.replace(WORKLOAD, parts=(), observed=(100,))
+    turns = Turns(tokens=1e6, seconds=5.0, sigma=1.0)
+
+    def seconds(seed: int) -> list[float]:
+        return [step.seconds for step in run(turns, None, 2, alike, seed=seed).steps]
+
+    assert seconds(0) == seconds(0)
+    assert seconds(0) != seconds(1)
+
+
+@pytest.mark.parametrize("target", [None, 12])
+def test_an_episode_that_fills_the_kv_cache_is_cut_off_there(target: int | None) -> None:
+    """600 tokens of the policy's fit, but not what environments may answer to fifty turns."""
+    long, brief = Turns(tokens=12, observation_tokens=30), dataclasses.replace(WORKLOAD, prompt_tokens=20)
+    costs = [dataclasses.replace(COST, kv_tokens=size) for size in (20_000, 1_000)]
+    roomy, narrow = (run(long, target, 4, brief, cost=cost) for cost in costs)
+    assert narrow.peak_kv <= 1
+    assert sum(step.truncated for step in narrow.steps) > sum(step.truncated for step in roomy.steps)
+    assert max(step.lengths.max() for step in narrow.steps) < max(step.lengths.max() for step in roomy.steps)
 
 
 def test_turns_say_what_is_wrong_with_them() -> None:

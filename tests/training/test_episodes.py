@@ -93,7 +93,7 @@ def test_a_run_with_an_environment_trains_on_whole_episodes(recipe: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["discarded_tokens"] == 0
-    lines = [line for line in read_metrics(tmp_path / "run") if "staleness_max" in line]
+    lines = steps_of(tmp_path / "run")
     assert len(lines) == 5
     assert all(line["staleness_max"] <= 2 for line in lines)
     assert all(1 <= line["reward/turns"] <= 5 for line in lines)
@@ -104,6 +104,37 @@ def test_a_run_with_an_environment_trains_on_whole_episodes(recipe: Path, tmp_pa
     assert all(line["environment_seconds"] > 0 for line in lines)
     assert april("report", tmp_path / "run").returncode == 0
     assert "waiting for its environment" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_episodes_are_played_beside_training(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--own-process", "--overlap", "True", "--steps", "4", "--eval-interval", "0", "--eval-samples", "1")
+    done = april("train", recipe, *flags)
+    assert done.returncode == 0, done.stderr
+    lines = steps_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["staleness_max"] <= 2 for line in lines)
+    assert all(line["turns_mean"] == pytest.approx(line["reward/turns"]) for line in lines)
+    assert all(line["environment_failures"] == 0 for line in lines)
+    assert any(line["off_policy_token_share"] > 0 for line in lines[1:]), "what was said beside training"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["discarded_tokens"] == 0
+
+
+def test_two_ranks_train_on_episodes_by_turn_as_one_process_does(recipe: Path, tmp_path: Path) -> None:
+    flags = ("--no-partial-rollout", "--turn-discount", "0.5", "--steps", "2", "--eval-interval", "0")
+    for name, own in (("one", ()), ("two", ("--processes", "2"))):
+        done = april("train", recipe, *flags, "--eval-samples", "1", *own, "--output", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    one, two = (steps_of(tmp_path / name) for name in ("one", "two"))
+    assert [line["step"] for line in two] == [1, 2]
+    for name in ("reward", "turns_mean", "step_consumed_tokens", "step_environment_tokens"):
+        assert one[0][name] == two[0][name], name
+    for name in ("loss", "grad_norm", "entropy"):
+        assert one[0][name] == pytest.approx(two[0][name], rel=1e-3, abs=1e-5), name
+    assert one[0]["grad_norm"] > 0
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    return [line for line in read_metrics(run) if "staleness_max" in line]
 
 
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe: Path, tmp_path: Path) -> None:

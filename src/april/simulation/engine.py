@@ -75,6 +75,7 @@ class SimulatedEngine:
         turns: of episodes; a response is one turn if None.
 
     Attributes:
+        room: tokens that a sample may hold, with its prompt; an episode that has as many is over.
         over: samples that have said their last turn.
     """
 
@@ -94,6 +95,7 @@ class SimulatedEngine:
         self.workload = workload
         self.replicas = replicas
         self.capacity = Capacity(cost.slots * replicas, cost.kv_tokens, cost.kv_tokens * replicas)
+        self.room = int(cost.kv_tokens * (1 - WATERMARK))
         self.version = 0
         self.preemptions = 0
         self.prefilled_tokens = 0
@@ -159,15 +161,14 @@ class SimulatedEngine:
 
     def submit(self, sample: Sample) -> None:
         """Start or resume a sample; it begins at the next `poll`."""
-        prompt, heard = len(sample.prompt_ids), sample.environment_tokens
-        budget = sample.sampling.max_tokens + heard
+        prompt, heard, budget = len(sample.prompt_ids), sample.environment_tokens, sample.sampling.max_tokens
         turn = NEVER if self._turns is None else self._turns.end(sample)
-        if prompt + budget > self.cost.kv_tokens * (1 - WATERMARK):
+        if prompt + budget > self.room:
             raise ValueError(
                 f"sample {sample.id}: a prompt of {prompt} tokens and a response of up to {budget} do not fit a KV "
                 f"cache of {self.cost.kv_tokens} tokens (kv_tokens); lower max_tokens or give the engine more memory"
             )
-        place = (sample.length, budget, heard, turn)
+        place = (sample.length, min(budget + heard, self.room - prompt), heard, turn)
         self._submitted.append((sample.id, sample.prompt_ids[0], prompt, sample.seed, *place))
 
     async def poll(self) -> list[Chunk]:

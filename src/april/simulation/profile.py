@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from april.simulation.idle_engine import IdleEngine, idle_engine
 from april.simulation.plan import Point, explore, recommended
 from april.simulation.recorded import read_recorded
 from april.simulation.run import no_reward
+from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
@@ -77,7 +80,8 @@ class Tail:
 def _tail(step: StepTrace) -> tuple[float, float, float, float]:
     """Seconds of the step and of its tail; slot-seconds that were used in the tail and in all."""
     spans = [span for span in step["spans"] if span["queued"] is not None]
-    ends = np.sort([span["end"] for span in spans])
+    last = {span["sample"]: span["end"] for span in sorted(spans, key=lambda span: span["end"])}
+    ends = np.sort(list(last.values()))
     seconds, begins = duration(step), float(ends[int(np.ceil((1 - LAST) * len(ends))) - 1])
     starts = [decoding_start(span) for span in spans]
     in_tail = sum(max(0.0, span["end"] - max(start, begins)) for span, start in zip(spans, starts, strict=True))
@@ -96,6 +100,7 @@ class Profile:
         consumed_tokens_per_second: of the synchronous steps, measured.
         cost: of the engine, measured.
         points: settings tried in virtual time, synchronous first.
+        turns: of its episodes; None if the recipe has no environment.
     """
 
     workload: Workload
@@ -104,6 +109,7 @@ class Profile:
     consumed_tokens_per_second: float
     cost: CostModel
     points: list[Point]
+    turns: Turns | None = None
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -167,6 +173,7 @@ class Profile:
                 "truncated_share": float(self.truncated.mean()),
                 "correlation_within_groups": self.workload.correlation,
             },
+            "turns": None if self.turns is None else asdict(self.turns),
             "tail": vars(self.tail),
             "measured_consumed_tokens_per_second": self.consumed_tokens_per_second,
             "simulated_off_by": self.off,
@@ -207,9 +214,10 @@ def profile(
     workload = read_recorded(output).workload
     prompts = [len(group.prompt.token_ids) for step in found for group in step.groups]
     workload = replace(workload, prompt_tokens=max(int(np.median(prompts)), 1))
+    turns = Turns.seen([sample for step in found for group in step.groups for sample in group.samples])
     points = []
     cluster = Cluster(name=recipe.engine.engine, engines=1, cost=cost)
-    for point in explore(recipe, workload, cluster, simulated, simulated // 4):
+    for point in explore(recipe, workload, cluster, simulated, simulated // 4, turns):
         points.append(point)
         on_status(f"simulated: {point.name}, {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
     timed = found[1:] or found  # the first step loads kernels and caches
@@ -223,6 +231,7 @@ def profile(
         ),
         cost=cost,
         points=points,
+        turns=turns,
     )
 
 
@@ -241,42 +250,50 @@ async def _measure(
     on_status("loading the policy and starting the engine")
     async with idle_engine(recipe) as idle:
         found = []
-        async with _rollouts(recipe, task, idle) as rollouts:
-            await rollouts.load_weights()
-            for number in range(1, steps + 1):
-                on_status(f"synchronous step {number} of {steps}")
-                found.append(await rollouts.collect())
+        with _rollouts(recipe, task, idle) as rollouts:
+            async with rollouts:
+                await rollouts.load_weights()
+                for number in range(1, steps + 1):
+                    on_status(f"synchronous step {number} of {steps}")
+                    found.append(await rollouts.collect())
         idle.engine.forget()
         longest = max(int(max(sample.length for step in found for group in step.groups for sample in group.samples)), 8)
         calibration = await idle.calibrate(min(longest, 512), 1, on_status)
         return found, calibration, idle.engine.capacity.slots
 
 
-def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> RolloutScheduler:
+@contextmanager
+def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Synchronous steps of the recipe's prompts, which nobody scores."""
+    from april.training.environment import World
     from april.training.policy import stop_tokens
 
-    rollout = recipe.rollout
-    room = idle.engine.capacity.context_length - rollout.max_response_length
+    rollout, context = recipe.rollout, idle.engine.capacity.context_length
+    room = context - rollout.max_response_length
     if room < 1:
         raise ConfigError(
             f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
-            f"of {idle.engine.capacity.context_length} tokens: lower it, or raise engine.context_length if the model "
-            "allows"
+            f"of {context} tokens: lower it, or raise engine.context_length if the model allows"
         )
-    limit = min(rollout.max_prompt_length or room, room)
-    settings = (idle.tokenizer, recipe.training.seed, recipe.task.chat_template, limit)
+    limit, stops = min(rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
+    world = World(recipe, idle.tokenizer, stops) if recipe.environment.enabled else None
+    template, arguments = (world.chat_template, world.template_arguments) if world else (recipe.task.chat_template, {})
+    prompts = partial(
+        PromptStream, task, idle.tokenizer, recipe.training.seed, template, limit, template_arguments=arguments
+    )
     try:
-        next(PromptStream(task, *settings))
+        next(prompts())
     except ValueError as error:
         raise ConfigError(f"task: no prompt to roll out: {error}") from None
-    return RolloutScheduler(
-        idle.engine,
-        PromptStream(task, *settings),
-        no_reward,
-        recipe.rollout_params(partial_rollout=False),
-        sampling=recipe.sampling(stop_tokens(idle.model, idle.tokenizer)),
-        faults=recipe.fault_policy(),
-        reward_scope="group",
-        seed=recipe.training.seed,
-    )
+    with world.episodes(context) if world else nullcontext() as episodes:
+        yield RolloutScheduler(
+            idle.engine,
+            prompts(),
+            no_reward,
+            recipe.rollout_params(partial_rollout=False),
+            sampling=recipe.sampling(stops),
+            faults=recipe.fault_policy(),
+            reward_scope="group",
+            seed=recipe.training.seed,
+            episodes=episodes,
+        )

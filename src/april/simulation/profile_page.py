@@ -12,6 +12,7 @@ from april.reporting.html import Section, Tile, both_widths, page
 from april.simulation.page import FRONTIER, frontier, table_of
 from april.simulation.plan import cut_off
 from april.simulation.profile import LAST, Profile
+from april.simulation.turns import Turns
 
 BINS, BAR = 12, 44
 """Rows of the histogram on a terminal, and characters of its longest bar."""
@@ -28,6 +29,8 @@ def lines_of(profile: Profile) -> Iterator[str]:
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
         bar = "█" * int(np.ceil(BAR * count / counts.max()))
         yield f"  {int(low) + 1:>{width},} to {int(high):>{width},}  {bar:<{BAR}} {count:,}".rstrip()
+    if profile.turns is not None:
+        yield turns_of(profile.turns)
     yield tail_of(profile)
 
 
@@ -37,6 +40,13 @@ def lengths_of(profile: Profile) -> str:
     return (
         f"{len(lengths):,} responses: median {p50:,.0f} tokens, mean {lengths.mean():,.0f}, p99 {p99:,.0f}, longest "
         f"{lengths.max():,}; {cut:.0%} cut off. Correlation within groups: {profile.workload.correlation:.2f}."
+    )
+
+
+def turns_of(turns: Turns) -> str:
+    return (
+        f"Episodes: turns of {turns.tokens:,.0f} tokens on average, answered with {turns.observation_tokens:,} tokens "
+        f"in {seconds(turns.seconds)} (sigma {turns.sigma:.1f})."
     )
 
 
@@ -77,6 +87,7 @@ def profile_page(title: str, profile: Profile) -> str:
             for size, bins in ((WIDE, 56), (HALF, 28))
         )
     )
+    episodes = [] if profile.turns is None else [turns_of(profile.turns)]
     tiles = [
         Tile("Gain to expect", f"× {profile.gain:.2f}", f"consumed tokens/s, with {chosen.name}"),
         Tile("Tail of a step", percent(profile.tail.share), f"of its time, for the last {LAST:.0%} of samples"),
@@ -88,7 +99,7 @@ def profile_page(title: str, profile: Profile) -> str:
         profile.verdict,
         tiles,
         [
-            Section("Response lengths", legend + plot, lengths_of(profile)),
+            Section("Response lengths", legend + plot, " ".join((lengths_of(profile), *episodes))),
             Section("A synchronous step", "", tail_of(profile)),
             Section("Throughput against staleness", frontier(profile.points), f"{FRONTIER} {trust_of(profile)}"),
             Section(

@@ -15,6 +15,9 @@ from april.rollout.admission.lengths import LengthModel
 from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 
+PROFILE = "profile.json"
+"""What `april profile` writes of its turns, beside all else."""
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -76,7 +79,11 @@ def _training(run: Path) -> float | None:
 
 
 def _turns(run: Path, size: int) -> Turns | None:
-    """Turns as long as the run's on average, whose answers take as long; how much that time varied is not recorded."""
+    """Turns as long as the run's on average, whose answers take as long; how much that time varied only a profile
+    says."""
+    if (profile := run / PROFILE).exists():
+        turns = json.loads(profile.read_text()).get("turns")
+        return turns and Turns(**turns)
     try:
         steps = [record for record in read_metrics(run) if record.get("turns_mean")]
     except FileNotFoundError:

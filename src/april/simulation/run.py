@@ -185,7 +185,7 @@ def simulate(
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
     engine = SimulatedEngine(cost, workload, replicas, on_update, resolution, streamed, turns)
-    episodes = None if turns is None else turns.episodes(engine.over, cost.kv_tokens)
+    episodes = None if turns is None else turns.episodes(engine.over, engine.room)
     scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes)
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)

@@ -1,7 +1,8 @@
 """Episodes in virtual time: how long turns are, what environments answer, and how long that takes.
 
 Invariants:
-- where a turn ends and how long its answer takes follows from the sample and the turn; no schedule changes it;
+- where a turn ends and how long its answer takes follows from the run's seed, the sample and the turn; no schedule
+  changes it;
 - an environment is done when the response is as long as the workload says: turns cut a response up, and nothing else.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import pstdev
 from typing import Any
 
 from april.rollout.environment import EnvStep, Observation, Said, TokenIds, Turn
@@ -39,8 +41,24 @@ class Turns:
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or min(self.observation_tokens, self.seconds, self.sigma) < 0:
+        others = (self.observation_tokens, self.seconds, self.sigma)
+        if not (1 <= self.tokens < math.inf and all(0 <= value < math.inf for value in others)):
             raise ValueError(f"{self}: a turn needs a token at least, and nothing of it is below zero")
+
+    @classmethod
+    def seen(cls, samples: Sequence[Sample]) -> Turns | None:
+        """As those of `samples` were; None if none of them had an environment."""
+        answers = [answer.seconds for sample in samples for answer in sample.transitions[1:]]
+        turns = sum(sample.turns for sample in samples if sample.transitions)
+        if not turns:
+            return None
+        known = [math.log(seconds) for seconds in answers if seconds > 0]
+        return cls(
+            tokens=max(sum(sample.policy_tokens for sample in samples) / turns, 1.0),
+            observation_tokens=round(sum(sample.environment_tokens for sample in samples) / turns),
+            seconds=sum(answer.seconds for sample in samples for answer in sample.transitions) / turns,
+            sigma=pstdev(known) if known else 0.0,
+        )
 
     def end(self, sample: Sample) -> int:
         """Response tokens at which the turn that the policy speaks is over."""
@@ -77,14 +95,16 @@ class SimulatedEnvironment:
     def __init__(self, turns: Turns, over: Collection[str]) -> None:
         self.turns = turns
         self.over = over
+        self.seed = 0
         self.answer = TokenIds((0,) * turns.observation_tokens)
 
     async def reset(self, prompt: Mapping[str, Any], seed: int) -> TokenIds:
+        self.seed = seed
         return TokenIds()
 
     async def step(self, turn: Turn) -> EnvStep:
         # Samples of a group share a seed; their answers do not take equally long.
-        await asyncio.sleep(self.turns.latency(hash_of(turn.sample_id), turn.index))
+        await asyncio.sleep(self.turns.latency(self.seed ^ hash_of(turn.sample_id), turn.index))
         return EnvStep(self.answer, done=turn.sample_id in self.over)
 
     async def close(self) -> None:
