@@ -1,6 +1,6 @@
-"""`python -m april.commands.rank`: one of several ranks, as `april.training.agent` starts them; nobody else does.
+"""One of several ranks, as `april.training.agent` starts it (`python -m april.commands.rank`), or torchrun does.
 
-What to do is on standard input, as JSON: the recipe, and whether a run is resumed.
+The agent says what to do on standard input, as JSON: the recipe, and whether a run is resumed.
 """
 
 from __future__ import annotations
@@ -10,29 +10,37 @@ import os
 import signal
 import sys
 import traceback
+from typing import TYPE_CHECKING, NoReturn
 
-from april.training.rank_process import LOST, RankLostError, Report
+from april.training.rank_process import LOST, RankLostError, Report, leads
+
+if TYPE_CHECKING:
+    from april.config.recipe import Recipe
 
 
 def main() -> int:
     report = Report()  # before the imports that take long
     payload = json.load(sys.stdin)
-    leads = os.environ["RANK"] == "0"
-    if not leads:
+    if not leads():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
 
+    from april.config.recipe import recipe_from_dict
+
+    return train(recipe_from_dict(payload["recipe"]), payload["resume"], report)
+
+
+def train(recipe: Recipe, resume: bool, report: Report) -> int:
+    """Be the rank that the environment names, to the end of the run, and return the exit status."""
     from april.commands.failure import fail
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
-    from april.config.recipe import recipe_from_dict
     from april.training.crew import following
     from april.training.sharded import MemoryShortage
 
-    recipe = recipe_from_dict(payload["recipe"])
     try:
-        if leads:
-            return run_trainer(recipe, payload["resume"])
+        if leads():
+            return run_trainer(recipe, resume)
         following(recipe)
         return 0
     except MemoryShortage as error:
@@ -42,7 +50,7 @@ def main() -> int:
         report.say(lost=str(error))
         return LOST
     except ConfigError as error:
-        if not leads:  # what all ranks find wrong is said once
+        if not leads():  # what all ranks find wrong is said once
             report.say(failed=str(error))
         return fail(str(error))
     except Exception as error:
@@ -51,8 +59,12 @@ def main() -> int:
         return 1
 
 
-if __name__ == "__main__":
-    status = main()
+def leave(status: int) -> NoReturn:
+    """End this process at once: what is left of torch's threads may wait for a rank that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # what is left of torch's threads may wait for a rank that is gone
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main())

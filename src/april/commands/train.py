@@ -8,6 +8,8 @@ from april.commands import resume
 from april.commands.arguments import read_recipe
 from april.commands.start import start
 from april.training.output import prepare_output
+from april.training.rank_process import leads, started_anew
+from april.training.resume import RECIPE, check_run
 
 DESCRIPTION = """Train a causal language model by reinforcement learning, with active partial rollouts.
 
@@ -23,5 +25,10 @@ def run(args: list[str]) -> int:
     if resume.asked_for(args):
         return resume.run(resume.arguments(args))
     recipe = read_recipe(args, "april train", DESCRIPTION)
-    prepare_output(Path(recipe.reporting.output), recipe.reporting.if_exists)
-    return start(recipe)
+    directory = Path(recipe.reporting.output)
+    resumed = started_anew() and (directory / RECIPE).is_file()
+    if leads() and resumed:
+        list(check_run(directory))
+    elif leads():
+        prepare_output(directory, recipe.reporting.if_exists)
+    return start(recipe, resumed)

@@ -7,8 +7,10 @@ wastes are not in it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.local import checkpoint_layers, objective_of
+from april.training.model_parallel import EXPERTS, check_layout, plans
 
 MOMENTS = 2
 """Of AdamW, for each parameter."""
@@ -44,20 +47,24 @@ def planned(recipe: Recipe) -> MemoryPlan:
     """What the recipe's run will hold.
 
     Raises:
-        ConfigError: the model's configuration cannot be read.
+        ConfigError: the model's configuration cannot be read, or does not go with the layout.
     """
-    training, engine = recipe.training, recipe.engine
+    training, engine, trainer = recipe.training, recipe.engine, recipe.trainer
+    check_layout(recipe)
     own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.engine_dtype))
-    copies = recipe.trainer.processes // recipe.trainer.policy_replicas if recipe.trainer.sharded else 1
+    copies = trainer.processes // trainer.policy_replicas if trainer.sharded else 1
     with FakeTensorMode():
         model = _model(recipe)
         model.requires_grad_(not recipe.lora.rank)
-        counts = [p.numel() for p in model.parameters()]
-        shard = sum(-(-p.shape[0] // copies) * (p.numel() // p.shape[0]) for p in model.parameters())
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        layer = max((sum(p.numel() for p in part.parameters()) for part in layers), default=0)
-        root = sum(counts) - sum(p.numel() for part in layers for p in part.parameters())
-        activations = _activations(model, recipe, computed, len(layers))
+        count = sum(p.numel() for p in model.parameters())
+        sizes = _sizes(model, copies, trainer.tensor_parallel, trainer.expert_parallel)
+        shard = sum(held for held, _ in sizes.values())
+        names = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+        of_layers = {layer: sum(part for n, (_, part) in sizes.items() if n.startswith(f"{layer}.")) for layer in names}
+        layer = max(of_layers.values(), default=0)
+        root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
+        divided = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype))
+        activations = _activations(divided, recipe, computed, len(names))
         cache = _cache_bytes(model.config, computed)
     objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
@@ -68,33 +75,75 @@ def planned(recipe: Recipe) -> MemoryPlan:
         "parameters": (1 + critics + frozen) * shard * own + adapters * own,
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
-        "gathered layers": (2 * layer + root) * computed + layer * computed if copies > 1 else 0,
-        "activations": activations // recipe.trainer.context_parallel,
+        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if copies > 1 else 0,
+        "activations": activations // trainer.context_parallel,
         "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
     }
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
-    first = {"engine's weights": sum(counts) * computed if copies > 1 or engine.engine != "embedded" else 0, "KV": kv}
-    return MemoryPlan(rank, first, sum(counts))
+    whole = copies > 1 or engine.engine != "embedded"
+    devices = engine_devices(recipe)
+    first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
+    return MemoryPlan(rank, first, count)
+
+
+def engine_devices(recipe: Recipe) -> int:
+    """GPUs of each server, as its own options say."""
+    arguments = " ".join(recipe.engine.server_args)
+    named = re.search(r"(?:--tensor-parallel-size|--tp-size|--tp|-tp)[ =](\d+)", arguments)
+    return int(named[1]) if named else 1
+
+
+def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple[int, int]]:
+    """Of each parameter: how much of it a rank holds, and how much while its layer computes; numbers."""
+    matrices, experts = plans(model, tensor, expert)
+    layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
+    sizes = {}
+    for name, parameter in model.named_parameters():
+        parts, over = 1, copies
+        if name in experts:
+            parts, over = expert, copies // expert
+        elif tensor > 1 and name.startswith(layers):
+            parts = tensor if matrices.get(name) in ("colwise", "rowwise") else 1
+            over = copies // tensor
+        part = parameter.numel() // parts
+        rows = parameter.shape[0] // (1 if matrices.get(name) == "rowwise" else parts)
+        sizes[name] = (-(-rows // over) * (part // rows), part)
+    return sizes
 
 
 def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     """The plan, line by line."""
-    trainer = recipe.trainer
-    yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es)"
+    trainer, devices = recipe.trainer, engine_devices(recipe)
+    layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
+    named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
+    yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es){named}"
     for name, size in plan.rank.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
     yield f"  {'each rank':<18}{sum(plan.rank.values()) / 1e9:10.3f} GB"
-    where = "on the first rank" if recipe.engine.engine in ("embedded", "vllm-inproc") else "on each server"
+    inside = recipe.engine.engine in ("embedded", "vllm-inproc")
+    server = "on each server" if devices == 1 else f"on each of a server's {devices} GPUs"
+    where = "on the first rank" if inside else server
     yield f"engine, {where}, with {recipe.engine.max_running} samples of full length:"
     for name, size in plan.first.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
-def _model(recipe: Recipe) -> Any:
+def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None) -> Any:
+    """The policy without values, or what one of so many ranks that divide its matrices computes with.
+
+    Args:
+        dtype: in the place of the recipe's own; a mixture of experts has bfloat16 then, or its kernels have no shapes.
+    """
     try:
-        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.model.dtype))
+        config: Any = AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), trust_remote_code=False)
+        if parts > 1:
+            config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+                setattr(config, name, getattr(config, name) // parts)
+        mixed = any(getattr(config, name, None) for name in EXPERTS)
+        own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, recipe.model.dtype)
+        return AutoModelForCausalLM.from_config(config, dtype=own)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}") from None

@@ -16,6 +16,8 @@ RENDEZVOUS = "APRIL_RENDEZVOUS"
 """The environment variable that says where ranks meet, as an URL of torch's."""
 LINE = "APRIL_AGENT"
 """The environment variable that holds the descriptor on which a rank reports to its agent."""
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+"""The environment variable in which torchrun says how often it has started all ranks anew."""
 LOST = 75
 """The exit status of a rank that lost another one."""
 SIGN_SECONDS = 1.0
@@ -29,6 +31,16 @@ class RankLostError(Exception):
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def leads() -> bool:
+    """Whether this process is the first rank, or no rank at all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def started_anew() -> bool:
+    """Whether torchrun started this rank after others had been lost."""
+    return os.environ.get(RESTARTS, "0") != "0"
 
 
 class Report:

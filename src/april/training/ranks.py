@@ -21,13 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.training.context import Context
-from april.training.rank_process import RENDEZVOUS, RankLostError
+from april.training.rank_process import RENDEZVOUS, RESTARTS, RankLostError
 
 FOREVER = timedelta(days=365)
 
@@ -160,7 +162,7 @@ def joined(
     with translated():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            init_method=os.environ.get(RENDEZVOUS, "env://"),
+            store=_store(rank, world),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout),
@@ -183,6 +185,12 @@ def joined(
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
     yield Ranks(rank, world, own, mesh, commands, team, matrices, experts)
     dist.destroy_process_group()
+
+
+def _store(rank: int, world: int) -> c10d.Store:
+    """Where ranks find one another. torchrun keeps its own from one start to the next, with what lost ranks left."""
+    store, *_ = next(rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world))
+    return c10d.PrefixStore(f"start {os.environ.get(RESTARTS, '0')}", store)
 
 
 def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Division:

@@ -1,0 +1,69 @@
+"""What ranks really hold while they train, against what was planned."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from april.training.memory_plan import planned
+from april.training.micro_batches import share
+from april.training.ranks import Ranks
+from april.training.sharded import ShardedLearner
+from tests import tiny
+from tests.training.steps import recipe, rollout
+
+
+class Held(TorchDispatchMode):
+    """The most bytes at a time of the tensors that were made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._made = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor):
+                local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+                self._made[local.untyped_storage()] = None
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made))
+        return made
+
+
+def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
+    """Print what this rank held at most in a training step, and what was planned, by part."""
+    chosen = recipe()
+    chosen.model.path = directory
+    chosen.trainer.processes = ranks.world
+    for name, value in trainer.items():
+        setattr(chosen.trainer, name, value)
+    step = rollout(1, groups=4, longest=160)
+    lengths = [len(sample.prompt_ids) + sample.length for group in step.groups for sample in group.samples]
+    chosen.training.max_tokens_per_micro_batch = 4 * max(lengths)
+    passes = share(lengths, range(len(lengths)), 4 * max(lengths), True, *ranks.team)
+    largest = max(passes, key=lambda part: sum(lengths[row] for row in part))
+    model = getattr(tiny, policy)(sharpness=1.0, hidden_size=64, intermediate_size=256, num_hidden_layers=6)
+    if ranks.leads:
+        model.save_pretrained(directory)
+    ranks.wait()
+    full = copy.deepcopy(chosen)
+    full.training.max_tokens_per_micro_batch = sum(lengths[row] for row in largest)
+    full.rollout.max_response_length = full.training.max_tokens_per_micro_batch // len(largest)
+    plan = planned(full).rank
+    chosen.engine.engine = "vllm"  # whose copy of the policy is elsewhere
+    learner = ShardedLearner(model, chosen, ranks)
+    learner.train(step, 1)
+    learner.optimizer.zero_grad()
+    kept = [*learner.model.parameters(), *(t for s in learner.optimizer.state.values() for t in s.values())]
+    held = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in kept)
+    with Held() as new:
+        learner.train(step, 2)
+    print(json.dumps({"held": held + new.peak, "planned": sum(plan.values()), "parts": plan}), flush=True)

@@ -1,0 +1,26 @@
+"""What ranks hold at most is what `april memory` says they will."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launch import run
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout"),
+    [
+        ("model", {}),
+        ("model", {"tensor": 2, "tensor_parallel": 2}),
+        ("model", {"context": 2, "context_parallel": 2}),
+        ("mixture", {"expert": 2, "expert_parallel": 2}),
+    ],
+)
+def test_the_most_that_a_rank_holds_is_what_was_planned(policy: str, layout: dict[str, int], tmp_path: Path) -> None:
+    where = str(tmp_path / "policy")
+    for said in run("tests.ranks.memory:peaks", 2, tmp_path, directory=where, policy=policy, **layout):
+        found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+        assert 0.75 < found["held"] / found["planned"] < 1.15, found

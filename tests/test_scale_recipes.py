@@ -1,0 +1,65 @@
+"""The recipes of examples/scale fit the GPUs that they are for, by the real shapes of their policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from april.commands.main import run
+from april.config.reading import load_recipe
+from april.training.memory_plan import planned
+from tests import tiny
+
+SCALE = Path(__file__).parent.parent / "examples" / "scale"
+GPU = 80e9
+SHARE = 0.85
+"""Of a GPU's memory: the rest is for kernels and allocators."""
+COMMON: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+SHAPES: dict[str, tuple[PreTrainedConfig, float]] = {
+    "Qwen/Qwen3-8B": (
+        Qwen3Config(**COMMON, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8),
+        8.19e9,
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        Qwen3MoeConfig(
+            **COMMON,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+        30.53e9,
+    ),
+}
+"""As their config.json on the hub has them, and how many parameters their cards name."""
+
+
+@pytest.mark.parametrize("path", sorted(SCALE.glob("*.toml")), ids=lambda path: path.stem)
+def test_a_recipe_fits_its_gpus(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe(path)
+    config, parameters = SHAPES[recipe.model.path]
+    config.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    recipe.model.path = str(tmp_path)
+    plan = planned(recipe)
+    assert plan.parameters == pytest.approx(parameters, rel=1e-3)
+    assert plan.rank["optimizer"] == pytest.approx(8 * parameters / recipe.trainer.processes, rel=0.01)
+    assert sum(plan.rank.values()) < SHARE * GPU
+    assert sum(plan.first.values()) < SHARE * GPU
+    assert (
+        run(["memory", str(path), "--model.path", str(tmp_path), "--processes", "24", "--context-parallel", "3"]) == 2
+    )
+    assert "does not divide the 32 num_attention_heads" in capsys.readouterr().err
