@@ -92,14 +92,15 @@ async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> No
     assert not retries.failed(failing)
 
 
-async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_replaced() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_replaced(overlap: bool) -> None:
     engine = Cursed({1}, slots=100)
     rollouts = scheduler(engine, max_retries=2)
     async with rollouts:
         steps = []
         for _ in range(3):
-            steps.append(await rollouts.collect())
-            await rollouts.update_weights()
+            steps.append(await (rollouts.take() if overlap else rollouts.collect()))
+            await rollouts.swap()
     quarantined = [q for step in steps for q in step.quarantined]
     assert [(q.group_id, q.prompt_id, q.reason) for q in quarantined] == [(1, "prompt 1", Rejection.ENGINE)]
     assert quarantined[0].error.startswith("no luck with 1.")
