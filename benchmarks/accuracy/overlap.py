@@ -34,7 +34,7 @@ ARMS: dict[str, dict[str, Any]] = {
     for arm in ("alternating", "overlapping")
 }
 RATE = 1.7e-4
-SEEDS = range(600, 604)
+SEEDS = range(600, 608)
 
 
 @dataclass(frozen=True)
