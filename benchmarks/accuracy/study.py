@@ -30,7 +30,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,10 +166,14 @@ def all_cells() -> list[Cell]:
 
 
 class CpuLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock is the CPU time of this process, so that a step's seconds are too."""
+    """An event loop whose clock is CPU time, so that a step's seconds are too."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self._cpu = clock
 
     def time(self) -> float:
-        return time.process_time()
+        return self._cpu()
 
 
 def cpu_seconds() -> float:
@@ -177,16 +181,18 @@ def cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def run(cell: Training) -> dict[str, Any]:
-    """Train and evaluate one cell; the line of it in the file."""
+def run(cell: Training, cpu: Callable[[], float] | None = None) -> dict[str, Any]:
+    """Train and evaluate one cell; the line of it in the file. `cpu` is the CPU time so far of all that takes part, if
+    that is more than this process and its children."""
     record: dict[str, Any] = {"key": cell.key, **dataclasses.asdict(cell)}
-    began = cpu_seconds()
+    taken = cpu or cpu_seconds
+    began = taken()
     with tempfile.TemporaryDirectory() as directory:
         recipe = cell.recipe(Path(directory) / "run")
         apart = recipe.engine.own_process
-        clock = time.perf_counter if apart else time.process_time
+        clock = time.perf_counter if apart else cpu or time.process_time
         try:
-            with asyncio.Runner(loop_factory=None if apart else CpuLoop) as runner:
+            with asyncio.Runner(loop_factory=None if apart else lambda: CpuLoop(clock)) as runner:
                 summary = runner.run(train(recipe, clock=clock))
         except TrainingError as error:
             summary, record["error"] = None, str(error)
@@ -195,7 +201,7 @@ def run(cell: Training) -> dict[str, Any]:
                 raise KeyboardInterrupt
         metrics = list(read_metrics(Path(recipe.reporting.output)))
         record |= measured(recipe, metrics, summary) | cell.more([m for m in metrics if m["step"]])
-    record["cpu_seconds"] = round(cpu_seconds() - began, 2)
+    record["cpu_seconds"] = round(taken() - began, 2)
     gc.collect()
     return record
 
@@ -261,7 +267,9 @@ def claimed(cell: Training, path: Path) -> Iterator[bool]:
             yield True
 
 
-def run_cells(cells: Sequence[Training], path: Path, limit: int | None = None) -> int:
+def run_cells(
+    cells: Sequence[Training], path: Path, limit: int | None = None, cpu: Callable[[], float] | None = None
+) -> int:
     """Run the first `limit` of `cells` that are not in the file `path` yet, and return how many there were."""
     ended = 0
     for cell in cells:
@@ -270,7 +278,7 @@ def run_cells(cells: Sequence[Training], path: Path, limit: int | None = None) -
         with claimed(cell, path) as free:
             if not free or any(record["key"] == cell.key for record in recorded(path)):
                 continue
-            record = run(cell)
+            record = run(cell, cpu)
             torn = path.exists() and not path.read_text().endswith("\n")
             with path.open("a") as file:
                 file.write("\n" * torn + json.dumps(record) + "\n")
