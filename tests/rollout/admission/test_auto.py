@@ -88,7 +88,7 @@ def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
     for _ in range(9):
         learn(admission, a_step(rng, 8, 4, 40, shortest=40))
     assert admission.plan(8).target == 8
-    for _ in range(5):
+    for _ in range(9):
         learn(admission, a_step(rng, 8, 4, 40))
     assert admission.plan(8).target > 8, "of unequal lengths, more under way keep the slots busy"
 

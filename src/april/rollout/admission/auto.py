@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from april.rollout.admission.admission import largest_target
-from april.rollout.admission.choice import Choice
+from april.rollout.admission.choice import Choice, Means, ladder
 from april.rollout.admission.forecast import Conditions, Forecast
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
@@ -37,10 +37,10 @@ UNBOUNDED = 8
 """The largest N'/N that is considered where no staleness bound limits it."""
 SAMPLES = 512
 """Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
-CANDIDATES = 10
+CANDIDATES = 13
 FIRST = 3
 """Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
-EARLY, EARLY_CANDIDATES = 8, 5
+EARLY, EARLY_CANDIDATES = 8, 6
 """Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N,
 where nothing is resumed and a first estimate that was wrong stays so."""
 FEWEST = 18
@@ -86,6 +86,7 @@ class AutoAdmission:
         self.rates = EngineRates()
         self.current: Plan | None = None
         self.observed = RecentSteps()
+        self._means = Means()
         self._planner = ThreadPoolExecutor(1, "april-admission")
         self._planned: Future[Plan] | None = None
 
@@ -135,7 +136,7 @@ class AutoAdmission:
     def _cost(self, batch_size: int) -> float:
         """Seconds that planning takes for each step that forecasts play."""
         samples = min(batch_size * self.group_size, SAMPLES)
-        return (self._candidates + 2) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
+        return (self._candidates + 1) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
 
     def _probe(self, batch_size: int) -> Plan:
         self.observed.synchronous = 0
@@ -147,14 +148,18 @@ class AutoAdmission:
 
     def _choose(self, batch_size: int, lengths: LengthModel) -> Plan:
         workload, scale, steps = self._conditions(batch_size, lengths)
+        per_second = self.observed.accepted / scale
 
         def forecast(target: int) -> Forecast:
             # A group that is turned away is replaced: the step has to complete more, with as many more under way.
             under_way = round((target - batch_size) * scale) + workload.batch_size
-            return workload.forecast(under_way, steps, steps // 3)
+            played = workload.forecast(under_way, steps, steps // 3)
+            rate = played.consumed_tokens_per_second * per_second
+            return replace(played, target=target, consumed_tokens_per_second=rate)
 
-        choice = Choice(forecast, batch_size, self._largest(batch_size), self.share, self._candidates)
-        per_second = self.observed.accepted / scale
+        rungs = ladder(batch_size, self._largest(batch_size), self._candidates)
+        self._means.add({target: forecast(target) for target in rungs})
+        choice = Choice(self._means.forecasts, forecast, self.share)
         target, reason = choice.choose(self.current.target if self.current else None), ""
         if (off := self.observed.off) > FAR_OFF:
             target = min(2 * batch_size, self._largest(batch_size))
@@ -162,15 +167,15 @@ class AutoAdmission:
         if self._early:
             target = max(target, self._few_more(batch_size))
         chosen = choice.play(target)
-        expected, best = chosen.consumed_tokens_per_second * per_second, choice.best * per_second
+        expected = chosen.consumed_tokens_per_second
         reason += (
-            f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {best:,.0f} "
+            f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {choice.best:,.0f} "
             f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
             f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens"
         )
         played = sorted(choice.played.items())
         table = tuple(
-            Alternative(n, round(float(one.consumed_tokens_per_second) * per_second, 1), round(one.staleness, 3))
+            Alternative(n, round(float(one.consumed_tokens_per_second), 1), round(one.staleness, 3))
             for n, one in played
         )
         return Plan(target, reason, expected, chosen.staleness, table)
@@ -191,7 +196,7 @@ class AutoAdmission:
         groups = max(round(needed * scale), 1)
         steps = self._steps(batch_size)
         capacity = self.engine.capacity
-        rng = np.random.default_rng(0)  # the same draws for every N': differences are not noise
+        rng = np.random.default_rng(self.observed.steps)  # the same draws for every N', and others for every plan
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         conditions = Conditions(
@@ -225,6 +230,8 @@ class AutoAdmission:
             "observed": asdict(self.observed),
             "plan": self.current and asdict(self.current),
             "planned": planned and asdict(planned),
+            "plans": self._means.plans,
+            "forecasts": [asdict(forecast) for forecast in self._means.forecasts.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -234,6 +241,7 @@ class AutoAdmission:
         self.rates.load_state_dict(state["rates"])
         self.observed = RecentSteps(**state["observed"])
         self.current = Plan(**state["plan"]) if state["plan"] else None
+        self._means = Means(state["plans"], {saved["target"]: Forecast(**saved) for saved in state["forecasts"]})
         if state["planned"]:
             self._planned = Future()
             self._planned.set_result(Plan(**state["planned"]))

@@ -1,12 +1,17 @@
 """Which N' to take, of what is forecast for several: the freshest data that throughput close to the best allows.
 
+One forecast is off by 5 to 10 % where many groups are under way, as what ends together goes on ending together for a
+while. So forecasts of the same N' are averaged from plan to plan, until the workload is seen to have changed.
+
 Invariant: batch_size <= N' <= largest, and whatever is chosen was forecast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import sqrt
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import log
+from statistics import median
 
 import numpy as np
 
@@ -20,26 +25,54 @@ PRICE = 0.005
 little too hopeful, and fresher data is worth something."""
 NEAR = 1.25
 """How many times more or less than the best it may be."""
+NEWEST = 0.2
+"""Weight of the newest plan's forecasts in the mean, once there have been enough."""
+CHANGED = 0.1
+"""How far off the mean they are, in the middle of all N' and as a logarithm, if the workload has changed."""
+
+
+def ladder(batch_size: int, largest: int, candidates: int) -> list[int]:
+    """N' to forecast, evenly spaced in their logarithm."""
+    rungs = np.geomspace(batch_size, largest, min(candidates, largest - batch_size + 1))
+    tried: list[int] = np.unique(np.round(rungs)).astype(int).tolist()
+    return tried
+
+
+@dataclass(slots=True)
+class Means:
+    """What a run's plans have forecast for each N', on average."""
+
+    plans: int = 0
+    forecasts: dict[int, Forecast] = field(default_factory=dict)
+
+    def add(self, newest: Mapping[int, Forecast]) -> None:
+        if newest.keys() != self.forecasts.keys() or self._far_from(newest) > CHANGED:
+            self.plans, self.forecasts = 1, dict(newest)
+            return
+        self.plans += 1
+        weight = max(NEWEST, 1 / self.plans)
+        self.forecasts = {n: self.forecasts[n].towards(forecast, weight) for n, forecast in newest.items()}
+
+    def _far_from(self, newest: Mapping[int, Forecast]) -> float:
+        return median(
+            abs(log(forecast.consumed_tokens_per_second / self.forecasts[n].consumed_tokens_per_second))
+            for n, forecast in newest.items()
+        )
 
 
 class Choice:
-    """Looks for N' between a batch and the largest that the bound allows.
+    """Chooses among what was forecast.
 
     Args:
-        forecast: what an N' would bring.
+        played: forecasts, by N'.
+        forecast: what another N' would bring.
         share: the part of the best that is enough.
-        candidates: N' that are tried, evenly spaced in their logarithm; a few more are, beside the best of them.
     """
 
-    def __init__(
-        self, forecast: Callable[[int], Forecast], batch_size: int, largest: int, share: float, candidates: int
-    ) -> None:
+    def __init__(self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], share: float) -> None:
+        self.played = dict(played)
         self._forecast = forecast
         self.share = share
-        self.played: dict[int, Forecast] = {}
-        ladder = np.unique(np.round(np.geomspace(batch_size, largest, min(candidates, largest - batch_size + 1))))
-        for target in ladder.astype(int).tolist():
-            self.play(target)
 
     @property
     def best(self) -> float:
@@ -62,10 +95,6 @@ class Choice:
     def choose(self, now: int | None) -> int:
         """The N' of least staleness, of those that are fast enough; the one in force if it is about as good."""
         chosen = self._freshest()
-        for _ in range(2):
-            lower = max((target for target in self.played if target < chosen), default=chosen)
-            self.play(round(sqrt(lower * chosen)))
-            chosen = self._freshest()
         near = now is not None and max(now, chosen) <= NEAR * min(now, chosen)
         if now is not None and near and self.enough(now):
             return now if self.play(now).staleness <= self.play(chosen).staleness + STALER else chosen

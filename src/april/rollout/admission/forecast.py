@@ -36,6 +36,19 @@ class Forecast:
     staleness: float
     occupancy: float
 
+    def towards(self, newest: Forecast, weight: float) -> Forecast:
+        """The mean of both, of which `newest` makes up `weight`."""
+
+        def mean(before: float, now: float) -> float:
+            return before + weight * (now - before)
+
+        return Forecast(
+            self.target,
+            mean(self.consumed_tokens_per_second, newest.consumed_tokens_per_second),
+            mean(self.staleness, newest.staleness),
+            mean(self.occupancy, newest.occupancy),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Conditions:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from april.rollout.step import Plan, Step
 
-RECENT = 0.8
+RECENT = 0.9
 """What a step weighs beside the one after it, where forecasts are held against what came."""
 
 
