@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from april.integrations.trl_sharded import WholeModel
+from tests import tiny
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -36,3 +40,11 @@ def test_a_sharded_policy_generates_and_resumes(tmp_path: Path) -> None:
         assert max(older) > 1e-3, "no update changed what tokens are drawn from: the test saw nothing"
         assert resumed["batches"] == straight["batches"][2:]
         assert [entry["loss"] for entry in resumed["logs"]] == [entry["loss"] for entry in straight["logs"]]
+
+
+def test_the_copy_that_generates_is_on_the_trainers_device() -> None:
+    """Sharded later, the model itself is still where it was loaded."""
+    model = tiny.model()
+    whole = WholeModel(model, True, torch.device("meta"))
+    assert {parameter.device.type for parameter in whole.copy.parameters()} == {"meta"}
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}

@@ -24,8 +24,11 @@ def main() -> int:
     lives.write_text(str(lived + 1))
     with (run / "told.jsonl").open("a") as file:
         file.write(json.dumps({"rank": rank, "resume": told["resume"], **told["recipe"]["training"]}) + "\n")
+    does = json.loads((run / "plan.json").read_text())[lived][int(rank)]
+    if does == "trains":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a step that has begun is trained to its end
     meet(Path(os.environ[RENDEZVOUS].removeprefix("file://")).parent, rank, int(os.environ["WORLD_SIZE"]))
-    match json.loads((run / "plan.json").read_text())[lived][int(rank)]:
+    match does:
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stopped":
@@ -36,6 +39,14 @@ def main() -> int:
         case "failed":
             report.say(failed="OSError: the disk is full")
             return 1
+        case "collects":
+            signal.signal(signal.SIGTERM, lambda *_: leave_with_all(run))
+            (run / "collecting").touch()
+            time.sleep(600)
+        case "killed while it collects":
+            while not (run / "collecting").exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "waits":
             time.sleep(600)
         case "lost":
@@ -51,6 +62,12 @@ def main() -> int:
             time.sleep(0.3)
             return status
     return 0
+
+
+def leave_with_all(run: Path) -> None:
+    """As the first rank does: what it has collected is on disk before it finds the others gone."""
+    (run / "collected").touch()
+    sys.exit(LOST)
 
 
 def meet(place: Path, rank: str, world: int) -> None:

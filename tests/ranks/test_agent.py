@@ -59,6 +59,11 @@ def test_a_rank_that_is_killed_is_named_and_all_start_anew(
     assert f"rank {plan.index('killed')} was ended by SIGKILL; all ranks start anew" in capfd.readouterr().err
 
 
+def test_what_the_first_rank_was_collecting_is_kept_when_another_is_lost(ends: Any, tmp_path: Path) -> None:
+    assert ends(["collects", "killed while it collects"], [0, "done"]) == 0
+    assert (tmp_path / "collected").exists()
+
+
 def test_a_rank_that_hangs_is_named_and_ended(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(["waits", "stopped"], [0, "done"], rank_timeout=4.0) == 0
     said = capfd.readouterr().err

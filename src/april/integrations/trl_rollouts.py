@@ -110,7 +110,10 @@ class TRLRollouts:
         self.group_size: int = trainer.num_generations
         self.whole: WholeModel | None = None
         if trainer.accelerator.is_fsdp2:
-            self.whole = WholeModel(model, self.job.leads or settings.engine == "embedded")
+            generates = settings.engine == "embedded"
+            computed = generates or settings.weight_transfer == "broadcast"
+            device = trainer.accelerator.device if computed else model.device
+            self.whole = WholeModel(model, self.job.leads or generates, device)
             model = self.whole.copy
         self.transfer = (
             SharedParameters() if model is None else transfer_of(recipe, model, tokenizer, directory, adapters)

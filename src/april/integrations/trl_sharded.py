@@ -20,11 +20,12 @@ class WholeModel:
     """Args:
     model: the policy, whole still; the trainer shards this very module later (FSDP2).
     wanted: this process needs the copy.
+    device: where the copy is to be; the model itself is still where it was loaded, which is the CPU.
     """
 
-    def __init__(self, model: Any, wanted: bool) -> None:
+    def __init__(self, model: Any, wanted: bool, device: torch.device) -> None:
         self.model = model
-        self.copy: Any = copy.deepcopy(model).requires_grad_(False).eval() if wanted else None
+        self.copy: Any = copy.deepcopy(model).requires_grad_(False).eval().to(device) if wanted else None
 
     def gather(self) -> None:
         """Called by all processes of the job."""

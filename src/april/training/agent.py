@@ -5,6 +5,7 @@ Invariants:
 - ranks that are started anew go on from the newest checkpoint and the journal, so nothing is lost or done twice;
 - a rank that runs out of memory ends all, and is no death: that the micro-batches get smaller is what goes on;
 - how the first rank ends by itself is how the run ends; it alone is told of signals, and the others end with it;
+- when another rank is gone the first one is asked to stop as by a user, so what it was collecting is in the journal;
 - no rank outlives the agent for long: the first one then stops the run in good order.
 """
 
@@ -32,6 +33,8 @@ from april.training.rank_process import LINE, LOST, RENDEZVOUS
 from april.training.resume import RECIPE, check_run
 
 COMMAND = [sys.executable, "-m", "april.commands.rank"]
+STOPPED = 130
+"""The exit status of a first rank that stopped because it was asked to."""
 GRACE_SECONDS = 20.0
 """That ranks have to end by themselves once one of them is gone."""
 
@@ -115,7 +118,7 @@ class Agent:
                 self._listen(0.5)
             self._end()
         leader = ranks[0].process.returncode
-        if self._short:
+        if self._short or ranks[0].ended_here:
             return None
         if leader >= 0 and leader != LOST:
             return leader
@@ -159,6 +162,11 @@ class Agent:
     def _end(self) -> None:
         """Let the ranks say why they end, and end those that do not."""
         deadline = time.monotonic() + GRACE_SECONDS
+        leader, *others = self._ranks
+        # One that ended by itself may have seen the first one end, which then says itself how.
+        asked = leader.process.poll() is None and any(map(_was_ended, others))
+        if asked:
+            leader.process.send_signal(signal.SIGTERM)
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self._ranks):
             self._listen(0.1)
         for rank in self._ranks:
@@ -166,6 +174,8 @@ class Agent:
             rank.process.kill()
             rank.process.wait()
             rank.listen()
+        if asked and leader.process.returncode in (-signal.SIGTERM, STOPPED):
+            leader.ended_here = True
 
     @contextmanager
     def _started(self, resume: bool) -> Iterator[list[RankProcess]]:
@@ -232,3 +242,8 @@ class Agent:
 
     def _note(self, message: str) -> None:
         print(f"april: {message}", file=sys.stderr, flush=True)
+
+
+def _was_ended(rank: RankProcess) -> bool:
+    """Whether a signal ended it, or is about to."""
+    return "hung" in rank.said or (rank.process.poll() or 0) < 0
