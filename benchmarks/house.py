@@ -1,6 +1,7 @@
 """What a change of the house costs: two source trees run their own benchmarks in turn, and the ratios of their figures.
 
     python benchmarks/house.py BEFORE AFTER --pairs 5
+    python benchmarks/house.py BEFORE AFTER --sections scheduler_throughput absorb --name episodes
 
 BEFORE and AFTER are checkouts. Each runs the scripts of its own `benchmarks/` in a copy, or `april` itself, on its own
 sources; `absorb.py`, which knows both, where a checkout has none. A section is replaced in the JSON, the others stay.
@@ -141,8 +142,9 @@ def main() -> None:
     parser.add_argument("after", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--sections", nargs="*", default=list(SECTIONS), choices=list(SECTIONS))
+    parser.add_argument("--name", default="", help="of the change, if the figures are kept in a file of their own")
     args = parser.parse_args()
-    path = Path(__file__).with_suffix(".json")
+    path = Path(__file__).with_name(f"house{args.name and '_'}{args.name}.json")
     saved = json.loads(path.read_text()) if path.exists() else {"sections": {}}
     for name in args.sections:
         saved["sections"][name] = section(args.before.resolve(), args.after.resolve(), name, args.pairs)

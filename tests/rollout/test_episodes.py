@@ -378,6 +378,21 @@ async def test_environments_that_all_fail_end_the_run_with_one_line() -> None:
         await run(build(World(trouble=trouble), EpisodePolicy(retry_delay=0.0, max_retries=1)), 1)
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [(lambda room: {room.words}, r"state\(\) must be JSON types"), (None, r"has no state\(\) and restore\(state\)")],
+)
+async def test_a_state_that_cannot_be_saved_is_named(state: Any, said: str) -> None:
+    class Forgetful(Room):
+        pass
+
+    Forgetful.state = state  # type: ignore[method-assign]
+    world = World()
+    policy = EpisodePolicy(recovery="snapshot", retry_delay=0.0, max_retries=0)
+    with pytest.raises(EpisodeError, match=said):
+        await run(build(world, policy, make=lambda: Forgetful(world)), 1)
+
+
 async def test_an_environment_that_hangs_costs_its_time_limit() -> None:
     world = World(trouble=lambda what: asyncio.Event().wait() if what == "0.0/0" else None)
     policy = EpisodePolicy(step_timeout=0.05, on_error="end")
