@@ -6,7 +6,7 @@ prompt (`token_at`, `logprob_at`), so whoever reads can tell that nothing is mis
 of interruptions. A prompt is (any number, its own length, ...).
 
 An abort answers as the real servers do: what was sampled and not sent yet comes with the last event. `GET /played` says
-how many tokens a replica has sampled, and how many of them it has sent.
+how many tokens a replica has sampled, how many of them it has sent, and how many control calls it has had.
 
     python benchmarks/playback.py --kind vllm --replicas 4
 
@@ -88,7 +88,7 @@ class Replica:
     def __init__(self, clock: Clock, stream_interval: int) -> None:
         self.clock = clock
         self.streams: dict[str, Stream] = {}
-        self.sampled = self.sent = 0
+        self.sampled = self.sent = self.calls = 0
         self.version = "default"
         self.stream_interval = stream_interval
 
@@ -96,7 +96,9 @@ class Replica:
         """What a control call answers."""
         if path == "/played":
             running = sum(stream.sampled(self.clock.step) for stream in self.streams.values())
-            return {"sampled": self.sampled + running, "sent": self.sent, "running": len(self.streams)}
+            sampled = self.sampled + running
+            return {"sampled": sampled, "sent": self.sent, "running": len(self.streams), "calls": self.calls}
+        self.calls += 1
         return self.control(path, body)
 
     def control(self, path: str, body: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import pytest
 
 from april.engines.servers import vllm
 from april.engines.servers.vllm import connect_vllm
-from tests.engines.servers.test_intake import check, make_samples, playback, playing, run, submit
+from tests.engines.servers.test_intake import CONNECT, LONG, absorb, check, make_samples, playback, playing, run, submit
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,28 @@ async def test_an_error_that_nobody_thought_of_is_told_and_the_sample_goes_on(
             assert len(unfinished) == 1
             submit(engine, unfinished)
             assert not await run(engine, samples, lambda: all(sample.finish for sample in samples))
+        finally:
+            await engine.close()
+    check(samples)
+
+
+@pytest.mark.parametrize("kind", CONNECT)
+async def test_an_interrupt_of_everything_is_not_a_call_for_each_stream(kind: str) -> None:
+    samples = make_samples(40, LONG)
+    async with playing(kind) as (url,), aiohttp.ClientSession() as session:
+
+        async def calls() -> int:
+            async with session.get(f"{url}/played") as answer:
+                return int((await answer.json())["calls"])
+
+        engine = await CONNECT[kind](url, vocab_size=playback.VOCABULARY)
+        try:
+            submit(engine, samples)
+            await run(engine, samples, lambda: all(sample.length for sample in samples))
+            before = await calls()
+            absorb(await engine.interrupt(), samples)
+            # One that finds a stream still running is made again, after twice as long each time.
+            assert await calls() - before < 10
         finally:
             await engine.close()
     check(samples)
