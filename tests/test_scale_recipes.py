@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from april.commands.main import run
+from april.commands.simulate import SimulateOptions, simulation_of
 from april.config.reading import load_recipe
 from april.training.memory_plan import planned
 from tests import tiny
@@ -45,6 +46,13 @@ SHAPES: dict[str, tuple[PreTrainedConfig, float]] = {
     ),
 }
 """As their config.json on the hub has them, and how many parameters their cards name."""
+
+
+@pytest.mark.parametrize(("name", "engines", "training"), [("qwen3-8b", 4, 4), ("qwen3-30b-a3b", 16, 32)])
+def test_a_recipe_is_simulated_on_its_own_layout(name: str, engines: int, training: int) -> None:
+    cluster = simulation_of(load_recipe(SCALE / f"{name}.toml"), SimulateOptions()).cluster
+    assert (cluster.engines, cluster.training_gpus) == (engines, training)
+    assert cluster.cost.kv_tokens > 32 * 18432 / 2
 
 
 @pytest.mark.parametrize("path", sorted(SCALE.glob("*.toml")), ids=lambda path: path.stem)

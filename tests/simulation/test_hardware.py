@@ -13,9 +13,29 @@ from april.simulation.hardware import (
 )
 
 
-@pytest.mark.parametrize(("name", "billions"), [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("r1-distill-1.5b", 1.78)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.5), ("r1-distill-1.5b", 1.78)]
+)
 def test_shapes_have_the_parameters_their_model_cards_say(name: str, billions: float) -> None:
     assert MODELS[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_of_a_mixture_of_experts_a_token_computes_with_its_own_and_a_batch_reads_those_of_all() -> None:
+    shape = MODELS["qwen3-30b-a3b"]
+    assert shape.matrix_parameters / 1e9 == pytest.approx(3.3 - 0.31, rel=0.02), "3.3 B with the embedding"
+    assert shape.read_parameters(1) == pytest.approx(shape.matrix_parameters)
+    reads = [shape.read_parameters(tokens) for tokens in (1, 16, 256)]
+    assert reads == sorted(reads)
+    assert reads[-1] == pytest.approx(shape.parameters - 2048 * 151936, rel=1e-3)
+    dense = MODELS["qwen3-8b"]
+    assert dense.read_parameters(1) == dense.read_parameters(256) == dense.matrix_parameters
+
+
+def test_gpus_that_compute_together_have_the_memory_and_the_speed_of_all() -> None:
+    two = GPUS["h100"].times(2)
+    assert (two.memory, two.bandwidth, two.flops) == (160e9, 6.7e12, 1978e12)
+    one, both = (roofline(gpu, MODELS["qwen3-8b"]).kv_tokens for gpu in (GPUS["h100"], two))
+    assert both > 2 * one, "the weights are there once"
 
 
 def test_kv_bytes_of_a_token() -> None:

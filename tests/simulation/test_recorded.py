@@ -63,3 +63,7 @@ def test_the_shape_of_the_recipes_own_model(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_experts": 8}))
     with pytest.raises(ValueError, match="a mixture of experts"):
         shape_of(str(tmp_path / "model"))
+    tiny.mixture().save_pretrained(tmp_path / "mixture")
+    mixture = shape_of(str(tmp_path / "mixture"))
+    assert (mixture.intermediate, mixture.experts, mixture.experts_per_token) == (16, 4, 2)
+    assert mixture.parameters == 2 * (32 * 8 * 12 + 4 * 3 * 32 * 16) + 32 * 101

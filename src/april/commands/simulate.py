@@ -59,12 +59,14 @@ class SimulateOptions:
     """Spread of the logarithm of that time: 0 for none, 1.5 for a heavy tail."""
     hardware: Literal["h100", "h200", "mi300x"] | None = None
     """The GPU. Unset: an h100, or with a cost model none."""
-    model: Literal["qwen3-4b", "qwen3-8b", "r1-distill-1.5b", "glm4-9b"] | None = None
+    model: Literal["qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "r1-distill-1.5b", "glm4-9b"] | None = None
     """Another model's shape than that of the recipe's own."""
     gpus: int | None = None
-    """GPUs in all, an engine on each that does not only train. Unset: 8, or as many engines as the recipe has."""
+    """GPUs in all, an engine on each that does not only train, or on as many as the recipe's servers take. Unset: as
+    many as its layout has (processes, and servers), or else 8; with a cost model as many engines as the recipe has."""
     training_gpus: int | None = None
-    """GPUs that only train. Unset: as many as train on most tokens where the recipe overlaps, or else none."""
+    """GPUs that only train. Unset: the recipe's processes beside servers, or as many as train on most tokens where it
+    overlaps, or else none."""
     price: float | None = None
     """Of a GPU for an hour, to see what a million tokens cost."""
     steps: int = 40
@@ -192,9 +194,9 @@ def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
             cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
         return Simulation(recipe, cluster, lengths, recorded, options)
     hardware = _Hardware(recipe, options, measured)
-    given = options.training_gpus is not None or not recipe.overlaps
+    given = hardware.training_gpus is not None or not recipe.overlaps
     splits = () if given else hardware.splits(lengths, turns_of(options, recorded))
-    training_gpus = best(splits).training_gpus if splits else options.training_gpus or 0
+    training_gpus = best(splits).training_gpus if splits else hardware.training_gpus or 0
     return Simulation(recipe, hardware.cluster(training_gpus), lengths, recorded, options, splits)
 
 
@@ -223,7 +225,13 @@ class _Hardware:
         self.recipe, self.options, self.measured = recipe, options, measured
         self.gpu = GPUS[options.hardware or "h100"]
         self.shape = MODELS[options.model] if options.model else shape_of(recipe.model.path)
-        self.gpus = options.gpus or 8
+        self.engine_gpus = recipe.engine.gpus_per_server
+        self.gpus, self.training_gpus = options.gpus or 8, options.training_gpus
+        if recipe.trainer.processes > 1 and options.gpus is None and options.training_gpus is None:
+            servers = (len(recipe.engine.urls) or recipe.engine.replicas) * self.engine_gpus
+            beside = recipe.engine.engine in ("vllm", "sglang")
+            self.gpus = recipe.trainer.processes + (servers if beside else 0)
+            self.training_gpus = recipe.trainer.processes if beside else None
         self.lora = bool(recipe.lora.rank)
 
     def cluster(self, training_gpus: int) -> Cluster:
@@ -233,6 +241,7 @@ class _Hardware:
             self.gpus,
             slots=self.recipe.engine.max_running,
             training_gpus=training_gpus,
+            engine_gpus=self.engine_gpus,
             lora=self.lora,
             price=self.options.price,
             measured=self.measured,
@@ -249,7 +258,7 @@ class _Hardware:
                 say(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
                 return rate
 
-            return try_splits(self.gpus, least, measure)
+            return try_splits(self.gpus - self.engine_gpus + 1, least, measure)
 
 
 @contextmanager

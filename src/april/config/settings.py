@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -209,6 +210,12 @@ class EngineSettings:
     broadcast_address: str | None = None
     broadcast_interface: str | None = None
     ready_timeout: Positive[float] = 900.0
+
+    @property
+    def gpus_per_server(self) -> int:
+        """As its own options say; 1 if they do not."""
+        named = re.search(r"(?:--tensor-parallel-size|--tp-size|--tp|-tp)[ =](\d+)", " ".join(self.server_args))
+        return int(named[1]) if named else 1
 
     @property
     def kv_policy(self) -> KVPolicy:

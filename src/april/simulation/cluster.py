@@ -27,7 +27,7 @@ class Cluster:
 
     Args:
         name: for people.
-        engines: on a GPU each, if there are GPUs.
+        engines: on a GPU each, or on several, if there are GPUs.
         cost: of one engine.
         gpus: in all, those that only train included; 0 if none were named.
         training_gpus: those that only train; 0 if all of them do both in turn.
@@ -63,6 +63,7 @@ def gpu_cluster(
     *,
     slots: int,
     training_gpus: int = 0,
+    engine_gpus: int = 1,
     lora: bool = False,
     price: float | None = None,
     measured: CostModel | None = None,
@@ -70,23 +71,28 @@ def gpu_cluster(
     """GPUs that generate and train in turn, or, with `training_gpus`, some of them only train.
 
     Args:
-        slots: samples that decode together on one GPU.
+        slots: samples that decode together on one engine.
+        engine_gpus: of each engine; what is left of the others generates nothing.
         measured: what an engine costs, in place of the roofline.
 
     Raises:
-        ValueError: model and trainer do not fit the GPUs.
+        ValueError: model and trainer do not fit the GPUs, or there is none left for an engine.
     """
+    if gpus - training_gpus < engine_gpus:
+        raise ValueError(f"{gpus} GPUs, {training_gpus} of which train, leave none for an engine on {engine_gpus}")
     state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
     if training_gpus:
         check_trainer(gpu, shape, training_gpus, state)
     shared = 0 if training_gpus else gpus
-    cost = measured or roofline(gpu, shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=state)
+    cost = measured or roofline(
+        gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=state
+    )
     seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
     own = f"{training_gpus} GPU{'s' * (training_gpus > 1)} of its own, and alternates with rollouts unless they overlap"
     place = own if training_gpus else "the same GPUs, and alternates with rollouts"
     return Cluster(
         name=f"{shape.name} on {gpus} × {gpu.name}",
-        engines=gpus - training_gpus,
+        engines=(gpus - training_gpus) // engine_gpus,
         cost=cost,
         gpus=gpus,
         training_gpus=training_gpus,

@@ -1,18 +1,18 @@
 """Cost models computed from a GPU and a model's shape, by a roofline.
 
-A decode step reads every weight once, whatever the batch, and computes 2 FLOP per parameter and sample; it takes the
-longer of the two. Attention reads the KV cache of the running samples. Prefill computes 2 FLOP per parameter and token,
-and attention's 4 FLOP per layer, head dimension and earlier token. Bandwidth and FLOP/s are reached to a share only
-(`bandwidth_share`, `compute_share`), and each step costs a launch overhead; these three are assumptions, to be replaced
-by a measurement (`april calibrate`) as soon as there is a machine.
+A decode step reads every weight once, whatever the batch (of experts, those that some sample goes to), and computes
+2 FLOP per parameter and sample; it takes the longer of the two. Attention reads the KV cache of the running samples.
+Prefill computes 2 FLOP per parameter and token, and attention's 4 FLOP per layer, head dimension and earlier token.
+Bandwidth and FLOP/s are reached to a share only (`bandwidth_share`, `compute_share`), and each step costs a launch
+overhead; these three are assumptions, to be replaced by a measurement (`april calibrate`) as soon as there is a machine.
 
 GPUs, dense bfloat16, from the vendors' data sheets:
 - H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s. H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA H100 and H200 Tensor Core
   GPU data sheets; both print 1,979 with sparsity, half of which is dense);
 - MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s (AMD Instinct MI300X data sheet).
 
-Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B,
-zai-org/GLM-4-9B-0414.
+Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B,
+deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, zai-org/GLM-4-9B-0414.
 """
 
 from __future__ import annotations
@@ -31,10 +31,23 @@ class GPU:
     bandwidth: float
     flops: float
 
+    def times(self, count: int) -> GPU:
+        """Several of them that compute a model's layers together, at no loss."""
+        if count == 1:
+            return self
+        name = f"{count} × {self.name}"
+        return GPU(name=name, memory=self.memory * count, bandwidth=self.bandwidth * count, flops=self.flops * count)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A dense decoder with grouped-query attention and a gated MLP."""
+    """A decoder with grouped-query attention and a gated MLP, or `experts` of them in each layer.
+
+    Args:
+        intermediate: the MLP's width, or that of an expert.
+        experts: 1 of a dense model.
+        experts_per_token: how many of them a token goes through.
+    """
 
     name: str
     layers: int
@@ -45,17 +58,27 @@ class ModelShape:
     head_dim: int
     vocabulary: int
     tied: bool
+    experts: int = 1
+    experts_per_token: int = 1
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that every token is multiplied with: the layers and the output head."""
-        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary
+        """Parameters that every token is multiplied with: the layers, of experts its own, and the output head."""
+        return round(self._matrices(self.experts_per_token))
 
     @property
     def parameters(self) -> int:
-        """All parameters but biases and norms."""
-        return self.matrix_parameters + (0 if self.tied else self.hidden * self.vocabulary)
+        """All parameters but biases, norms and routers."""
+        return round(self._matrices(self.experts)) + (0 if self.tied else self.hidden * self.vocabulary)
+
+    def read_parameters(self, tokens: int) -> float:
+        """Parameters that a pass over so many tokens reads, if each goes to any experts with the same chance."""
+        missed = (1 - self.experts_per_token / self.experts) ** tokens
+        return self._matrices(self.experts * (1 - missed))
+
+    def _matrices(self, experts: float) -> float:
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate * experts) + self.hidden * self.vocabulary
 
     @property
     def kv_bytes(self) -> int:
@@ -122,6 +145,19 @@ MODELS = {
             tied=False,
         ),
         ModelShape(
+            name="qwen3-30b-a3b",
+            layers=48,
+            hidden=2048,
+            intermediate=768,
+            heads=32,
+            kv_heads=4,
+            head_dim=128,
+            vocabulary=151936,
+            tied=False,
+            experts=128,
+            experts_per_token=8,
+        ),
+        ModelShape(
             name="r1-distill-1.5b",
             layers=28,
             hidden=1536,
@@ -183,13 +219,15 @@ def roofline(
             f"{model.name} needs {weights / 1e9:.0f} GB for its weights{trainer} and does not fit a {gpu.name} "
             f"({gpu.memory / 1e9:.0f} GB)"
         )
-    reading, computing = 2 * model.matrix_parameters / bandwidth, 2 * model.matrix_parameters / flops
+    computing = 2 * model.matrix_parameters / flops
     batches = (*(b for b in BATCHES if b < given.slots), given.slots)
     return CostModel(
         slots=given.slots,
         kv_tokens=kv_tokens,
         decode_batches=batches,
-        decode_seconds=tuple(given.step_overhead + max(reading, b * computing) for b in batches),
+        decode_seconds=tuple(
+            given.step_overhead + max(2 * model.read_parameters(b) / bandwidth, b * computing) for b in batches
+        ),
         kv_token_seconds=model.kv_bytes / bandwidth,
         prefill_token_seconds=computing,
         # Scores and values over the half of the pairs that causality leaves.

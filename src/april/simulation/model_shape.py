@@ -34,9 +34,11 @@ def shape_of(path: str) -> ModelShape:
 
 
 def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
-    if any(config.get(name) for name in EXPERTS):
+    experts = next((found for name in EXPERTS if (found := config.get(name))), 1)
+    every, dense = config.get("decoder_sparse_step", 1) == 1, config.get("mlp_only_layers")
+    if experts > 1 and ("moe_intermediate_size" not in config or dense or not every):
         raise ValueError(
-            f"{path}: a mixture of experts; costs are computed for dense models: measure it (--cost-model)"
+            f"{path}: a mixture of experts of another kind than Qwen3's, all layers alike: measure it (--cost-model)"
         )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -44,12 +46,14 @@ def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
             name=path.parent.name,
             layers=config["num_hidden_layers"],
             hidden=hidden,
-            intermediate=config["intermediate_size"],
+            intermediate=config["moe_intermediate_size" if experts > 1 else "intermediate_size"],
             heads=heads,
             kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", True)),
+            experts=experts,
+            experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
         )
     except KeyError as error:
         raise ValueError(f"{path}: no {error} there: name a like model by --model ({', '.join(MODELS)})") from None

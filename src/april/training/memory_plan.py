@@ -7,7 +7,6 @@ wastes are not in it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,16 +81,9 @@ def planned(recipe: Recipe) -> MemoryPlan:
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
     whole = copies > 1 or engine.engine != "embedded"
-    devices = engine_devices(recipe)
+    devices = engine.gpus_per_server
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
     return MemoryPlan(rank, first, count)
-
-
-def engine_devices(recipe: Recipe) -> int:
-    """GPUs of each server, as its own options say."""
-    arguments = " ".join(recipe.engine.server_args)
-    named = re.search(r"(?:--tensor-parallel-size|--tp-size|--tp|-tp)[ =](\d+)", arguments)
-    return int(named[1]) if named else 1
 
 
 def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple[int, int]]:
@@ -114,7 +106,7 @@ def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple
 
 def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     """The plan, line by line."""
-    trainer, devices = recipe.trainer, engine_devices(recipe)
+    trainer, devices = recipe.trainer, recipe.engine.gpus_per_server
     layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
     named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
     yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es){named}"
