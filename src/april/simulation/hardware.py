@@ -4,7 +4,8 @@ A decode step reads every weight once, whatever the batch (of experts, those tha
 2 FLOP per parameter and sample; it takes the longer of the two. Attention reads the KV cache of the running samples.
 Prefill computes 2 FLOP per parameter and token, and attention's 4 FLOP per layer, head dimension and earlier token.
 Bandwidth and FLOP/s are reached to a share only (`bandwidth_share`, `compute_share`), and each step costs a launch
-overhead; these three are assumptions, to be replaced by a measurement (`april calibrate`) as soon as there is a machine.
+overhead; these three are assumptions, to be replaced by a measurement (`april calibrate`) as soon as there is a
+machine.
 
 GPUs, dense bfloat16, from the vendors' data sheets:
 - H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s. H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA H100 and H200 Tensor Core
