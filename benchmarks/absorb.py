@@ -1,7 +1,8 @@
 """How many sampled chunks a second the scheduler puts into their samples, without what the engine of
 `scheduler_throughput.py` takes to make them: the fastest poll of a few runs.
 
-It knows where the scheduler absorbs today and where it did before the house was rebuilt, for `house.py`.
+It knows where the scheduler absorbs today, and where it did before the pump and before the house was rebuilt, for
+`house.py`.
 
     python benchmarks/absorb.py
 """
@@ -19,7 +20,7 @@ try:
 
     NAME = "absorb"
 except ImportError:
-    from april.scheduler import RolloutScheduler as Absorbing  # type: ignore[no-redef, import-not-found]
+    from april import RolloutScheduler as Absorbing  # type: ignore[assignment]
 
     NAME = "_absorb"
 

@@ -165,7 +165,7 @@ def test_turns_and_the_time_of_environments_are_flags(tmp_path: Path) -> None:
     """A turn of 100 tokens takes about a second; an answer takes ten, in which slots are empty without partial
     rollouts."""
     SMALL.save(tmp_path / "c.json")
-    measured = ("--cost-model", "c.json", "--steps", "6", "--warm-up", "2")
+    measured = ("--cost-model", "c.json", "--steps", "4", "--warm-up", "1", "--max-staleness", "0")
     turns = ("--turn-tokens", "100", "--observation-tokens", "20", "--environment-seconds", "10")
 
     def document(*arguments: str) -> dict[str, Any]:
@@ -178,7 +178,6 @@ def test_turns_and_the_time_of_environments_are_flags(tmp_path: Path) -> None:
     assert "turns of 100 tokens on average, answered with 20 tokens in 10 s on average (sigma 1)" in cut["assumptions"]
     synchronous = [document["settings"][0] for document in (whole, cut)]
     assert synchronous[1]["occupancy"] < 0.5 * synchronous[0]["occupancy"]
-    assert max(point["max_staleness"] for point in cut["settings"]) <= 2
 
 
 def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path) -> None:
@@ -198,7 +197,7 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in episodes))
 
     def assumed(*arguments: str) -> str:
-        measured = ("--cost-model", "c.json", "--steps", "4", "--warm-up", "1")
+        measured = ("--cost-model", "c.json", "--steps", "2", "--warm-up", "0", "--max-staleness", "0")
         done = april(tmp_path, *measured, "--lengths-from", "run", *arguments)
         assert done.returncode == 0, done.stderr
         return json.loads((tmp_path / "runs/simulation/simulation.json").read_text())["assumptions"]
