@@ -5,9 +5,9 @@ written here where it is not: a seed gives the same number in both. What is said
 million parameters can read: the last word of a turn is the guess, and it hears `higher`, `lower`, or `again` where the
 guess was none.
 
-The reward is 1 for the number, else 0. `by_turn` deals it out in the bits that each answer tells: with n numbers left,
-log2(n + 1) of them are still to come, and none once the number is said. Their shares add up to 1 for the number, and to
-less without it.
+The reward is 1 for the number, else 0. `by_turn` judges the questions of games that are trained on, instead of the luck
+with their answers: a turn costs what its guess can be expected to tell less than the best one, relative to that, every
+number that is left being as likely. So a game costs nothing if each guess halves what is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Guess:
 
     Args:
         package: where the game comes from; `auto` is GEM's where that is installed.
-        by_turn: reward each turn with what its answer tells.
+        by_turn: judge each turn by what its guess can be expected to tell.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class Guess:
     def reset(self, prompt: Mapping[str, Any], seed: int) -> str:
         self.number, self.turn, self.said = 0, 0, set[int]()
         self.low, self.high = 0, self.most + 1
+        self.judged = self.by_turn and "/eval/" not in prompt.get("id", "")
         if self.game is not None:
             self.game.reset(prompt, seed)
         else:
@@ -56,23 +57,25 @@ class Guess:
     def step(self, turn: Turn) -> EnvStep:
         guess = turn.text.rpartition(" ")[2]
         if not guess.isdecimal() or int(guess) == 0:
-            return EnvStep(done=True, info={"right": 0})
-        said = self._gem(turn, guess) if self.game is not None else self._own(int(guess))
-        reward = self._told(int(guess), said) if self.by_turn else float(said == "right")
-        return EnvStep(said, reward, done=said in ("right", "over"))
+            return EnvStep(reward=-float(self.judged), done=True)
+        number, share = int(guess), self._share(int(guess))
+        said = self._gem(turn, guess) if self.game is not None else self._own(number)
+        if said == "higher":
+            self.low = max(self.low, number)
+        elif said == "lower":
+            self.high = min(self.high, number)
+        return EnvStep(said, share - 1 if self.judged else float(said == "right"), said in ("right", "over"))
 
     def close(self) -> None:
         pass
 
-    def _told(self, guess: int, said: str) -> float:
-        """The share of all bits that this answer tells."""
-        before = self.high - self.low
-        if said == "higher":
-            self.low = max(self.low, guess)
-        elif said == "lower":
-            self.high = min(self.high, guess)
-        left = 1 if said == "right" else self.high - self.low
-        return log2(before / left) / log2(self.most + 1)
+    def _share(self, guess: int) -> float:
+        """What a guess can be expected to tell, relative to the best one: 1 for the middle of what is left."""
+        left = self.high - self.low - 1
+        below, above = guess - self.low - 1, self.high - guess - 1
+        if min(below, above) < 0:
+            return 0.0
+        return expected_bits(below, above) / expected_bits((left - 1) // 2, left // 2)
 
     def _own(self, guess: int) -> str:
         self.turn += 1
@@ -94,3 +97,10 @@ class Guess:
         if " is lower than " in step.observation:
             return "lower"
         return "higher" if " is higher than " in step.observation else "again"
+
+
+def expected_bits(below: int, above: int) -> float:
+    """That a guess tells on average, with so many numbers left below and above it: n numbers are log2(n + 1) bits, of
+    which the answer leaves log2(below + 1), log2(above + 1) or none."""
+    left = below + above + 1
+    return log2(left + 1) - (below * log2(below + 1) + above * log2(above + 1)) / left

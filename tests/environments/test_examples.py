@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from itertools import islice
 from pathlib import Path
@@ -64,23 +65,35 @@ def test_halving_wins_every_game(example):
     assert all(stage.play(prompt, halve, seed).reward == 1.0 for seed in range(100))
 
 
-def test_rewards_by_turn_add_up_to_one_for_the_number_and_halving_tells_a_bit_a_turn():
+def test_games_that_are_trained_on_are_judged_by_their_questions_and_held_out_ones_by_the_number():
     path = str(EXAMPLES / "guess" / "env.py")
     game = EnvironmentSource(EnvironmentSpec(f"{path}:Guess", params={"package": "own", "by_turn": True}))()
-    for seed in range(40):
-        game.reset({}, seed)
-        rewards, low, high, said = [], 0, 64, ""
-        while said != "right":
-            guess = (low + high) // 2
-            step = game.step(Turn("0.0", len(rewards), f"{low}-{high} {guess}", ()))
+
+    def play(split: str, seed: int, choose) -> tuple[list[float], str]:
+        """The rewards of a game, and what was heard last."""
+        game.reset({"id": f"environment/{split}/0"}, seed)
+        rewards, low, high = [], 0, 64
+        while True:
+            guess = choose(low, high)
+            step = game.step(Turn("0.0", len(rewards), f"{low:02}-{high:02} {guess:02}", ()))
             rewards.append(step.reward)
-            said = step.observation
-            low, high = (guess, high) if said == "higher" else (low, guess)
-        assert rewards[:-1] == pytest.approx([1 / 6] * (len(rewards) - 1))
-        assert sum(rewards) == pytest.approx(1.0)
-    game.reset({}, 3)
-    first, again = (game.step(Turn("0.0", turn, "00-64 32", ())) for turn in range(2))
-    assert (first.reward, again.reward) == (pytest.approx(1 / 6), 0.0)
+            if step.done:
+                return rewards, step.observation
+            low, high = (guess, high) if step.observation == "higher" else (low, guess)
+
+    rng = random.Random(0)
+    for seed in range(40):
+        rewards, said = play("train", seed, lambda low, high: (low + high) // 2)
+        assert (sum(rewards), said) == (0.0, "right")
+        rewards, said = play("train", seed, lambda low, high: rng.randrange(low + 1, high))
+        assert all(-1 < reward <= 0 for reward in rewards)
+        rewards, said = play("eval", seed, lambda low, high: rng.randrange(low + 1, high))
+        assert sum(rewards) == (said == "right")
+    game.reset({"id": "environment/train/0"}, 3)
+    first, again, none = (game.step(Turn("0.0", turn, said, ())) for turn, said in enumerate(("00-64 31", "0 31", "x")))
+    assert -0.001 < first.reward < 0
+    assert again.reward == -1.0
+    assert (none.reward, none.done) == (-1.0, True)
 
 
 def test_careful_players_find_the_divisor_with_the_tool(example):
@@ -118,7 +131,7 @@ def test_the_guess_recipe_trains(tmp_path, capsys):
     assert code == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2]
-    assert all(0 <= line["reward"] <= 1 for line in lines if "reward" in line)
+    assert all(-6 <= line["reward"] <= 0 for line in lines if "reward" in line)
 
 
 def test_the_recipe_with_a_tool_is_read():
