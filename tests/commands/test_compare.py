@@ -47,6 +47,17 @@ def test_every_arm_has_the_slots_of_the_recipe_or_as_many_as_samples(recipe: Pat
     ]
 
 
+@pytest.mark.parametrize("overlap", ["True", "auto"])
+def test_a_recipe_that_overlaps_is_compared_with_itself_in_turns(recipe: Path, overlap: str) -> None:
+    flags = [str(recipe), "--own-process", "--overlap", overlap]
+    arms = arms_of(read_recipe(flags, "april compare"))
+    assert list(arms) == ["synchronous", "partial", "partial, overlapping", "synchronous, unlimited slots"]
+    overlaps = [read_recipe([*flags, *own], "april compare").overlaps for own in arms.values()]
+    assert overlaps == [False, False, True, False]
+    at = arms_at(read_recipe(flags, "april compare"), (1.5,))
+    assert [read_recipe([*flags, *own], "april compare").overlaps for own in at.values()] == [False, True]
+
+
 def test_throughput_stands_beside_memory_for_each_ratio(recipe: Path, april: April) -> None:
     flags = ("--steps", "1", "--eval-interval", "0", "--task.eval-size", "0")
     done = april("compare", "recipe.toml", "--ratios", "2", "--seeds", "0", "--output", "out", "--", *flags)

@@ -19,11 +19,15 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.comparison import compare_runs, run_record
 
+IN_TURNS = ("--overlap", "False")
+"""Synchronous rollouts leave nothing that could be sampled while the policy is trained."""
+
 
 @dataclass(kw_only=True)
 class CompareOptions:
     """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
-    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way.
+    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way. Where
+    the recipe overlaps generation with training, partial rollouts have two arms, in turns and overlapping.
 
     With --ratios the arms are synchronous, and partial rollouts at each N'/N: throughput against memory."""
 
@@ -83,15 +87,17 @@ def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     slots, under_way = recipe.engine.max_running, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
     groups = under_way if isinstance(under_way, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
+    partial = ["--partial-rollout", "--max-running", str(slots)]
     return {
-        "synchronous": ["--no-partial-rollout", "--max-running", str(slots)],
-        "partial": ["--partial-rollout", "--max-running", str(slots)],
-        "synchronous, unlimited slots": ["--no-partial-rollout", "--max-running", str(unlimited)],
+        "synchronous": ["--no-partial-rollout", *IN_TURNS, "--max-running", str(slots)],
+        "partial": [*partial, *IN_TURNS],
+        **({"partial, overlapping": partial} if recipe.overlaps else {}),
+        "synchronous, unlimited slots": ["--no-partial-rollout", *IN_TURNS, "--max-running", str(unlimited)],
     }
 
 
 def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
-    """Synchronous, and partial at each N'/N; all at the recipe's slots.
+    """Synchronous, and partial at each N'/N, overlapping if the recipe does; all at the recipe's slots.
 
     Raises:
         ConfigError: a ratio is below 1.
@@ -109,7 +115,7 @@ def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
         ]
         for ratio in ratios
     }
-    return {"synchronous": ["--no-partial-rollout", *slots], **partial}
+    return {"synchronous": ["--no-partial-rollout", *IN_TURNS, *slots], **partial}
 
 
 def _runs(arms: dict[str, list[str]], options: CompareOptions, flags: Sequence[str]) -> Iterator[ArmRun]:
