@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-skyrl    test the integration in SkyRL (Python 3.12), which it sets up first"
 	@echo "make test-areal    test the integration in AReaL, which it sets up first"
 	@echo "make test-slime    test the integration in slime, on a real SGLang server, which it sets up first"
+	@echo "make test-megatron test that a policy goes into Megatron and back (Python 3.12), which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
@@ -90,6 +91,11 @@ test-slime:
 	PYTHON=$(PYTHON) scripts/setup_slime.sh
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh
 	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
+
+# As OpenRLHF's. Megatron-Bridge wants Python 3.12.
+test-megatron:
+	PYTHON=$(PYTHON3_12) scripts/setup_megatron.sh
+	$(TEST_ENV) .frameworks/megatron/bin/python -m pytest tests/integrations/test_megatron.py
 
 # Takes the environment that is active: torch's build for the GPU at hand is not april's to choose.
 gpu:
