@@ -6,8 +6,8 @@ million parameters can read: the last word of a turn is the guess, and it hears 
 guess was none.
 
 The reward is 1 for the number, else 0. `by_turn` judges the questions of games that are trained on, instead of the luck
-with their answers: a turn costs what its guess can be expected to tell less than the best one, relative to that, every
-number that is left being as likely. So a game costs nothing if each guess halves what is left.
+with their answers: a turn is worth what its guess can be expected to tell, relative to the best one, every number that
+is left being as likely. So a guess that halves what is left is worth 1, and a turn without a guess nothing.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class Guess:
     def step(self, turn: Turn) -> EnvStep:
         guess = turn.text.rpartition(" ")[2]
         if not guess.isdecimal() or int(guess) == 0:
-            return EnvStep(reward=-float(self.judged), done=True)
+            return EnvStep(reward=0.0, done=True)
         number, share = int(guess), self._share(int(guess))
         said = self._gem(turn, guess) if self.game is not None else self._own(number)
         if said == "higher":
             self.low = max(self.low, number)
         elif said == "lower":
             self.high = min(self.high, number)
-        return EnvStep(said, share - 1 if self.judged else float(said == "right"), said in ("right", "over"))
+        return EnvStep(said, share if self.judged else float(said == "right"), said in ("right", "over"))
 
     def close(self) -> None:
         pass

@@ -84,16 +84,16 @@ def test_games_that_are_trained_on_are_judged_by_their_questions_and_held_out_on
     rng = random.Random(0)
     for seed in range(40):
         rewards, said = play("train", seed, lambda low, high: (low + high) // 2)
-        assert (sum(rewards), said) == (0.0, "right")
+        assert (set(rewards), said) == ({1.0}, "right")
         rewards, said = play("train", seed, lambda low, high: rng.randrange(low + 1, high))
-        assert all(-1 < reward <= 0 for reward in rewards)
+        assert all(0 < reward <= 1 for reward in rewards)
         rewards, said = play("eval", seed, lambda low, high: rng.randrange(low + 1, high))
         assert sum(rewards) == (said == "right")
     game.reset({"id": "environment/train/0"}, 3)
     first, again, none = (game.step(Turn("0.0", turn, said, ())) for turn, said in enumerate(("00-64 31", "0 31", "x")))
-    assert -0.001 < first.reward < 0
-    assert again.reward == -1.0
-    assert (none.reward, none.done) == (-1.0, True)
+    assert 0.999 < first.reward < 1
+    assert again.reward == 0.0
+    assert (none.reward, none.done) == (0.0, True)
 
 
 def test_careful_players_find_the_divisor_with_the_tool(example):
@@ -131,7 +131,7 @@ def test_the_guess_recipe_trains(tmp_path, capsys):
     assert code == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "reward" in line] == [1, 2]
-    assert all(-6 <= line["reward"] <= 0 for line in lines if "reward" in line)
+    assert all(0 < line["reward"] <= 6 for line in lines if "reward" in line)
 
 
 def test_the_recipe_with_a_tool_is_read():
