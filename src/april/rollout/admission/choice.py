@@ -1,6 +1,6 @@
 """Which N' to take, of what is forecast for several: the freshest data that throughput close to the best allows.
 
-One forecast is off by 5 to 10 % where many groups are under way, as what ends together goes on ending together for a
+One forecast is off by 5 to 19 % where most groups are under way, as what ends together goes on ending together for a
 while. So forecasts of the same N' are averaged from plan to plan, until the workload is seen to have changed.
 
 Invariant: batch_size <= N' <= largest, and whatever is chosen was forecast.
