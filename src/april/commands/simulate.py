@@ -82,8 +82,6 @@ class SimulateOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
         if self.turn_tokens is None and (self.observation_tokens or self.environment_seconds or self.environment_sigma):
             raise ConfigError("--turn-tokens: say how long a turn is, so that there is something to answer")
-        if not 0 <= (self.training_gpus or 0) < (gpus := self.gpus or 8):
-            raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {gpus}")
         if not 0 <= self.warm_up < self.steps:
             raise ConfigError(f"--warm-up {self.warm_up}: must leave at least one of --steps {self.steps}")
         if self.workload is not None and self.workload not in WORKLOADS:
@@ -225,13 +223,15 @@ class _Hardware:
         self.recipe, self.options, self.measured = recipe, options, measured
         self.gpu = GPUS[options.hardware or "h100"]
         self.shape = MODELS[options.model] if options.model else shape_of(recipe.model.path)
-        self.engine_gpus = recipe.engine.gpus_per_server
+        self.engine_gpus = recipe.gpus_per_engine
         self.gpus, self.training_gpus = options.gpus or 8, options.training_gpus
-        if recipe.trainer.processes > 1 and options.gpus is None and options.training_gpus is None:
-            servers = (len(recipe.engine.urls) or recipe.engine.replicas) * self.engine_gpus
-            beside = recipe.engine.engine in ("vllm", "sglang")
-            self.gpus = recipe.trainer.processes + (servers if beside else 0)
-            self.training_gpus = recipe.trainer.processes if beside else None
+        if (processes := recipe.trainer.processes) > 1:
+            engines = recipe.engines_beside * self.engine_gpus
+            if engines and self.training_gpus is None:
+                self.training_gpus = processes
+            self.gpus = options.gpus or (self.training_gpus or processes) + engines
+        if not 0 <= (self.training_gpus or 0) < self.gpus:
+            raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {self.gpus}")
         self.lora = bool(recipe.lora.rank)
 
     def cluster(self, training_gpus: int) -> Cluster:
@@ -249,7 +249,7 @@ class _Hardware:
 
     def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
         """Splits of the GPUs, simulated while one watches."""
-        least = least_training_gpus(self.gpu, self.shape, self.gpus, self.lora)
+        least = least_training_gpus(self.gpu, self.shape, self.gpus, self.lora, self.engine_gpus)
         with watched("splits") as say:
 
             def measure(training_gpus: int) -> float:

@@ -100,6 +100,21 @@ class Recipe:
         stale = rollout.partial_rollout and (rollout.policy == "april-paper" or rollout.max_staleness > 0)
         return bool(self.trainer.overlap) and apart and stale
 
+    @property
+    def gpus_per_engine(self) -> int:
+        """GPUs that one engine is divided among; 1 where that is not said."""
+        if self.cluster.enabled:
+            return 1 if self.cluster.gpus_per_replica == "auto" else max(self.cluster.gpus_per_replica, 1)
+        return self.engine.gpus_per_server
+
+    @property
+    def engines_beside(self) -> int:
+        """Engines on GPUs that the trainer has no part in: at least so many; 0 for one in the trainer's process."""
+        if self.cluster.enabled:
+            return 1 if self.cluster.replicas == "auto" else self.cluster.replicas
+        servers = len(self.engine.urls) or self.engine.replicas
+        return servers if self.engine.engine in ("vllm", "sglang") else 0
+
     def fault_policy(self) -> FaultPolicy:
         """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
         rollout = self.rollout

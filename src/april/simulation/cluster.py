@@ -84,8 +84,9 @@ def gpu_cluster(
     if training_gpus:
         check_trainer(gpu, shape, training_gpus, state)
     shared = 0 if training_gpus else gpus
+    beside = engine_gpus * state  # on each of an engine's GPUs
     cost = measured or roofline(
-        gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=state
+        gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=beside
     )
     seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
     own = f"{training_gpus} GPU{'s' * (training_gpus > 1)} of its own, and alternates with rollouts unless they overlap"
@@ -102,21 +103,22 @@ def gpu_cluster(
     )
 
 
-def least_training_gpus(gpu: GPU, shape: ModelShape, gpus: int, lora: bool = False) -> int:
+def least_training_gpus(gpu: GPU, shape: ModelShape, gpus: int, lora: bool = False, engine_gpus: int = 1) -> int:
     """The fewest of `gpus` GPUs, an engine's left out, that a trainer of its own fits.
 
     Raises:
         ValueError: there is no such number.
     """
-    if gpus < 2:
-        raise ValueError("overlap takes a GPU for engines and one for the trainer at least: raise --gpus")
+    if (most := gpus - engine_gpus) < 1:
+        engine = "a GPU" if engine_gpus == 1 else f"{engine_gpus} GPUs"
+        raise ValueError(f"overlap takes {engine} for engines and one for the trainer at least: raise --gpus")
     state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
-    for training_gpus in range(1, gpus - 1):
+    for training_gpus in range(1, most):
         with suppress(ValueError):
             check_trainer(gpu, shape, training_gpus, state)
             return training_gpus
-    check_trainer(gpu, shape, gpus - 1, state)
-    return gpus - 1
+    check_trainer(gpu, shape, most, state)
+    return most
 
 
 def _million(token_seconds: float) -> str:

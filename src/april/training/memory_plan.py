@@ -81,7 +81,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
     whole = copies > 1 or engine.engine != "embedded"
-    devices = engine.gpus_per_server
+    devices = recipe.gpus_per_engine
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
     return MemoryPlan(rank, first, count)
 
@@ -106,7 +106,7 @@ def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple
 
 def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     """The plan, line by line."""
-    trainer, devices = recipe.trainer, recipe.engine.gpus_per_server
+    trainer, devices = recipe.trainer, recipe.gpus_per_engine
     layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
     named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
     yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es){named}"

@@ -12,13 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import AutoConfig
-from transformers.distributed.expert_parallel import apply_expert_parallelism
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.config.error import ConfigError
@@ -40,6 +40,10 @@ def divide(model: Any, ranks: Ranks) -> list[nn.Module]:
     """
     if ranks.tensor is None:
         return []
+    # Older versions of transformers, as an environment with vLLM may have, lack them.
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
     matrices, experts = plans(model, ranks.tensor.among.size(), ranks.expert.among.size() if ranks.expert else 1)
     apply_tensor_parallelism(model, ranks.tensor.among, matrices)
     if ranks.expert is not None:
@@ -67,6 +71,11 @@ def check_layout(recipe: Recipe) -> None:
     context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
     if context == tensor == expert == 1:
         return
+    if max(tensor, expert) > 1 and find_spec("transformers.distributed.expert_parallel") is None:
+        raise ConfigError(
+            f"trainer.{'tensor' if tensor > 1 else 'expert'}_parallel needs a newer transformers than the "
+            f"{transformers.__version__} that is installed: 5.23 has what divides layers"
+        )
     try:
         config: Any = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
     except (OSError, ValueError):

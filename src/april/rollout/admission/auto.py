@@ -40,7 +40,7 @@ SAMPLES = 512
 CANDIDATES = 13
 FIRST = 3
 """Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
-EARLY, EARLY_CANDIDATES = 8, 6
+EARLY, EARLY_CANDIDATES = 8, 7
 """Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N,
 where nothing is resumed and a first estimate that was wrong stays so."""
 FEWEST = 18
