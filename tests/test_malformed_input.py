@@ -85,6 +85,10 @@ def test_a_recipe_with_a_slip_anywhere(position: int, removed: int, inserted: st
 
 
 @given(st.sampled_from(SETTINGS), VALUES)
+@example(("trainer", "policy_replicas"), 0)
+@example(("trainer", "context_parallel"), 0)
+@example(("trainer", "tensor_parallel"), 0)
+@example(("trainer", "expert_parallel"), 0)
 @example(("training", "learning_rate"), float("nan"))
 @example(("training", "learning_rate"), float("inf"))
 @example(("training", "journal_delay"), float("nan"))

@@ -149,17 +149,9 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.compute_dtype and not trainer.sharded:
         yield f'trainer.compute_dtype = {trainer.compute_dtype!r} is a setting of backend = "fsdp2"; set model.dtype'
-    if trainer.processes % trainer.policy_replicas:
-        yield (
-            f"trainer.policy_replicas = {trainer.policy_replicas} does not divide processes = {trainer.processes}: "
-            "every copy of the policy takes as many ranks"
-        )
-    if trainer.processes % trainer.context_parallel:
-        yield (
-            f"trainer.context_parallel = {trainer.context_parallel} does not divide processes = {trainer.processes}: "
-            "every response is shared by as many ranks"
-        )
-    yield from _division_problems(recipe)
+    layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
+    if min(layout) > 0:  # else its range is said
+        yield from _division_problems(recipe)
     if trainer.cpu_offload and not trainer.sharded:
         yield 'trainer.cpu_offload = true is a setting of backend = "fsdp2"'
     if trainer.sharded and re.fullmatch(r"\w+:\d+", recipe.model.device):
@@ -186,6 +178,16 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
 def _division_problems(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
+    if trainer.processes % trainer.policy_replicas:
+        yield (
+            f"trainer.policy_replicas = {trainer.policy_replicas} does not divide processes = {trainer.processes}: "
+            "every copy of the policy takes as many ranks"
+        )
+    if trainer.processes % trainer.context_parallel:
+        yield (
+            f"trainer.context_parallel = {trainer.context_parallel} does not divide processes = {trainer.processes}: "
+            "every response is shared by as many ranks"
+        )
     of_copy = trainer.processes // trainer.policy_replicas
     if tensor > 1 and (of_copy % tensor or trainer.processes % (context * tensor)):
         yield (
