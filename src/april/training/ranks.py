@@ -152,8 +152,8 @@ def joined(
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if cuda and here > torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.processes = {here}, but this machine has {torch.cuda.device_count()} GPUs, and a rank takes one: "
-            'lower processes, or set model.device = "cpu"'
+            f"{here} ranks start on this machine, which has {torch.cuda.device_count()} GPUs, and a rank takes one: "
+            'lower trainer.processes, with torchrun its --nproc-per-node, or set model.device = "cpu"'
         )
     own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
