@@ -5,7 +5,8 @@ Rank 0 leads: it alone has scheduler, engine, journal and logs. The others do wh
 Invariants:
 - a collective operation is called by all ranks in the same order, or by none;
 - nobody waits for another rank longer than the timeout, except for the leader's next command: between two training
-  steps lies a rollout, and whoever started the ranks sees it if the leader is gone;
+  steps lies a rollout, and whoever started the ranks sees it if the leader is gone; and except for the leader itself
+  under torchrun, since it first checks what the run has on disk;
 - what several ranks decide on is computed from the same numbers on each of them.
 """
 
@@ -29,7 +30,8 @@ from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.training.context import Context
-from april.training.rank_process import RENDEZVOUS, RESTARTS, RankLostError
+from april.training.meeting import meet
+from april.training.rank_process import RENDEZVOUS, RankLostError
 
 FOREVER = timedelta(days=365)
 
@@ -162,7 +164,7 @@ def joined(
     with translated():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=_store(rank, world),
+            store=_store(rank, world, timeout),
             rank=rank,
             world_size=world,
             timeout=timedelta(seconds=timeout),
@@ -187,10 +189,13 @@ def joined(
     dist.destroy_process_group()
 
 
-def _store(rank: int, world: int) -> c10d.Store:
-    """Where ranks find one another. torchrun keeps its own from one start to the next, with what lost ranks left."""
+def _store(rank: int, world: int, timeout: float) -> c10d.Store:
+    """Where ranks find one another: the agent's, new at each start, or torchrun's."""
+    store: c10d.Store
     store, *_ = next(rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world))
-    return c10d.PrefixStore(f"start {os.environ.get(RESTARTS, '0')}", store)
+    if RENDEZVOUS in os.environ:
+        return store
+    return meet(store, rank, world, timeout if rank == 0 else FOREVER.total_seconds())
 
 
 def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Division:

@@ -1,0 +1,35 @@
+"""Ranks that torchrun starts anew meet one another, over a store that still has what lost ones left."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import DistError, HashStore, Store
+
+from april.training.meeting import meet
+from april.training.rank_process import RankLostError
+
+
+def start(store: Store, ranks: range, world: int) -> list[Store]:
+    """Where each of these ranks is when all have come."""
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(lambda rank: meet(store, rank, world, 60), ranks))
+
+
+def alike(places: list[Store]) -> bool:
+    """Whether all these places are one."""
+    places[0].set("here", "")
+    return all(place.check(["here"]) for place in places)
+
+
+def test_those_of_one_start_meet_and_find_nothing_of_the_starts_before() -> None:
+    store = HashStore()
+    assert alike(start(store, range(3), 3))
+    with pytest.raises(DistError):  # nobody leads
+        meet(store, 1, 3, 0.01)
+    with pytest.raises(RankLostError, match="rank 1 did not come in 0 s"):
+        meet(store, 0, 3, 0.0)
+    again = start(store, range(3), 3)
+    assert not again[0].check(["here"])
+    assert alike(again)
