@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 def main() -> int:
     report = Report()  # before the imports that take long
     payload = json.load(sys.stdin)
-    if not leads():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
-
     from april.config.recipe import recipe_from_dict
 
     return train(recipe_from_dict(payload["recipe"]), payload["resume"], report)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
@@ -24,6 +25,7 @@ from april.training.policy import load_policy, policy_at
 from april.training.rank_process import is_rank
 from april.training.ranks import Ranks, joined
 from april.training.sharded import ShardedLearner
+from april.training.stop import SIGNALS
 
 
 @contextmanager
@@ -57,6 +59,8 @@ def following(recipe: Recipe) -> None:
     if recipe.training.threads:
         torch.set_num_threads(recipe.training.threads)
     with _joined(recipe) as ranks:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
         learner, _ = _part(recipe, ranks, None, ranks.receive())
         follow(learner, ranks)
 
