@@ -33,16 +33,18 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
     from april.training.crew import following
     from april.training.sharded import MemoryShortage
 
+    go_on = f"go on from what is on disk: april resume {recipe.reporting.output}"
     try:
         if leads():
             return run_trainer(recipe, resume)
         following(recipe)
         return 0
     except MemoryShortage as error:
-        report.say(memory=error.tokens)
+        advice = f"lower training.max_tokens_per_micro_batch (to {error.tokens}, say), then {go_on}"
+        report.say(f"out of memory; {advice}", memory=error.tokens)
         return LOST
     except RankLostError as error:
-        report.say(lost=str(error))
+        report.say(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
         return LOST
     except ConfigError as error:
         if not leads():  # what all ranks find wrong is said once

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -53,8 +54,11 @@ class Report:
             os.set_inheritable(self._descriptor, False)
             threading.Thread(target=self._live, daemon=True).start()
 
-    def say(self, **what: Any) -> None:
-        if self._descriptor is not None:
+    def say(self, otherwise: str = "", **what: Any) -> None:
+        """Tell the agent `what`; without one, as under torchrun, print the line `otherwise`, for the user."""
+        if self._descriptor is None and otherwise:
+            print(f"april: rank {os.environ.get('RANK', 0)}: {otherwise}", file=sys.stderr, flush=True)
+        elif self._descriptor is not None:
             os.write(self._descriptor, (json.dumps(what) + "\n").encode())
 
     def _live(self) -> None:
