@@ -9,13 +9,14 @@ from pathlib import Path
 
 from april.commands.arguments import override
 from april.commands.failure import fail
-from april.commands.start import start
+from april.commands.start import check_ranks, start
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
-from april.training.resume import Repair, check_run, check_unchanged, saved_recipe
+from april.training.rank_process import leads
+from april.training.resume import Repair, began_here, check_run, check_unchanged, saved_recipe
 
 OPTION = "--resume"
 REPAIRS: dict[str, Repair] = {"--salvage": "salvage", "--rewind": "rewind"}
@@ -74,7 +75,9 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe:
     before.reporting.output = str(run)
     recipe = override(copy.deepcopy(before), flags, f"april resume {run}", DESCRIPTION)
     check_recipe(recipe)
-    for line in check_run(run, repair):
-        print(f"april: {line}", file=sys.stderr)
-    check_unchanged(run, before, recipe)
+    check_ranks(recipe)
+    if leads():
+        for line in check_run(run, "none" if began_here(run) else repair):  # ranks that start anew repair nothing again
+            print(f"april: {line}", file=sys.stderr)
+        check_unchanged(run, before, recipe)
     return recipe

@@ -9,28 +9,40 @@ from april.commands.rank import leave
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.agent import Agent
-from april.training.rank_process import Report, is_rank
+from april.training.rank_process import Report, is_rank, job, may_start_anew
+
+
+def check_ranks(recipe: Recipe) -> None:
+    """See that torchrun, if it started this process, starts the ranks that the recipe says, each knowing its run.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if not is_rank():
+        return
+    if (world := int(os.environ["WORLD_SIZE"])) != recipe.trainer.processes:
+        raise ConfigError(
+            f"trainer.processes = {recipe.trainer.processes}, but torchrun started {world} processes: set one of them "
+            "to the other"
+        )
+    if may_start_anew() and job() is None:
+        raise ConfigError(
+            "ranks that torchrun starts anew know their run by the job's id: add --rdzv-id ID, which no other job has, "
+            "or --max-restarts 0"
+        )
 
 
 def start(recipe: Recipe, resume: bool = False) -> int:
     """Train, and return the exit status. A process that torchrun started is one of the ranks, and ends here.
 
     Args:
-        recipe: a checked one.
+        recipe: one that was checked, as `check_ranks` does, too.
         resume: go on with the run in the recipe's directory.
-
-    Raises:
-        ConfigError: torchrun started another number of processes than the recipe says.
     """
-    if recipe.trainer.sharded and not is_rank():
-        return Agent(recipe).run(resume)
-    if recipe.trainer.sharded:
-        if (world := int(os.environ["WORLD_SIZE"])) != recipe.trainer.processes:
-            raise ConfigError(
-                f"trainer.processes = {recipe.trainer.processes}, but torchrun started {world} processes: set "
-                "one of them to the other"
-            )
+    if recipe.trainer.sharded and is_rank():
         leave(rank.train(recipe, resume, Report()))
+    if recipe.trainer.sharded:
+        return Agent(recipe).run(resume)
     from april.commands.trainer import run_trainer  # imports torch and transformers, which an agent does without
 
     return run_trainer(recipe, resume)

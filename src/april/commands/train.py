@@ -6,10 +6,13 @@ from pathlib import Path
 
 from april.commands import resume
 from april.commands.arguments import read_recipe
-from april.commands.start import start
+from april.commands.failure import fail
+from april.commands.start import check_ranks, start
+from april.rollout.journal_file import JournalError
+from april.training.checkpoint import CheckpointError
 from april.training.output import prepare_output
-from april.training.rank_process import leads, started_anew
-from april.training.resume import RECIPE, check_run
+from april.training.rank_process import leads
+from april.training.resume import began_here, check_run, check_unchanged, saved_recipe
 
 DESCRIPTION = """Train a causal language model by reinforcement learning, with active partial rollouts.
 
@@ -25,10 +28,15 @@ def run(args: list[str]) -> int:
     if resume.asked_for(args):
         return resume.run(resume.arguments(args))
     recipe = read_recipe(args, "april train", DESCRIPTION)
+    check_ranks(recipe)
     directory = Path(recipe.reporting.output)
-    resumed = started_anew() and (directory / RECIPE).is_file()
-    if leads() and resumed:
-        list(check_run(directory))
-    elif leads():
-        prepare_output(directory, recipe.reporting.if_exists)
+    resumed = began_here(directory)
+    try:
+        if leads() and resumed:
+            list(check_run(directory))
+            check_unchanged(directory, saved_recipe(directory), recipe)
+        elif leads():
+            prepare_output(directory, recipe.reporting.if_exists)
+    except (CheckpointError, JournalError) as error:
+        return fail(str(error))
     return start(recipe, resumed)

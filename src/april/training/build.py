@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +18,6 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
-from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
 from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
@@ -37,7 +35,7 @@ from april.training.learner import Learner
 from april.training.local import LocalLearner, objective_of
 from april.training.output import locked
 from april.training.policy import load_policy, policy_at
-from april.training.resume import JOURNAL, RECIPE, newest_checkpoint
+from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
 from april.training.task_reward import Rewards
@@ -117,7 +115,7 @@ async def trainer_of(
             reporting.show_completions,
         )
         stack.enter_context(run_log)
-        write_whole(directory / RECIPE, json.dumps(recipe.to_dict(), indent=2))  # there is a run to resume from here on
+        note_beginning(directory, recipe)
         temperature = training.eval_temperature
         sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)
         yield Trainer(

@@ -17,8 +17,8 @@ RENDEZVOUS = "APRIL_RENDEZVOUS"
 """The environment variable that says where ranks meet, as an URL of torch's."""
 LINE = "APRIL_AGENT"
 """The environment variable that holds the descriptor on which a rank reports to its agent."""
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-"""The environment variable in which torchrun says how often it has started all ranks anew."""
+NO_ID = "none"
+"""What torchrun calls a job that was given no id."""
 LOST = 75
 """The exit status of a rank that lost another one."""
 SIGN_SECONDS = 1.0
@@ -39,13 +39,19 @@ def leads() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def started_anew() -> bool:
-    """Whether torchrun started this rank after others had been lost."""
-    return os.environ.get(RESTARTS, "0") != "0"
+def job() -> str | None:
+    """The id of torchrun's job, which ranks that it starts anew have, too; None if it has none of its own."""
+    own = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
+    return None if own == NO_ID else own
+
+
+def may_start_anew() -> bool:
+    """Whether torchrun starts ranks anew when some are lost."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 class Report:
-    """A rank's line to its agent: a sign of life every second, and why it ends. Without an agent nobody hears it."""
+    """A rank's line to its agent: a sign of life every second, and why it ends."""
 
     def __init__(self) -> None:
         line = os.environ.get(LINE)

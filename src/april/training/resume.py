@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
-from april.rollout.disk import free_name
+from april.rollout.disk import free_name, write_whole
 from april.rollout.journal import Journal
 from april.rollout.journal_file import DamageError
 from april.rollout.salvage import salvage
@@ -30,9 +30,12 @@ from april.training.checkpoint import (
     load_mark,
 )
 from april.training.output import locked
+from april.training.rank_process import job
 
 JOURNAL = "journal.sqlite"
 RECIPE = "recipe.json"
+JOB = "job"
+"""The file that holds the id of torchrun's job, if the run goes on in one."""
 Repair = Literal["none", "salvage", "rewind"]
 """What to do about the state that is there: take it as it is; leave out what is damaged; leave out what happened after
 the newest checkpoint."""
@@ -58,6 +61,22 @@ def newest_checkpoint(run: Path) -> Path | None:
     """The newest checkpoint of the run in directory `run`; None if it died before the first, with a journal."""
     found = checkpoints(run / "checkpoints")
     return found[-1] if found else None
+
+
+def note_beginning(run: Path, recipe: Recipe) -> None:
+    """Note that the run has begun, or goes on, by this recipe: there is something to resume from here on."""
+    if (own := job()) is not None:
+        write_whole(run / JOB, own)
+    write_whole(run / RECIPE, json.dumps(recipe.to_dict(), indent=2))
+
+
+def began_here(run: Path) -> bool:
+    """Whether this job of torchrun's has begun or resumed the run in `run` before, so that its ranks start anew.
+
+    What is on disk says so: how often torchrun starts ranks anew is counted on each machine by itself.
+    """
+    noted = [run / JOB, run / RECIPE]
+    return all(path.is_file() for path in noted) and noted[0].read_text() == job()
 
 
 def saved_recipe(run: Path) -> Recipe:
