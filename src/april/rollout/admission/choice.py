@@ -54,10 +54,10 @@ class Means:
         self.forecasts = {n: self.forecasts[n].towards(forecast, weight) for n, forecast in newest.items()}
 
     def _far_from(self, newest: Mapping[int, Forecast]) -> float:
-        return median(
-            abs(log(forecast.consumed_tokens_per_second / self.forecasts[n].consumed_tokens_per_second))
-            for n, forecast in newest.items()
-        )
+        def size(forecast: Forecast) -> float:
+            return log(max(forecast.consumed_tokens_per_second, 1e-9))
+
+        return median(abs(size(forecast) - size(self.forecasts[n])) for n, forecast in newest.items())
 
 
 class Choice:
