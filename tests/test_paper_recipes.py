@@ -41,18 +41,6 @@ RECORDS: dict[str, Any] = {
     },
 }
 """Record i in the columns that each data set has."""
-SHAPE = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
 ARCHITECTURES: dict[str, type[PreTrainedConfig]] = {
     "Qwen/Qwen3-4B": Qwen3Config,
     "Qwen/Qwen3-8B": Qwen3Config,
@@ -79,7 +67,7 @@ def test_a_recipe_reads_the_columns_its_data_set_has_and_trains_its_architecture
     assert task.correct is not None
     assert len(task) == (5 if recipe.task.unique_prompts else 11)
     torch.manual_seed(0)
-    config = ARCHITECTURES[recipe.model.path](**SHAPE)
+    config = ARCHITECTURES[recipe.model.path](**tiny.SHAPE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = CHAT
