@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.local import checkpoint_layers, objective_of
-from april.training.model_parallel import EXPERTS, check_layout, plans
+from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
 
 MOMENTS = 2
 """Of AdamW, for each parameter."""
@@ -58,7 +57,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
         count = sum(p.numel() for p in model.parameters())
         sizes = _sizes(model, copies, trainer.tensor_parallel, trainer.expert_parallel)
         shard = sum(held for held, _ in sizes.values())
-        names = [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+        names = layers_of(model)
         of_layers = {layer: sum(part for n, (_, part) in sizes.items() if n.startswith(f"{layer}.")) for layer in names}
         layer = max(of_layers.values(), default=0)
         root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
@@ -89,7 +88,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
 def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple[int, int]]:
     """Of each parameter: how much of it a rank holds, and how much while its layer computes; numbers."""
     matrices, experts = plans(model, tensor, expert)
-    layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
+    layers = tuple(f"{name}." for name in layers_of(model))
     sizes = {}
     for name, parameter in model.named_parameters():
         parts, over = 1, copies

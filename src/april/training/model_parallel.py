@@ -51,9 +51,14 @@ def divide(model: Any, ranks: Ranks) -> list[nn.Module]:
     return [model.get_submodule(name) for name, style in experts.items() if style == DISPATCH]
 
 
+def layers_of(model: nn.Module) -> list[str]:
+    """The names of a model's layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[str, str]]:
     """Which modules and parameters of the layers are divided, by name: as matrices, and as experts."""
-    layers = tuple(f"{n}." for n, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer))
+    layers = tuple(f"{name}." for name in layers_of(model))
     experts = model._expand_parallel_plan(model.ep_plan) if expert > 1 else {}
     matrices = model._expand_parallel_plan(model.tp_plan) if tensor > 1 else {}
     own = {name for name in matrices if name.startswith(layers)}
