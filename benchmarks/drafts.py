@@ -107,12 +107,15 @@ class Arm:
         return 0.0
 
     async def block(self) -> float:
-        """Tokens sampled per processor second of one step."""
-        began = time.process_time()
-        step = await self.scheduler.collect()
-        seconds = time.process_time() - began
-        await self.scheduler.update_weights()
-        return step.sampled_tokens / seconds
+        """Tokens sampled per processor second of one step, and of those before it that found their groups complete."""
+        seconds, tokens = 0.0, 0
+        while not tokens:
+            began = time.process_time()
+            step = await self.scheduler.collect()
+            seconds += time.process_time() - began
+            tokens = step.sampled_tokens
+            await self.scheduler.update_weights()
+        return tokens / seconds
 
 
 async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any, slots: int, partial: bool) -> dict:

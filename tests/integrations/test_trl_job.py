@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from itertools import groupby
@@ -137,3 +138,19 @@ def test_a_process_that_dies_ends_the_job_with_one_line_that_says_how_to_go_on(j
         f'trainer.train(resume_from_checkpoint="{job[0] / "checkpoint-4"}")'
     ]
     assert "april/integrations" not in job[2]
+
+
+def test_a_process_that_the_launcher_ends_says_so_too() -> None:
+    """The launcher may see that process 1 has died, and end process 0, before process 0 sees it."""
+    program = """
+import os, signal
+from april.integrations.ranks import Job, last_words
+
+job = Job()
+job.size = 2
+with last_words(job, lambda: "start again"):
+    os.kill(os.getpid(), signal.SIGTERM)
+    print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "start again\n")

@@ -14,11 +14,15 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import suppress
+import signal
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import current_thread, main_thread
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -154,6 +158,46 @@ class Job:
             return dist.distributed_c10d._get_default_store().add(f"april/{name}", 1) == 1
         except RuntimeError:
             return True
+
+
+@contextmanager
+def last_words(job: Job, words: Callable[[], str]) -> Iterator[None]:
+    """Print `words` if another process of the job ends in here: once a job, by the first process to know of it.
+
+    A process knows by an error of its own, or because the launcher, which has seen it sooner, ends this one too (by
+    SIGTERM). A handler of SIGTERM that somebody else has set is left alone.
+
+    Raises:
+        SystemExit: another process has ended.
+    """
+    if job.size == 1:
+        yield
+        return
+
+    def say() -> None:
+        if job.first("a process has ended"):
+            os.write(sys.stderr.fileno(), f"{words()}\n".encode())  # print may be what the signal has interrupted
+
+    def ended(number: int, _: Any) -> None:
+        say()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread()
+    if ours:
+        signal.signal(signal.SIGTERM, ended)
+    try:
+        yield
+    except Exception as error:
+        if not lost(error):
+            raise
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # between asking who is first and saying it
+        say()
+        raise SystemExit(1) from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Hands:

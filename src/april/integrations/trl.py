@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from april.integrations.ranks import lost
+from april.integrations.ranks import last_words
 from april.integrations.requirement import require
 from april.integrations.trl_episodes import completion
 from april.integrations.trl_rollouts import (
@@ -110,16 +110,12 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         Raises:
             SystemExit: another process of the job has ended; the first to see it says how to go on.
         """
+        job = self.rollouts.job
         try:
-            leads = self.rollouts.job.leads
-            state = read_state(resume_from_checkpoint, self.args.output_dir) if leads else None
-            self.rollouts.load_state_dict(state)
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        except Exception as error:
-            if self.rollouts.job.size == 1 or not lost(error):
-                raise
-            first = self.rollouts.job.first("a process has ended")
-            raise SystemExit(how_to_go_on(Path(self.args.output_dir)) if first else 1) from None
+            with last_words(job, lambda: how_to_go_on(Path(self.args.output_dir))):
+                state = read_state(resume_from_checkpoint, self.args.output_dir) if job.leads else None
+                self.rollouts.load_state_dict(state)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
 
