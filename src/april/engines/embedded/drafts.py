@@ -8,12 +8,13 @@ Invariants:
 - a draft decides how many tokens a pass samples, never which;
 - what a sequence said itself under older weights is its draft before all others, and is always verified;
 - a draft never takes a response past its budget, nor past the row of its KV cache;
-- where drafts are expected to gain nothing, as in a batch that fills the machine, none is made.
+- where drafts are expected to gain nothing, as in a batch that fills the machine, none is made; what a drafted token
+  costs is measured, for each size of batch against passes without drafts.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from april.engines.embedded.sequence import Sequence
@@ -28,6 +29,10 @@ FEWEST = 0.05
 """A token that is drawn less often than this is not drafted, however cheap."""
 FORGET = 0.98
 """How much less a pass counts in costs and shares than the one behind it."""
+RELAX = 0.9995
+"""How fast a high cost of a drafted token is doubted again, from pass to pass without drafts."""
+PLAIN_EVERY = 32
+"""One pass of so many goes without drafts."""
 PRIOR, RECOVERY = 0.5, 0.001
 """The share of drafted tokens that are drawn, before any was tried, and how fast a low share is doubted again."""
 
@@ -106,7 +111,7 @@ class Drafter:
             sequence.draft = list(sequence.replay[place : place + min(sequence.room, sequence.left, most - prefilling)])
             sequence.order = 0
             prefilling += len(sequence.draft)
-        longest = self._lengths(len(decoding), prefilling) if self.longest and decoding else {}
+        longest = self._lengths(len(decoding)) if self.longest and decoding else {}
         for sequence in decoding if longest else ():
             if sequence.replay:
                 continue
@@ -120,15 +125,16 @@ class Drafter:
             sequence.order, draft = past.propose(sequence.tokens, room)
             sequence.draft = draft[: longest.get(sequence.order, 0)]
 
-    def _lengths(self, decoding: int, prefilling: int) -> dict[int, int]:
+    def _lengths(self, decoding: int) -> dict[int, int]:
         """How long drafts may be, by the length of the run they are found by; empty if none pays.
 
-        A pass brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th token of a
-        draft is drawn with probability share^j, and takes what a token more takes.
+        A pass without drafts brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th
+        token of a draft is drawn with probability share^j, and takes what a drafted token takes.
         """
-        if not self._costs.known:
+        seconds = self._costs.token(decoding)
+        if seconds is None:
             return {}
-        price = WORTH * self._costs.slope * decoding / self._costs.seconds(decoding + prefilling)
+        price = WORTH * seconds * decoding / self._costs.plain(decoding)
         found = {}
         for order, share in self._accepted.items():
             length = next((j for j in range(self.longest) if share ** (j + 1) < max(price, FEWEST)), self.longest)
@@ -136,9 +142,16 @@ class Drafter:
                 found[order] = length
         return found
 
-    def learn(self, drawn: dict[Sequence, int], tokens: int, seconds: float) -> None:
-        """A pass over `tokens` took so long, and drew so many tokens for each sequence that had a draft."""
-        self._costs.observe(tokens, seconds)
+    def learn(self, drawn: dict[Sequence, int], decoding: int, prefilling: int, seconds: float) -> None:
+        """A pass took so long, and drew so many tokens for each sequence that had a draft.
+
+        Args:
+            decoding: sequences that it drew a token for, drafts apart.
+            prefilling: tokens of prompts, and of what is said again, that took part.
+        """
+        drafted = sum(len(sequence.draft) for sequence in drawn)
+        if self.longest and decoding and not prefilling and all(sequence.order for sequence in drawn):
+            self._costs.observe(decoding, drafted, seconds)
         for order, share in self._accepted.items():
             self._accepted[order] = share + RECOVERY * max(0.0, PRIOR - share)
         for sequence, count in drawn.items():
@@ -151,28 +164,49 @@ class Drafter:
 
 
 class PassCosts:
-    """Seconds of a forward pass by its tokens: a straight line through what passes took lately."""
+    """What passes took lately: without drafts, a straight line by the sequences that decode; and a drafted token.
+
+    A drafted token takes what its pass took longer than one without drafts, and its share of what drafts take at all.
+    That hangs on the size of the batch (where the weights' way through memory is the limit, it is next to nothing), so
+    sizes between one power of two and the next have a figure of their own.
+    """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
+        self._drafted: dict[int, tuple[float, float]] = {}
+        """Seconds that passes with drafts took longer, and tokens drafted in them."""
+        self._passes: Counter[int] = Counter()
 
-    @property
-    def known(self) -> bool:
-        """Whether passes of different sizes have been seen."""
-        weight, x, _, xx, _ = self._sums
-        return weight > 2 and xx * weight - x * x > 1e-9 * xx * weight
+    def observe(self, decoding: int, drafted: int, seconds: float) -> None:
+        size = decoding.bit_length()
+        if not drafted:
+            terms = (1.0, decoding, seconds, decoding * decoding, decoding * seconds)
+            self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
+            if size in self._drafted:
+                longer, tokens = self._drafted[size]
+                self._drafted[size] = RELAX * longer, tokens
+        elif self._sums[0]:
+            longer, tokens = self._drafted.get(size, (0.0, 0.0))
+            self._drafted[size] = FORGET * longer + seconds - self.plain(decoding), FORGET * tokens + drafted
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        terms = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
-        self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
+    def token(self, decoding: int) -> float | None:
+        """Seconds that a drafted token takes in the pass that begins, which decodes so many sequences; None if it is to
+        go without, to learn what that takes."""
+        size = decoding.bit_length()
+        self._passes[size] += 1
+        if not self._sums[0] or self._passes[size] % PLAIN_EVERY == 1:
+            return None
+        longer, tokens = self._drafted.get(size, (0.0, 1.0))
+        return max(longer / tokens, self._slope)
 
-    @property
-    def slope(self) -> float:
-        """Seconds that a token more takes; never less than none."""
-        weight, x, y, xx, xy = self._sums
-        return max(0.0, (weight * xy - x * y) / (weight * xx - x * x))
-
-    def seconds(self, tokens: int) -> float:
-        """What a pass over `tokens` is expected to take."""
+    def plain(self, decoding: int) -> float:
+        """Seconds of a pass without drafts."""
         weight, x, y, _, _ = self._sums
-        return max(1e-9, y / weight + self.slope * (tokens - x / weight))
+        return max(1e-9, y / weight + self._slope * (decoding - x / weight))
+
+    @property
+    def _slope(self) -> float:
+        """Seconds that a sequence more takes; never less than none, which it is while all batches have one size."""
+        weight, x, y, xx, xy = self._sums
+        spread = xx * weight - x * x
+        return max(0.0, (weight * xy - x * y) / spread) if spread > 0.01 * xx * weight else 0.0

@@ -277,14 +277,15 @@ class EmbeddedEngine:
         chunks = self._chunks()
         began = time.perf_counter()
         decoding = [sequence for tier in self._cache.tiers for sequence in tier.decoding]
-        self._drafter.draft(decoding, sum(size for _, size in chunks), self._prefill_chunk)
+        prefilling = sum(size for _, size in chunks)
+        self._drafter.draft(decoding, prefilling, self._prefill_chunk)
         step = ForwardPass(self._cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         for sequence, size in chunks:
             sequence.kv_length += size
         self._lead()
         drawn = self._sample(step.sequences, logits) if step.sequences else {}
-        self._drafter.learn(drawn, step.tokens.shape[1], time.perf_counter() - began)
+        self._drafter.learn(drawn, len(decoding), prefilling, time.perf_counter() - began)
         return bool(step.sequences)
 
     def _chunks(self) -> list[tuple[Sequence, int]]:
