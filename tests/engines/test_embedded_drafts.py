@@ -114,7 +114,7 @@ def test_what_a_drafted_token_costs_is_learned_for_each_size_of_batch() -> None:
             went_without += token is None
             drafted = 0 if token is None else 20
             costs.observe(decoding, drafted, 2e-3 + 50e-6 * decoding + extra * drafted)
-    assert 10 < went_without < 40
+    assert 30 < went_without < 60
     assert costs.plain(16) == pytest.approx(2.8e-3)
     assert costs.token(32) == pytest.approx(80e-6, rel=0.01)
     assert costs.token(2) == pytest.approx(50e-6), "never less than a sequence more"

@@ -31,8 +31,10 @@ FORGET = 0.98
 """How much less a pass counts in costs and shares than the one behind it."""
 RELAX = 0.9995
 """How fast a high cost of a drafted token is doubted again, from pass to pass without drafts."""
-PLAIN_EVERY = 32
+PLAIN_EVERY = 16
 """One pass of so many goes without drafts."""
+FEW, OUTLIER = 4, 2.0
+"""A pass counts at most so many times what it was expected to take, once a few have been seen."""
 PRIOR, RECOVERY = 0.5, 0.001
 """The share of drafted tokens that are drawn, before any was tried, and how fast a low share is doubted again."""
 
@@ -179,6 +181,8 @@ class PassCosts:
 
     def observe(self, decoding: int, drafted: int, seconds: float) -> None:
         size = decoding.bit_length()
+        if self._sums[0] > FEW:
+            seconds = min(seconds, OUTLIER * (self.plain(decoding) + drafted * self._token(size)))
         if not drafted:
             terms = (1.0, decoding, seconds, decoding * decoding, decoding * seconds)
             self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
@@ -196,6 +200,9 @@ class PassCosts:
         self._passes[size] += 1
         if not self._sums[0] or self._passes[size] % PLAIN_EVERY == 1:
             return None
+        return self._token(size)
+
+    def _token(self, size: int) -> float:
         longer, tokens = self._drafted.get(size, (0.0, 1.0))
         return max(longer / tokens, self._slope)
 
