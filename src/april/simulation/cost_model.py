@@ -4,6 +4,10 @@ One engine is one replica: the GPUs that hold one copy of the weights. A decode 
 of KV cache together takes base(b) + k * kv_token_seconds: the linear layers, whose cost depends on the batch only, and
 attention, which reads the cache. Prefill of n tokens stalls decoding for n * prefill_token_seconds
 + n * n * prefill_pair_seconds.
+
+A pass that verifies `d` drafted tokens behind each of `b` samples puts b * (d + 1) tokens through the linear layers:
+weights are read once, as for a decode step, and the pass takes longer only where computing does. The KV cache is read
+once for all of a sample's tokens, which attend to it one by one.
 """
 
 from __future__ import annotations
@@ -95,6 +99,21 @@ class CostModel:
         """
         slots = slots or int(min(self.slots, max(self.kv_tokens / max(mean_kv_tokens, 1.0), 1)))
         return float(slots / (self.base(slots)[slots] + self.kv_token_seconds * slots * mean_kv_tokens))
+
+    def verification(self, batch: int, drafted: int, kv_tokens: float) -> float:
+        """Seconds of a pass that samples a token for each of `batch` samples, and verifies `drafted` more of each.
+
+        Args:
+            kv_tokens: of KV cache that a sample holds on average. Without a draft the pass is a decode step.
+        """
+        tokens = batch * (drafted + 1)
+        linear = float(self.base(tokens)[tokens])
+        attention = self.kv_token_seconds * batch * kv_tokens
+        if drafted:
+            linear = max(linear, tokens * self.prefill_token_seconds)
+            # A pair costs twice what it does in prefill, which counts n * n of them and computes half.
+            attention = max(attention, 2 * self.prefill_pair_seconds * tokens * kv_tokens)
+        return linear + attention
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
