@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="times that the policy is widened")
     parser.add_argument("--slots", type=int, nargs="+", default=list(SLOTS))
     parser.add_argument("--seconds", type=float, default=20.0, help="processor seconds a cell, at least")
-    parser.add_argument("--least", type=int, default=2, help="rounds a cell, at least")
+    parser.add_argument("--least", type=int, default=3, help="rounds a cell, at least")
     args = parser.parse_args()
     torch.set_num_threads(1)
     asyncio.run(measure(args))

@@ -33,6 +33,8 @@ RELAX = 0.9995
 """How fast a high cost of a drafted token is doubted again, from pass to pass without drafts."""
 PLAIN_EVERY = 16
 """One pass of so many goes without drafts."""
+COLD, TRIALS = 8, 24
+"""The first passes with drafts, at a size of batch: so many only warm up the kernels, so many draft whatever it costs."""
 FEW, OUTLIER = 4, 2.0
 """A pass counts at most so many times what it was expected to take, once a few have been seen."""
 PRIOR, RECOVERY = 0.5, 0.001
@@ -178,18 +180,21 @@ class PassCosts:
         self._drafted: dict[int, tuple[float, float]] = {}
         """Seconds that passes with drafts took longer, and tokens drafted in them."""
         self._passes: Counter[int] = Counter()
+        self._tried: Counter[int] = Counter()
+        """Passes with drafts."""
 
     def observe(self, decoding: int, drafted: int, seconds: float) -> None:
         size = decoding.bit_length()
         if self._sums[0] > FEW:
             seconds = min(seconds, OUTLIER * (self.plain(decoding) + drafted * self._token(size)))
+        self._tried[size] += bool(drafted)
         if not drafted:
             terms = (1.0, decoding, seconds, decoding * decoding, decoding * seconds)
             self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
             if size in self._drafted:
                 longer, tokens = self._drafted[size]
                 self._drafted[size] = RELAX * longer, tokens
-        elif self._sums[0]:
+        elif self._sums[0] and self._tried[size] > COLD:
             longer, tokens = self._drafted.get(size, (0.0, 0.0))
             self._drafted[size] = FORGET * longer + seconds - self.plain(decoding), FORGET * tokens + drafted
 
@@ -200,7 +205,7 @@ class PassCosts:
         self._passes[size] += 1
         if not self._sums[0] or self._passes[size] % PLAIN_EVERY == 1:
             return None
-        return self._token(size)
+        return self._token(size) if self._tried[size] > TRIALS else 0.0
 
     def _token(self, size: int) -> float:
         longer, tokens = self._drafted.get(size, (0.0, 1.0))
