@@ -34,7 +34,7 @@ RELAX = 0.9995
 PLAIN_EVERY = 16
 """One pass of so many goes without drafts."""
 COLD, TRIALS = 8, 24
-"""Of the passes with drafts, at each size of batch: the first only warm up the kernels, and the next draft at any cost."""
+"""The first passes with drafts at a size of batch: some only warm up the kernels, the next draft whatever it costs."""
 FEW, OUTLIER = 4, 2.0
 """A pass counts at most so many times what it was expected to take, once a few have been seen."""
 PRIOR, RECOVERY = 0.5, 0.001
