@@ -152,12 +152,10 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
     }
 
 
-def costs_of(engine: EmbeddedEngine, slots: int) -> dict[str, float | None]:
+def costs_of(engine: EmbeddedEngine, slots: int) -> dict[str, float]:
     """What the engine has learned that a full batch's pass takes, and a drafted token in it."""
     costs = engine._drafter._costs
-    seconds = costs.token(slots)
-    seconds = costs.token(slots) if seconds is None else seconds
-    return {"pass_seconds": costs.plain(slots), "drafted_token_seconds": seconds}
+    return {"pass_seconds": costs.plain(slots), "drafted_token_seconds": costs.token(slots)}
 
 
 async def measure(args: argparse.Namespace) -> None:

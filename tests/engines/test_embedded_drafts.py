@@ -106,18 +106,40 @@ def test_a_draft_of_fewer_than_no_tokens_is_refused() -> None:
 def test_what_a_drafted_token_costs_is_learned_for_each_size_of_batch() -> None:
     """2 ms and 0.05 ms a sequence; a drafted token takes 0.08 ms in batches of 32 and nothing in batches of 2."""
     costs = PassCosts()
-    assert costs.token(32) is None, "nothing is known of passes without drafts yet"
+    assert not costs.try_drafts(32), "nothing is known of passes without drafts yet"
     went_without = 0
-    for _ in range(300):
+    for i in range(300):
         for decoding, extra in ((32, 80e-6), (2, 0.0)):
-            token = costs.token(decoding)
-            went_without += token is None
-            drafted = 0 if token is None else 20
-            costs.observe(decoding, drafted, 2e-3 + 50e-6 * decoding + extra * drafted)
+            tries = costs.try_drafts(decoding)
+            went_without += not tries
+            drafted = 10 + i % 20 if tries else 0
+            costs.observe(decoding, drafted, 2e-3 + 50e-6 * decoding + (drafted > 0) * 5e-4 + extra * drafted)
     assert 30 < went_without < 60
     assert costs.plain(16) == pytest.approx(2.8e-3)
     assert costs.token(32) == pytest.approx(80e-6, rel=0.01)
+    assert costs.drafts(32, 20) == pytest.approx(5e-4 + 20 * 80e-6, rel=0.01)
     assert costs.token(2) == pytest.approx(50e-6), "never less than a sequence more"
     for _ in range(4000):
         costs.observe(32, 0, 3.6e-3)
-    assert costs.token(32) < 20e-6, "what was dear is tried again"
+    assert costs.drafts(32, 20) < 1e-3, "what was dear is tried again"
+
+
+async def test_drafts_that_do_not_pay_are_not_made() -> None:
+    """A pass takes 2 ms, and 5 ms for each drafted token, whatever it decodes."""
+    subject = await experienced(max_running=9)
+    drafter: Any = subject._drafter
+    drafter._costs = PassCosts()
+    observe, drafted = drafter._costs.observe, []
+
+    def dear(decoding: int, tokens: int, seconds: float) -> None:
+        drafted.append(tokens)
+        observe(decoding, tokens, 2e-3 + 5e-3 * tokens)
+
+    drafter._costs.observe = dear
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("april.engines.embedded.drafts.WORTH", 1.5)
+        for _ in range(6):
+            done = samples(**SETTINGS)
+            await run(subject, done)
+            assert responses(done) == UNDRAFTED
+    assert sum(map(bool, drafted)) < 0.15 * len(drafted)

@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from dataclasses import dataclass, field
 
 from april.engines.embedded.sequence import Sequence
@@ -23,7 +23,7 @@ ORDERS = (6, 3, 2)
 """Tokens that have to agree before a place counts as like another; the longest run that is found counts."""
 PROMPTS, PLACES = 1024, 1 << 20
 """Prompts, and places in the responses to them, that are kept; the prompts begun longest ago go first."""
-WORTH = 1.2
+WORTH = 1.5
 """How many times its cost a drafted token has to be expected to bring before it is drafted."""
 FEWEST = 0.05
 """A token that is drawn less often than this is not drafted, however cheap."""
@@ -33,8 +33,11 @@ RELAX = 0.9995
 """How fast a high cost of a drafted token is doubted again, from pass to pass without drafts."""
 PLAIN_EVERY = 16
 """One pass of so many goes without drafts."""
-COLD, TRIALS = 8, 24
-"""The first passes with drafts at a size of batch: some only warm up the kernels, the next draft whatever it costs."""
+COLD, TRIALS = 4, 12
+"""The first passes with drafts at a size of batch: some only warm up the kernels, some draft a little whatever
+it costs."""
+SPREAD = 0.01
+"""How far apart places have to be, as a share of their squares, for a line's slope to be taken from them."""
 FEW, OUTLIER = 4, 2.0
 """A pass counts at most so many times what it was expected to take, once a few have been seen."""
 PRIOR, RECOVERY = 0.5, 0.001
@@ -115,7 +118,10 @@ class Drafter:
             sequence.draft = list(sequence.replay[place : place + min(sequence.room, sequence.left, most - prefilling)])
             sequence.order = 0
             prefilling += len(sequence.draft)
-        longest = self._lengths(len(decoding)) if self.longest and decoding else {}
+        if not self.longest or not decoding or not self._costs.try_drafts(len(decoding)):
+            return
+        longest = self._lengths(len(decoding))
+        expected, drafted = 0.0, []
         for sequence in decoding if longest else ():
             if sequence.replay:
                 continue
@@ -126,8 +132,17 @@ class Drafter:
             before = len(past.places)
             past.observe()
             self._places += len(past.places) - before
-            sequence.order, draft = past.propose(sequence.tokens, room)
-            sequence.draft = draft[: longest.get(sequence.order, 0)]
+            order, draft = past.propose(sequence.tokens, room)
+            if draft := draft[: longest.get(order, 0)]:
+                sequence.order, sequence.draft = order, draft
+                expected += sum(self._accepted[order] ** (j + 1) for j in range(len(draft)))
+                drafted.append(sequence)
+        tokens = sum(len(sequence.draft) for sequence in drafted)
+        if WORTH * self._costs.drafts(len(decoding), tokens) > expected * self._costs.plain(len(decoding)) / len(
+            decoding
+        ):
+            for sequence in drafted:
+                sequence.draft = []
 
     def _lengths(self, decoding: int) -> dict[int, int]:
         """How long drafts may be, by the length of the run they are found by; empty if none pays.
@@ -135,13 +150,11 @@ class Drafter:
         A pass without drafts brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th
         token of a draft is drawn with probability share^j, and takes what a drafted token takes.
         """
-        seconds = self._costs.token(decoding)
-        if seconds is None:
-            return {}
-        price = WORTH * seconds * decoding / self._costs.plain(decoding)
+        price = WORTH * self._costs.token(decoding) * decoding / self._costs.plain(decoding)
+        longest = self._costs.trial(decoding, self.longest) if self._costs.on_trial(decoding) else self.longest
         found = {}
         for order, share in self._accepted.items():
-            length = next((j for j in range(self.longest) if share ** (j + 1) < max(price, FEWEST)), self.longest)
+            length = next((j for j in range(longest) if share ** (j + 1) < max(price, FEWEST)), longest)
             if length:
                 found[order] = length
         return found
@@ -168,57 +181,91 @@ class Drafter:
 
 
 class PassCosts:
-    """What passes took lately: without drafts, a straight line by the sequences that decode; and a drafted token.
+    """What passes took lately, in seconds: without drafts, by the sequences that decode; and what drafts add to that.
 
-    A drafted token takes what its pass took longer than one without drafts, and its share of what drafts take at all.
-    That hangs on the size of the batch (where the weights' way through memory is the limit, it is next to nothing), so
-    sizes between one power of two and the next have a figure of their own.
+    What drafts add hangs on the size of the batch (where the weights' way through memory is the limit, a token more is
+    next to nothing), so sizes between one power of two and the next have figures of their own.
     """
 
     def __init__(self) -> None:
-        self._sums = [0.0] * 5
-        self._drafted: dict[int, tuple[float, float]] = {}
-        """Seconds that passes with drafts took longer, and tokens drafted in them."""
+        self._plain = Line()
+        self._drafts: defaultdict[int, Line] = defaultdict(lambda: Line(from_origin=True))
         self._passes: Counter[int] = Counter()
         self._tried: Counter[int] = Counter()
         """Passes with drafts."""
 
     def observe(self, decoding: int, drafted: int, seconds: float) -> None:
         size = decoding.bit_length()
-        if self._sums[0] > FEW:
-            seconds = min(seconds, OUTLIER * (self.plain(decoding) + drafted * self._token(size)))
-        self._tried[size] += bool(drafted)
+        drafts = self._drafts[size]
+        if self._plain.weight > FEW:
+            seconds = min(seconds, OUTLIER * (self.plain(decoding) + self.drafts(decoding, drafted)))
         if not drafted:
-            terms = (1.0, decoding, seconds, decoding * decoding, decoding * seconds)
-            self._sums = [FORGET * old + new for old, new in zip(self._sums, terms, strict=True)]
-            if size in self._drafted:
-                longer, tokens = self._drafted[size]
-                self._drafted[size] = RELAX * longer, tokens
-        elif self._sums[0] and self._tried[size] > COLD:
-            longer, tokens = self._drafted.get(size, (0.0, 0.0))
-            self._drafted[size] = FORGET * longer + seconds - self.plain(decoding), FORGET * tokens + drafted
+            self._plain.observe(decoding, seconds)
+            drafts.shrink(RELAX)
+            return
+        self._tried[size] += 1
+        if self._tried[size] > COLD and self._plain.weight:
+            drafts.observe(drafted, seconds - self.plain(decoding))
 
-    def token(self, decoding: int) -> float | None:
-        """Seconds that a drafted token takes in the pass that begins, which decodes so many sequences; None if it is to
-        go without, to learn what that takes."""
+    def try_drafts(self, decoding: int) -> bool:
+        """Whether the pass that begins may have drafts; some go without, to learn what that takes."""
         size = decoding.bit_length()
         self._passes[size] += 1
-        if not self._sums[0] or self._passes[size] % PLAIN_EVERY == 1:
-            return None
-        return self._token(size) if self._tried[size] > TRIALS else 0.0
+        return self._plain.weight > 0 and self._passes[size] % PLAIN_EVERY != 1
 
-    def _token(self, size: int) -> float:
-        longer, tokens = self._drafted.get(size, (0.0, 1.0))
-        return max(longer / tokens, self._slope)
+    def on_trial(self, decoding: int) -> bool:
+        """Whether what drafts take in a batch of this size is not known yet."""
+        return self._tried[decoding.bit_length()] <= TRIALS
+
+    def trial(self, decoding: int, longest: int) -> int:
+        """Tokens of a draft on trial: of different lengths, in large batches one, so that it does not cost much."""
+        return max(1, (longest >> self._tried[decoding.bit_length()] % 4) // decoding)
 
     def plain(self, decoding: int) -> float:
         """Seconds of a pass without drafts."""
-        weight, x, y, _, _ = self._sums
-        return max(1e-9, y / weight + self._slope * (decoding - x / weight))
+        return max(1e-9, self._plain.at(decoding))
+
+    def token(self, decoding: int) -> float:
+        """Seconds that a drafted token adds; at least what a sequence more does."""
+        return max(self._drafts[decoding.bit_length()].slope, self._plain.slope)
+
+    def drafts(self, decoding: int, tokens: int) -> float:
+        """Seconds that drafts of so many tokens in all add; nothing as long as they are on trial."""
+        if self.on_trial(decoding) or not tokens:
+            return 0.0
+        return max(self._drafts[decoding.bit_length()].at(tokens), tokens * self.token(decoding))
+
+
+class Line:
+    """A straight line through what was seen lately; it never falls.
+
+    Args:
+        from_origin: where it begins if all was seen at one place; else it is level then.
+    """
+
+    def __init__(self, from_origin: bool = False) -> None:
+        self.from_origin = from_origin
+        self.weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def observe(self, x: float, y: float) -> None:
+        self.shrink(1.0, FORGET)
+        self.weight += 1
+        self._x += x
+        self._y += y
+        self._xx += x * x
+        self._xy += x * y
+
+    def shrink(self, y: float, weight: float = 1.0) -> None:
+        """Take what was seen for so much less."""
+        self.weight, self._x, self._xx = weight * self.weight, weight * self._x, weight * self._xx
+        self._y, self._xy = y * weight * self._y, y * weight * self._xy
 
     @property
-    def _slope(self) -> float:
-        """Seconds that a sequence more takes; never less than none, which it is while all batches have one size."""
-        weight, x, y, xx, xy = self._sums
-        spread = xx * weight - x * x
-        return max(0.0, (weight * xy - x * y) / spread) if spread > 0.01 * xx * weight else 0.0
+    def slope(self) -> float:
+        spread = self._xx * self.weight - self._x * self._x
+        if spread > SPREAD * self._xx * self.weight:
+            return max(0.0, (self.weight * self._xy - self._x * self._y) / spread)
+        return max(0.0, self._y / self._x) if self._x and self.from_origin else 0.0
+
+    def at(self, x: float) -> float:
+        return (self._y + self.slope * (self.weight * x - self._x)) / self.weight if self.weight else 0.0
