@@ -109,7 +109,7 @@ def _small(name: str, log_dir: Path, core: int, settings: dict[str, Any]) -> Lau
     return Launch(
         log_dir=log_dir,
         python=python_of(name),
-        arguments=[*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32"],
+        arguments=[*SMALL[name], "--skip-tokenizer-init", "--dtype", "float32", *settings.pop("arguments", ())],
         environment=environment(core),
         **settings,
     )
@@ -181,6 +181,13 @@ async def proxy(server: Server) -> AsyncIterator[FaultProxy]:
     """Another way to the session's server, which can be broken."""
     async with FaultProxy(server.url).run() as proxy:
         yield proxy
+
+
+@pytest.fixture
+def agrees_with_the_server(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Every stream came to the end that the server counts: as many tokens, of the same versions."""
+    yield
+    assert not [record.getMessage() for record in caplog.records if record.name.startswith("april")]
 
 
 def make_samples(

@@ -78,6 +78,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _engine_problems(recipe.engine)
     if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
         yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
+    yield from _speculation_problems(recipe.engine, recipe.rollout.min_p)
     yield from _exposed(recipe.engine)
     try:
         check_trackers(recipe.reporting.trackers)
@@ -277,6 +278,24 @@ def _engine_problems(engine: EngineSettings) -> Iterator[str]:
                 'engine.engine = "vllm-inproc" needs vLLM in this environment: install it here, or use "vllm", whose '
                 "server may have an environment of its own (engine.server_python)"
             )
+
+
+def _speculation_problems(engine: EngineSettings, min_p: float) -> Iterator[str]:
+    drafts = f"engine.draft_tokens = {engine.draft_tokens}"
+    asked = engine.speculative_option
+    if engine.draft_tokens and engine.engine in ("sglang", "vllm-inproc"):
+        yield f'{drafts}: it is for "embedded" and "vllm" (docs/engines.md, Speculation); remove it'
+    elif engine.draft_tokens and engine.urls:
+        yield f"{drafts} is set, and so is urls: a running server speculates as it was started; remove draft_tokens"
+    elif engine.draft_tokens and asked:
+        yield f"{drafts} is set, and server_args names {asked}: remove one of them"
+    if engine.engine == "vllm" and min_p and (asked or engine.draft_tokens):
+        yield f"rollout.min_p = {min_p:g}: vLLM takes none while it speculates; set 0, or remove {asked or drafts}"
+    if engine.engine == "sglang" and asked:
+        yield (
+            f"engine.server_args names {asked}: SGLang is not known to draw drafted tokens from the policy's "
+            'distribution (docs/engines.md, Speculation); remove it, or use "vllm"'
+        )
 
 
 def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:

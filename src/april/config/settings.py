@@ -16,6 +16,8 @@ from april.rollout.params import MAX_STALENESS
 
 API_KEY = "APRIL_ENGINE_API_KEY"
 """The environment variable that holds the key of servers that want one."""
+SPECULATIVE = r"--spec(ulative)?[-_](config|method|model|tokens|algo|draft)|-sc$"
+"""Options of vLLM and SGLang that have them speculate."""
 
 
 @dataclass(kw_only=True)
@@ -173,8 +175,10 @@ class EngineSettings:
             sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
             as many tokens as a sample gets in a second, which is what a lost connection may cost it.
         own_process: embedded: generate in a process of its own, on a copy of the policy; what trainer.overlap needs.
-        draft_tokens: embedded: tokens that a forward pass may verify for a sample besides drawing its next one, from
-            what the other answers to its prompt said; no token changes, log-probabilities by rounding. 0: none.
+        draft_tokens: embedded, and vllm where april starts it: tokens that a forward pass may verify for a sample
+            besides drawing its next one. embedded: from what the other answers to its prompt said; no token changes,
+            log-probabilities by rounding. vllm: from its own text (n-grams), by rejection sampling, which changes no
+            distribution. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
         replicas: vllm, sglang: servers to start.
         intake_processes: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
@@ -216,6 +220,12 @@ class EngineSettings:
         """As its own options say; 1 if they do not."""
         named = re.search(r"(?:--tensor-parallel-size|--tp-size|--tp|-tp)[ =](\d+)", " ".join(self.server_args))
         return int(named[1]) if named else 1
+
+    @property
+    def speculative_option(self) -> str | None:
+        """The first of its own options that has a server speculate; None if none does."""
+        options = (argument.partition("=")[0] for argument in self.server_args)
+        return next((option for option in options if re.match(SPECULATIVE, option)), None)
 
     @property
     def kv_policy(self) -> KVPolicy:

@@ -47,6 +47,8 @@ class VLLMInProcess:
         config = llm.llm_engine.vllm_config
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise ValueError('logprobs_mode must be "processed_logprobs": pass it to vllm.LLM')
+        if config.speculative_config is not None:
+            raise ValueError("vLLM is to speculate: in this process it must not; leave speculative_config out")
         self._llm = llm
         self._engine = llm.llm_engine
         self._vocab_size = vocab_size or config.model_config.get_vocab_size()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import os
 import secrets
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+N_GRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""How vLLM drafts where a recipe only says how much: what followed the last tokens where they stood before."""
 
 
 @asynccontextmanager
@@ -250,10 +254,12 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
 
 
 def _limits(recipe: Recipe, vllm: bool) -> list[str]:
-    """What the recipe says of a server's size, as its own options."""
+    """What the recipe says of a server's size and drafts, as its own options."""
     settings = recipe.engine
     arguments = ["--dtype", recipe.engine_dtype]
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(settings.max_running)]
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
+    if settings.draft_tokens:
+        arguments += ["--speculative-config", json.dumps({**N_GRAMS, "num_speculative_tokens": settings.draft_tokens})]
     return arguments

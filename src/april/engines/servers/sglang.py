@@ -10,6 +10,8 @@ whole vocabulary fits what the server can report.
 `top_p` is taken of the whole distribution here, not of what `top_k` leaves.
 
 Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
+It must not speculate: on some devices SGLang then takes the likeliest token whatever the temperature, on all of them it
+ignores `min_p`, and nothing it reports tells them apart.
 KV caches of different versions never mix: every request names its weights in the cache's extra key.
 """
 
@@ -29,7 +31,7 @@ from april.engines.servers.dialect import Pausing, ServerInfo, local_vocab_size
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.stream import Delta, Finish, Stream
 from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
-from april.rollout.engine import Capacity
+from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -96,6 +98,11 @@ class SGLang:
                 "SGLang at %s repeats the whole response in every event, which takes this machine many times the work: "
                 "start it with --incremental-streaming-output",
                 self._http.url,
+            )
+        if algorithm := server.get("speculative_algorithm"):
+            raise EngineError(
+                f"SGLang at {self._http.url} speculates ({algorithm}), and is not known to draw drafted tokens from "
+                "its model's distribution: start it without --speculative-algorithm (docs/engines.md, Speculation)"
             )
         self._workers = server.get("tp_size") or 1
         self._mask_tokens = server.get("sampling_mask_max_tokens") or 0

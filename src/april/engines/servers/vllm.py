@@ -4,6 +4,8 @@ Written to and run against vLLM 0.32. The server needs `VLLM_SERVER_DEV_MODE=1` 
 `--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs` (log-probabilities of the
 distribution tokens are drawn from); `april.engines.servers.launch.launch_vllm` starts one so.
 
+Speculation (`--speculative-config`) changes no distribution: log-probabilities are the model's own, not the draft's.
+
 Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
 KV caches of different versions never mix: every request names its weights in the cache's salt.
 """
@@ -97,6 +99,7 @@ class VLLM:
                 f"{self!r} runs on a CPU, where vLLM keeps the old output layer of a model with tied embeddings when "
                 "weights change: start it with --worker-extension-cls april.engines.servers.vllm_worker.WorkerExtension"
             )
+        self._speculates = self._speculation(config.get("speculative_config"), on_cpu)
         capacity = Capacity(
             slots=config["scheduler_config"]["max_num_seqs"],
             context_length=model["max_model_len"],
@@ -105,12 +108,38 @@ class VLLM:
         vocab_size = vocab_size or local_vocab_size(model["root"]) or 0
         return ServerInfo(capacity, vocab_size, await self.label())
 
+    def _speculation(self, settings: dict[str, Any] | None, on_cpu: bool) -> bool:
+        """Whether the server speculates.
+
+        Raises:
+            EngineError: its tokens would not be drawn from the model's distribution.
+        """
+        if settings is None:
+            return False
+        if settings["rejection_sample_method"] == "synthetic":
+            raise EngineError(
+                f"{self!r} accepts drafts at rates that it was given, whatever its model says of them: start it "
+                'without "rejection_sample_method": "synthetic" in --speculative-config'
+            )
+        if on_cpu and not self._extended:
+            raise EngineError(
+                f"{self!r} speculates on a CPU, where vLLM draws drafted tokens at a temperature that it never sets: "
+                "start it with --worker-extension-cls april.engines.servers.vllm_worker.WorkerExtension, or without "
+                "--speculative-config"
+            )
+        return True
+
     async def _require_token_ids(self) -> None:
         async with self._http.request("POST", self.generate_path, {"token_ids": []}) as response:
             if response.status in (403, 404):
                 raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
 
     def inexact(self, sampling: SamplingParams) -> str | None:
+        if self._speculates and sampling.min_p:
+            return (
+                f"takes no min_p while it speculates, and min_p = {sampling.min_p:g}: set it to 0, or start the server "
+                "without --speculative-config"
+            )
         plain = sampling.temperature == 1 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
         if self._processed or plain or sampling.temperature == 0:
             return None

@@ -1,4 +1,5 @@
-"""What april adds to vLLM's workers: the receiving side of `broadcast.py`, and output layers kept fresh.
+"""What april adds to vLLM's workers: the receiving side of `broadcast.py`, output layers kept fresh, and drafts
+verified on a CPU as on GPUs.
 
 Runs in the server's workers, where `--worker-extension-cls` names `WorkerExtension`. It imports nothing of april: the
 server's environment need not have it. vLLM's own nccl backend needs GPUs and vLLM's communicator on the trainer's side;
@@ -17,6 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.triton_utils import HAS_TRITON
+from vllm.triton_utils.dispatcher import register_kernels
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 
 @dataclass
@@ -98,6 +103,25 @@ def refresh_output_layer(model: Any) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
         head.quant_method.process_weights_after_loading(head)
+
+
+def expand(
+    output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int, longest: int
+) -> None:
+    """Give each drafted token its request's setting: `values[i]` to those of `output` up to `ends[i]`."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).long()
+    output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
+
+
+def top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return apply_top_k_only(logits, k) if len(k) else logits
+
+
+if not HAS_TRITON:
+    # Without Triton, which is to say on a CPU, vLLM 0.32 gives drafted tokens whatever temperature, top-k and top-p
+    # memory holds (its issue 55005), and dies of top-k in a step for which nothing was drafted.
+    register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
+    topk_topp_sampler.apply_top_k_only = top_k_only
 
 
 class WorkerExtension:
