@@ -14,7 +14,7 @@ there can be: the cost model, and how long every response will be.
 - *6 replicas* and *4 replicas* move nothing and have fewer replicas: what packing is to be compared with, as replicas
   that it frees do something else.
 
-    python benchmarks/simulation/repack.py --save    # about an hour of one core
+    python benchmarks/simulation/repack.py --save    # all cells, about an hour of one core; fewer by the flags
 """
 
 from __future__ import annotations
@@ -300,19 +300,21 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=["lognormal", "heavy", "bimodal"])
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--save", action="store_true", help="write the JSON file beside this one")
+    parser.add_argument("--save", action="store_true", help="write what is measured into the JSON file beside")
     options = parser.parse_args()
-    results: list[dict[str, Any]] = []
-    for cell in itertools.product(options.gpus, options.settings, options.workloads):
-        results.append(measure(*cell, options))
+    path = Path(__file__).with_suffix(".json")
+    results: list[dict[str, Any]] = json.loads(path.read_text())["results"] if options.save and path.exists() else []
+    for where in itertools.product(options.gpus, options.settings, options.workloads):
+        results = [cell for cell in results if (cell["gpu"], cell["setting"], cell["workload"]) != where]
+        results.append(measure(*where, options))
         if options.save:
             document = {
-                "command": " ".join(["python", f"benchmarks/simulation/{Path(__file__).name}", *sys.argv[1:]]),
+                "command": f"python benchmarks/simulation/{path.stem}.py --save, cell by cell",
                 "settings": {"replicas": REPLICAS, "rollout_batch_size": N, "n_samples_per_prompt": 8, **SETTINGS},
                 "costs": {gpu: vars(cost) for gpu, cost in COSTS.items()},
                 "results": results,
             }
-            Path(__file__).with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+            path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -162,6 +162,7 @@ def simulate(
     resolution: float = 0.0,
     dynamic_filter: Callable[[Group], bool] | None = None,
     turns: Turns | None = None,
+    engine_type: type[SimulatedEngine] = SimulatedEngine,
     seed: int = 0,
     **params: Any,
 ) -> Outcome:
@@ -178,13 +179,14 @@ def simulate(
         resolution: see `SimulatedEngine`.
         dynamic_filter: see `RolloutScheduler`.
         turns: responses are episodes of so many turns, whose environments take their time.
+        engine_type: of the engines, for one that does more than the simulated one.
         seed: of the samples.
         params: of `RolloutParams`; N and G are the workload's unless given here.
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
-    engine = SimulatedEngine(cost, workload, replicas, on_update, resolution, streamed, turns)
+    engine = engine_type(cost, workload, replicas, on_update, resolution, streamed, turns)
     episodes = None if turns is None else turns.episodes(engine.over, engine.room)
     scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes)
     with _without_garbage_collection():
