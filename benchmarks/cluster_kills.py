@@ -40,7 +40,8 @@ from record import machine
 from transformers import AutoModelForCausalLM
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
-from april.engines.cluster.cluster import Cluster, Wanted, connected
+from april.engines.cluster.cluster import Cluster, Wanted
+from april.engines.cluster.connection import connected
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.cluster_utils import Cluster
 
+RANK = "-m april.commands.rank"
 ENGINES = ("ray::EngineActor", "ray::ServerActor")
 
 
@@ -77,6 +78,11 @@ class Raylets:
         """The processes of the engines on these nodes; on all, if none are named."""
         alive, places = processes(), nodes or self._cluster.list_all_nodes()
         return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINES)]
+
+    def ranks(self, *nodes: Any) -> list[int]:
+        """The processes of the trainer's ranks on these nodes."""
+        alive = processes()
+        return [pid for node in nodes for pid in self._tree(node) if alive.get(pid, (0, ""))[1].endswith(RANK)]
 
     def _tree(self, node: Any) -> list[int]:
         return [pid for each in node.all_processes.get("raylet", []) for pid in below(each.process.pid)]

@@ -16,7 +16,7 @@ pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_clus
 import ray
 
 from april.engines.cluster.calls import NodeCalls
-from april.engines.cluster.cluster import connected
+from april.engines.cluster.connection import connected
 from tests.cluster.raylets import Raylets
 
 GENEROUS = 120.0

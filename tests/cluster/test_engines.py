@@ -20,7 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams
-from april.engines.cluster.cluster import Cluster, Wanted, connected
+from april.engines.cluster.actor import EngineActor
+from april.engines.cluster.cluster import Cluster, Wanted
+from april.engines.cluster.connection import connected
 from april.engines.cluster.nodes import nodes_now
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.site import Site
@@ -127,7 +129,7 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
     engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
     async with connected(raylets.address):
         (where,) = (each for each in nodes_now() if each.id == node.node_id)
-        site = Site(where, engine, Demand(1, 0), "one that nobody asked")
+        site = Site(where, (EngineActor, [engine]), Demand(1, 0), "one that nobody asked")
         assert (await site.open(1))[:2] == (4, 100)
         await _stops(raylets, node)
         assert not await site.alive()
@@ -135,7 +137,7 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
         await until(lambda: not raylets.engines())  # a process that hangs is not left there
 
         monkeypatch.setattr("april.engines.cluster.site.STARTING", 0.0)
-        site = Site(where, Endless(model=""), Demand(1, 0), "one that starts")
+        site = Site(where, (EngineActor, [Endless(model="")]), Demand(1, 0), "one that starts")
         opening = asyncio.create_task(site.open(1))
         await _stops(raylets, node)
         with pytest.raises(EngineError, match="hangs while it starts"):

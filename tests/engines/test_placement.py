@@ -1,10 +1,10 @@
-"""Which nodes of a cluster get how many engines."""
+"""Which nodes of a cluster get how many engines and ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from april.engines.cluster.placement import Demand, Node, Placement, place
+from april.engines.cluster.placement import Demand, Node, Placement, pack, place, without
 
 HOME, SMALL, LARGE = Node("home", "10.0.0.1", 8, 2), Node("small", "10.0.0.2", 8, 1), Node("large", "10.0.0.3", 8, 5)
 NODES = [HOME, SMALL, LARGE]
@@ -26,8 +26,8 @@ NODES = [HOME, SMALL, LARGE]
 def test_engines_go_where_there_is_room_for_all_of_each(
     demand: Demand, count: int | None, placement: Placement, expected: list[str] | dict[str, int]
 ) -> None:
-    placed = place(NODES, demand, count, placement, "home")
-    assert placed == place(NODES[::-1], demand, count, placement, "home")
+    placed = place(NODES, demand, count, placement, {"home"})
+    assert placed == place(NODES[::-1], demand, count, placement, {"home"})
     if isinstance(expected, list):
         assert placed == expected
     else:
@@ -35,4 +35,22 @@ def test_engines_go_where_there_is_room_for_all_of_each(
 
 
 def test_a_node_that_is_avoided_gets_none() -> None:
-    assert set(place(NODES, Demand(1, 1), None, "spread", "home", avoid={"large"})) == {"home", "small"}
+    assert set(place(NODES, Demand(1, 1), None, "spread", {"home"}, avoid={"large"})) == {"home", "small"}
+
+
+def test_engines_are_apart_from_every_node_that_trains_or_beside_it() -> None:
+    training = {"home", "large"}
+    assert set(place(NODES, Demand(1, 1), None, "apart", training)) == {"small"}
+    assert set(place(NODES, Demand(1, 1), None, "beside", training)) == training
+
+
+def test_ranks_are_packed_onto_the_first_ones_node_then_onto_those_with_most_room() -> None:
+    order = ["home"] * 2 + ["large"] * 5 + ["small"]
+    assert pack(NODES, Demand(1, 1), 9, "home") == pack(NODES[::-1], Demand(1, 1), 8, "home") == order
+    assert pack(NODES, Demand(1, 1), 3, "elsewhere") == ["large"] * 3
+    assert pack(NODES, Demand(1, 1), 3, "home", avoid={"home", "large"}) == ["small"]
+
+
+def test_what_ranks_take_is_left_for_no_engine() -> None:
+    left = without(NODES, Demand(2, 1), ["home", "home", "large"])
+    assert [(node.id, node.cpus, node.gpus) for node in left] == [("home", 4, 0), ("small", 8, 1), ("large", 6, 4)]

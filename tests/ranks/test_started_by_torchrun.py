@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from april.commands import rank, resume
+from april.commands.start import check_ranks
+from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training import crew
 from april.training.rank_process import LOST, RankLostError, Report
@@ -53,6 +55,14 @@ def test_as_many_processes_as_the_recipe_says(
     assert status("train", str(tiny.recipe(tmp_path)), "--processes", str(processes)) == 2
     assert f"trainer.processes = {processes}, but torchrun started {world} processes" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_places_ranks_and_no_cluster_does(torchrun: Any) -> None:
+    torchrun(0, 2)
+    recipe = Recipe()
+    recipe.trainer.processes, recipe.cluster.address, recipe.cluster.ranks = 2, "auto", "nodes"
+    with pytest.raises(ConfigError, match=r'cluster.ranks = "nodes", but torchrun has started the ranks: remove it'):
+        check_ranks(recipe)
 
 
 def test_a_job_whose_ranks_may_start_anew_has_an_id(

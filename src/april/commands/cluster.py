@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 
 from april.commands.arguments import read_recipe
@@ -11,10 +12,11 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.engine import EngineError
 
-DESCRIPTION = """Say which engines fit onto which nodes of the recipe's cluster, and what is in the way of others.
+DESCRIPTION = """Say which engines and ranks fit onto which nodes of the recipe's cluster, and what is in the way.
 
-RECIPE and the flags are those of april train. Each node that may get engines is asked whether it has april and the
-model, and whether its object store holds the weights. Exit status 1 if engines that the recipe asks for do not fit."""
+RECIPE and the flags are those of april train. Each node that may get some is asked whether it has april and the model;
+for engines, whether its object store holds the weights; for ranks, whether it shares the run's directory. Exit status 1
+if what the recipe asks for does not fit."""
 
 
 def run(args: list[str]) -> int:
@@ -36,16 +38,23 @@ def run(args: list[str]) -> int:
 async def _check(recipe: Recipe) -> int:
     import torch
 
-    from april.engines.cluster.check import check, lines_of, missing
-    from april.engines.cluster.cluster import connected
+    from april.engines.cluster.check import WantedRanks, check, lines_of, missing
+    from april.engines.cluster.connection import connected
+    from april.engines.cluster.needs import Needs, marked
     from april.engines.cluster.nodes import home
     from april.training.engines import wanted_of
     from april.training.memory_plan import planned
+    from april.training.rank_nodes import demand_of_rank, model_of
 
     weights = planned(recipe).parameters * getattr(torch, recipe.engine_dtype).itemsize
     async with connected(recipe.cluster.address):
         wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
-        found = await check(wanted, home(), weights)
-    for line in lines_of(found, wanted, home()):
-        print(line)
-    return int(missing(found, wanted))
+        ranks, output = None, Path(recipe.reporting.output).absolute()
+        with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:
+            if recipe.ranks_on_nodes:
+                needs = Needs(model_of(recipe), output, marker)
+                ranks = WantedRanks(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
+            found = await check(wanted, home(), weights, ranks)
+        for line in lines_of(found, wanted, home(), ranks):
+            print(line)
+    return int(missing(found, wanted, ranks))

@@ -25,6 +25,10 @@ def check_ranks(recipe: Recipe) -> None:
             f"trainer.processes = {recipe.trainer.processes}, but torchrun started {world} processes: set one of them "
             "to the other"
         )
+    if recipe.ranks_on_nodes:
+        raise ConfigError(
+            'cluster.ranks = "nodes", but torchrun has started the ranks: remove it, or start april train'
+        )
     if may_start_anew() and job() is None:
         raise ConfigError(
             "ranks that torchrun starts anew know their run by the job's id: add --rdzv-id ID, which no other job has, "

@@ -235,6 +235,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         yield "engine.intake_processes is set, but on a cluster the trainer reads all streams: remove it"
     if own.rewards == "nodes" and recipe.rollout.reward_workers == 0:
         yield 'cluster.rewards = "nodes", but rollout.reward_workers = 0 computes rewards in the trainer: remove one'
+    if own.ranks == "nodes" and not recipe.trainer.sharded:
+        yield 'cluster.ranks = "nodes", but trainer.processes = 1 trains in one process: raise it, or remove one'
     if engine.own_process:
         yield "engine.own_process is set, but engines on a cluster are apart from the trainer anyway: remove it"
     if find_spec("ray") is None:

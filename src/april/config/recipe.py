@@ -115,6 +115,11 @@ class Recipe:
         servers = len(self.engine.urls) or self.engine.replicas
         return servers if self.engine.engine in ("vllm", "sglang") else 0
 
+    @property
+    def ranks_on_nodes(self) -> int:
+        """Ranks that train on nodes of the cluster."""
+        return self.trainer.processes - 1 if self.cluster.enabled and self.cluster.ranks == "nodes" else 0
+
     def fault_policy(self) -> FaultPolicy:
         """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
         rollout = self.rollout

@@ -245,10 +245,13 @@ class ClusterSettings:
         replicas: Engines, each with a copy of the policy. auto: as many as there is room for, also on nodes that join.
         gpus_per_replica: GPUs of an engine, all on one node. auto: one if the cluster has any, else none.
         cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
-        placement: Nodes that get engines: all, as evenly as there is room (spread); all but the trainer's (apart); the
-            trainer's alone (beside).
+        placement: Nodes that get engines: all, as evenly as there is room (spread); all but those that train (apart);
+            those alone (beside).
         rewards: Where worker processes compute rewards: on the trainer's machine, or on all nodes, as many on each as
             rollout.reward_workers says. Their CPUs are not reserved.
+        ranks: Where the ranks of trainer.processes work: on the machine of april train (driver), or all but the first
+            on nodes with room (nodes), each with a GPU if the cluster has any, unless model.device is cpu.
+        cpus_per_rank: CPUs of a rank on a node.
     """
 
     address: str = ""
@@ -257,6 +260,8 @@ class ClusterSettings:
     cpus_per_replica: Positive[int] = 1
     placement: Literal["spread", "apart", "beside"] = "spread"
     rewards: Literal["trainer", "nodes"] = "trainer"
+    ranks: Literal["driver", "nodes"] = "driver"
+    cpus_per_rank: Positive[int] = 1
 
     @property
     def enabled(self) -> bool:
@@ -400,7 +405,8 @@ class TrainerSettings:
     Args:
         backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
             optimizer state (PyTorch FSDP2). auto: local with one process, fsdp2 with more.
-        processes: Processes that train together, ranks, which april starts on this machine; on GPUs one each.
+        processes: Processes that train together, ranks, which april starts on this machine, or on nodes of a cluster
+            (cluster.ranks); on GPUs one each.
         compute_dtype: fsdp2: forward and backward in this type, and engines compute in it too; parameters, sums of
             gradients and the optimizer stay of model.dtype. Unset: as model.dtype.
         overlap: Generation goes on while a step is trained on, and stops for the weight update alone; max_staleness

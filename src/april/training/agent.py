@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, watches them, and starts all of them anew when one is lost.
+"""Starts the ranks of a run, watches them, and starts all of them anew when one is lost.
 
 Invariants:
 - all ranks run, or none: as soon as one is gone, or gives no sign of life, all are ended;
@@ -7,6 +7,8 @@ Invariants:
 - how the first rank ends by itself is how the run ends; it alone is told of signals, and the others end with it;
 - when another rank is gone the first one is asked to stop as by a user, so what it was collecting is in the journal;
 - no rank outlives the agent for long: the first one then stops the run in good order.
+
+The first rank is here; so are the others, or they are on nodes of a cluster (`rank_nodes.py`).
 """
 
 from __future__ import annotations
@@ -20,23 +22,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from april.config.recipe import Recipe
 from april.engines.servers.address import is_loopback
 from april.reporting.metrics_log import last_step
+from april.rollout.engine import EngineError
 from april.training.rank_process import LINE, LOST, RENDEZVOUS
 from april.training.resume import RECIPE, check_run
+
+if TYPE_CHECKING:
+    from april.engines.cluster.node_process import NodeProcess
+    from april.training.rank_nodes import RankNodes, RanksOnNodes
 
 COMMAND = [sys.executable, "-m", "april.commands.rank"]
 STOPPED = 130
 """The exit status of a first rank that stopped because it was asked to."""
 GRACE_SECONDS = 20.0
 """That ranks have to end by themselves once one of them is gone."""
+ROOM_SECONDS = 30.0
+"""That a run waits for nodes at its beginning: another may have just left them. Later it waits as long as it takes."""
 
 
 @dataclass(eq=False)
@@ -44,7 +53,7 @@ class RankProcess:
     """A rank, seen from outside."""
 
     number: int
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | NodeProcess
     line: int
     heard: float
     """When it last gave a sign of life."""
@@ -62,11 +71,18 @@ class RankProcess:
         if data:
             self.heard = time.monotonic()
 
+    def send_signal(self, number: int) -> None:
+        """To the first rank, which is here."""
+        assert isinstance(self.process, subprocess.Popen)
+        self.process.send_signal(number)
+
     @property
     def ending(self) -> str:
         """How it ended, for a message."""
-        status = self.process.returncode
+        status = self.process.returncode or 0
         name = f"rank {self.number}"
+        if lost := getattr(self.process, "lost", ""):
+            return f"{name} {lost}"
         if "hung" in self.said:
             return f"{name} gave no sign of life for {self.said['hung']:.0f} s"
         if status < 0:
@@ -85,6 +101,8 @@ class Agent:
         self._recipe = recipe
         self._directory = Path(recipe.reporting.output)
         self._ranks: list[RankProcess] = []
+        self._nodes: RankNodes | None = None
+        self._lost = False
         self._stopping = False
 
     def run(self, resume: bool = False) -> int:
@@ -93,22 +111,33 @@ class Agent:
         Raises:
             CheckpointError, JournalError: what is on disk cannot be gone on with.
         """
+        with self._forwarding_signals(), ExitStack() as stack:
+            try:
+                if self._recipe.ranks_on_nodes:
+                    from april.training.rank_nodes import RankNodes
+
+                    self._nodes = stack.enter_context(RankNodes(self._recipe))
+                return self._run(resume)
+            except EngineError as error:  # the cluster does not answer, or its nodes cannot take the ranks
+                self._note(str(error))
+                self._say_how_to_go_on()
+                return STOPPED if self._stopping else 1
+
+    def _run(self, resume: bool) -> int:
         restarts, furthest = 0, last_step(self._directory)
-        with self._forwarding_signals():
-            while (status := self._until_one_is_gone(resume)) is None:
-                if (step := last_step(self._directory)) > furthest:
-                    restarts, furthest = 0, step
-                restarts += not self._short  # halving ends by itself: a rank without memory for one sample says so
-                why = self._why()
-                if restarts > self._recipe.trainer.max_restarts or self._stopping:
-                    self._note(f"{why}; the ranks are not started anew")
-                    if (self._directory / RECIPE).is_file():
-                        self._note(f"to go on from what is on disk: april resume {self._directory}")
-                    return 1
-                resume = (self._directory / RECIPE).is_file()
-                if resume:
-                    list(check_run(self._directory))
-                self._note(f"{why}; all ranks start anew and go on from what is on disk")
+        while (status := self._until_one_is_gone(resume)) is None:
+            if (step := last_step(self._directory)) > furthest:
+                restarts, furthest = 0, step
+            restarts += not self._short  # halving ends by itself: a rank without memory for one sample says so
+            why = self._why()
+            if restarts > self._recipe.trainer.max_restarts or self._stopping:
+                self._note(f"{why}; the ranks are not started anew")
+                self._say_how_to_go_on()
+                return 1
+            self._lost, resume = True, (self._directory / RECIPE).is_file()
+            if resume:
+                list(check_run(self._directory))
+            self._note(f"{why}; all ranks start anew and go on from what is on disk")
         return status
 
     def _until_one_is_gone(self, resume: bool) -> int | None:
@@ -117,7 +146,7 @@ class Agent:
             while not any(self._over(rank) for rank in ranks):
                 self._listen(0.5)
             self._end()
-        leader = ranks[0].process.returncode
+        leader = ranks[0].process.returncode or 0
         if self._short or ranks[0].ended_here:
             return None
         if leader >= 0 and leader != LOST:
@@ -166,7 +195,7 @@ class Agent:
         # One that ended by itself may have seen the first one end, which then says itself how.
         asked = leader.process.poll() is None and any(map(_was_ended, others))
         if asked:
-            leader.process.send_signal(signal.SIGTERM)
+            leader.send_signal(signal.SIGTERM)
         while time.monotonic() < deadline and any(rank.process.poll() is None for rank in self._ranks):
             self._listen(0.1)
         for rank in self._ranks:
@@ -186,24 +215,34 @@ class Agent:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-ranks-")))
             self._ranks = []
             stack.callback(self._remove_logs_of_nothing, logs)
+            away = stack.enter_context(self._nodes.taken(self._waits_for_room())) if self._nodes else None
+            if away:
+                self._note(str(away))
+            if self._stopping:
+                raise EngineError("stopped before the ranks began")
             for number in range(self._recipe.trainer.processes):
-                log = None if number == 0 else stack.enter_context((logs / f"rank-{number}.log").open("a"))
-                self._ranks.append(self._start(number, place, log, payload))
+                if away and number > 0:
+                    process = away.start(number, payload)
+                    self._ranks.append(RankProcess(number, process, process.line, time.monotonic()))
+                else:
+                    log = None if number == 0 else stack.enter_context((logs / f"rank-{number}.log").open("a"))
+                    self._ranks.append(self._start(number, place, log, payload, away))
                 stack.callback(os.close, self._ranks[-1].line)
                 stack.callback(self._ranks[-1].process.kill)
             yield self._ranks
 
-    def _start(self, number: int, place: Path, log: Any, payload: str) -> RankProcess:
+    def _start(self, number: int, place: Path, log: Any, payload: str, away: RanksOnNodes | None) -> RankProcess:
         line, theirs = os.pipe()
+        meeting = away.of_first if away else {RENDEZVOUS: f"file://{place / 'store'}"}
         process = subprocess.Popen(
             COMMAND,
-            env={**self._environment(), RENDEZVOUS: f"file://{place / 'store'}", "RANK": str(number)}
-            | {"LOCAL_RANK": str(number), LINE: str(theirs)},
+            env={**self._environment(away), **meeting, "RANK": str(number), "LOCAL_RANK": str(number)}
+            | {LINE: str(theirs)},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
             text=True,
-            pass_fds=[theirs],
+            pass_fds=[theirs, away.listener] if away else [theirs],
             process_group=0,
         )
         os.close(theirs)
@@ -212,21 +251,36 @@ class Agent:
         process.stdin.close()
         return RankProcess(number, process, line, time.monotonic())
 
-    def _environment(self) -> dict[str, str]:
-        world, engine = str(self._recipe.trainer.processes), self._recipe.engine
-        own = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        threads = max(1, (os.cpu_count() or 1) // self._recipe.trainer.processes)
-        usual = {"OMP_NUM_THREADS": str(threads)}
-        if sys.platform == "linux" and not engine.urls and is_loopback(engine.server_host):
+    def _environment(self, away: RanksOnNodes | None) -> dict[str, str]:
+        world, engine = self._recipe.trainer.processes, self._recipe.engine
+        here = world - self._recipe.ranks_on_nodes
+        own = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here)}
+        usual = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here))}
+        if away:
+            usual |= away.network
+        elif sys.platform == "linux" and not engine.urls and is_loopback(engine.server_host):
             usual["GLOO_SOCKET_IFNAME"] = "lo"  # nobody elsewhere has to reach the ranks
         return {**usual, **os.environ, **own}
+
+    def _waits_for_room(self) -> Callable[[str], bool]:
+        """Whether to wait for nodes, asked with the reason that there are none: always where the run goes on."""
+        until = None if self._lost else time.monotonic() + ROOM_SECONDS
+        told: set[str] = set()
+
+        def waits(why: str) -> bool:
+            if why not in told:
+                self._note(f"waiting for nodes: {why}")
+            told.add(why)
+            return not self._stopping and (until is None or time.monotonic() < until)
+
+        return waits
 
     @contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, _: object) -> None:
             self._stopping = True
             if self._ranks and self._ranks[0].process.poll() is None:
-                self._ranks[0].process.send_signal(number)
+                self._ranks[0].send_signal(number)
 
         before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -239,6 +293,10 @@ class Agent:
         """A run that has not begun leaves nothing behind."""
         if not any(path != logs for path in self._directory.iterdir()):
             shutil.rmtree(self._directory)
+
+    def _say_how_to_go_on(self) -> None:
+        if (self._directory / RECIPE).is_file():
+            self._note(f"to go on from what is on disk: april resume {self._directory}")
 
     def _note(self, message: str) -> None:
         print(f"april: {message}", file=sys.stderr, flush=True)

@@ -24,6 +24,7 @@ from april.engines.embedded.host import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.policy import device_of
+from april.training.rank_process import nodes_of_ranks
 
 if TYPE_CHECKING:
     from april.engines.cluster.cluster import Wanted
@@ -106,7 +107,8 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
 
 async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None], logs: Path) -> Engine:
     """Engines on the nodes of a cluster, as one pool."""
-    from april.engines.cluster.cluster import Cluster, connected
+    from april.engines.cluster.cluster import Cluster
+    from april.engines.cluster.connection import connected
 
     await stack.enter_async_context(connected(recipe.cluster.address))
     cluster = Cluster(wanted_of(recipe, logs))
@@ -122,7 +124,8 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
     Args:
         logs: where servers write theirs.
     """
-    from april.engines.cluster.cluster import Wanted, demand_of
+    from april.engines.cluster.cluster import Wanted
+    from april.engines.cluster.connection import demand_of
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
@@ -134,6 +137,7 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
         connect=functools.partial(_connected, recipe.engine, key=key) if servers else None,
+        training=nodes_of_ranks(),
     )
 
 

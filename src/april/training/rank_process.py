@@ -15,8 +15,14 @@ from typing import Any
 
 RENDEZVOUS = "APRIL_RENDEZVOUS"
 """The environment variable that says where ranks meet, as an URL of torch's."""
+LISTENER = "APRIL_RENDEZVOUS_SOCKET"
+"""Of the first rank, where they meet over the network: the descriptor of the socket that listens there."""
 LINE = "APRIL_AGENT"
 """The environment variable that holds the descriptor on which a rank reports to its agent."""
+ON_NODE = "APRIL_ON_NODE"
+"""Set for a rank on a node of a cluster: it ends when nobody reads its line."""
+NODES = "APRIL_RANK_NODES"
+"""Of the first rank: the nodes that the others are on."""
 NO_ID = "none"
 """What torchrun calls a job that was given no id."""
 LOST = 75
@@ -37,6 +43,11 @@ def is_rank() -> bool:
 def leads() -> bool:
     """Whether this process is the first rank, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def nodes_of_ranks() -> frozenset[str]:
+    """The nodes of a cluster that other ranks of this run are on."""
+    return frozenset(os.environ.get(NODES, "").split())
 
 
 def job() -> str | None:
@@ -73,4 +84,5 @@ class Report:
                 self.say()
                 time.sleep(SIGN_SECONDS)
         except BrokenPipeError:
-            os.kill(os.getpid(), signal.SIGTERM)  # the first rank stops the run; the others do not hear it
+            # The first rank stops the run; others on its machine do not hear it, and end with it.
+            os.kill(os.getpid(), signal.SIGKILL if ON_NODE in os.environ else signal.SIGTERM)

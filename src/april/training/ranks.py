@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.training.context import Context
 from april.training.meeting import meet
-from april.training.rank_process import RENDEZVOUS, RankLostError
+from april.training.rank_process import LISTENER, RENDEZVOUS, RankLostError
 
 FOREVER = timedelta(days=365)
 
@@ -191,6 +192,11 @@ def joined(
 
 def _store(rank: int, world: int, timeout: float) -> c10d.Store:
     """Where ranks find one another: the agent's, new at each start, or torchrun's."""
+    url = urlsplit(os.environ.get(RENDEZVOUS, ""))
+    if url.scheme == "tcp":
+        assert url.hostname is not None
+        limit, listener = timedelta(seconds=timeout), int(os.environ[LISTENER]) if rank == 0 else None
+        return c10d.TCPStore(url.hostname, url.port or 0, world, rank == 0, limit, False, master_listen_fd=listener)
     store: c10d.Store
     store, *_ = next(rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world))
     if RENDEZVOUS in os.environ:

@@ -89,7 +89,7 @@ class ShardedLearner(LocalLearner):
         self.ranks = ranks
         self.dtype = getattr(torch, recipe.engine_dtype)
         self._offload = recipe.trainer.cpu_offload
-        self._generates = ranks.leads and recipe.engine.engine == "embedded"
+        self._generates = ranks.leads and recipe.engine.engine == "embedded" and not recipe.cluster.enabled
         self._copy: Any = None
         self.parts = stored_parts(model)
         super().__init__(model, recipe, tokenizer, directory)

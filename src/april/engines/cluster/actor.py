@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from april.engines.embedded.engine import EmbeddedEngine
 
 
-PINGS = "health"
-"""The concurrency group of `ping`: a thread and an event loop of its own."""
-
-
 class EngineActor:
     """Hosts the engine that `settings` describe, which is loaded with its first life."""
 

@@ -18,8 +18,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from april.engines.cluster.actor import PINGS
-from april.engines.cluster.link import BEAT, STARTING, ping, reason_of
+from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers, nodes_now
 from april.engines.cluster.placement import Node
 from april.rollout.engine import EngineError

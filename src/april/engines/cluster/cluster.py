@@ -1,31 +1,27 @@
-"""A running Ray cluster, as a place for engines.
+"""Engines on a running Ray cluster.
 
 Invariants:
 - engines end with the run that started them;
 - a node that joins is looked at within `WATCH` seconds;
-- a head that does not answer stops the run within `HEAD_SILENCE` seconds, with what is on disk.
+- a head that does not answer stops the run within `nodes.HEAD_SILENCE` seconds, with what is on disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import ray
-from ray._private.services import canonicalize_bootstrap_address
-
-from april.engines.cluster.nodes import ANSWERING, answers, home, nodes_now
+from april.engines.cluster.actor import EngineActor
+from april.engines.cluster.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.cluster.placement import Demand, Node, Placement, place
 from april.engines.cluster.replica import ClusterReplica
-from april.engines.cluster.server_actor import ServerSettings
+from april.engines.cluster.server_actor import ServerActor, ServerSettings
 from april.engines.cluster.server_replica import ServerReplica
-from april.engines.cluster.site import Site
+from april.engines.cluster.site import RESERVING, Site
 from april.engines.embedded.host import EmbeddedSettings
 from april.engines.pool import EnginePool
 from april.engines.servers.server import ServerEngine
@@ -33,16 +29,8 @@ from april.rollout.engine import Capacity, EngineError
 
 log = logging.getLogger(__name__)
 
-WATCH = 1.0
-"""Seconds between two looks at the nodes."""
-HEAD_SILENCE = 20.0
-"""Seconds that the head may take to answer."""
 HEALTH = 2.0
 """Seconds between health checks of an engine."""
-RESERVING = 30
-"""Seconds that a node may take to reserve what an engine needs. One that takes longer hangs, or has gone."""
-SUSPECT = 90.0
-"""Seconds that a node is avoided on which something hung. Ray itself takes a little over a minute to call it dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +40,7 @@ class Wanted:
     Args:
         replicas: how many; None: as many as there is room for, also on nodes that join.
         connect: to a server by its address, if engines are servers.
+        training: nodes on which ranks of the trainer are, beside that of this process.
     """
 
     engine: EmbeddedSettings | ServerSettings
@@ -59,30 +48,19 @@ class Wanted:
     replicas: int | None
     placement: Placement
     connect: Callable[[str], Awaitable[ServerEngine]] | None = None
+    training: frozenset[str] = frozenset()
 
 
 class Cluster:
-    """The cluster that this process is connected to."""
+    """Engines on the cluster that this process is connected to."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self.home = home()
+        self._training = wanted.training | {home()}
         self._wanted = wanted
         self._suspects: dict[str, float] = {}
         self._placing = asyncio.Lock()
         self._names = 0
         self._pool: EnginePool | None = None
-
-    async def nodes(self) -> list[Node]:
-        """The nodes that Ray calls alive, with what is free on them.
-
-        Raises:
-            EngineError: the head does not answer.
-        """
-        try:
-            async with asyncio.timeout(HEAD_SILENCE):
-                return await asyncio.to_thread(nodes_now)
-        except TimeoutError:
-            raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
 
     async def start(self, on_status: Callable[[str], None]) -> EnginePool:
         """A pool of engines that are ready.
@@ -93,8 +71,8 @@ class Cluster:
         Raises:
             EngineError: no node has room, or an engine cannot be started; the message says why.
         """
-        nodes, wanted = await self.nodes(), self._wanted
-        placed = place(nodes, wanted.demand, wanted.replicas, wanted.placement, self.home)
+        nodes, wanted = await alive_nodes(), self._wanted
+        placed = place(nodes, wanted.demand, wanted.replicas, wanted.placement, self._training)
         if not placed:
             raise EngineError(self._no_room(nodes))
         first = Capacity(wanted.engine.max_running, wanted.engine.context_length or 0)
@@ -134,15 +112,15 @@ class Cluster:
         Raises:
             EngineError: there is no room.
         """
-        nodes, wanted = await self.nodes(), self._wanted
+        nodes, wanted = await alive_nodes(), self._wanted
         if before is not None:
             if before.node.id in {node.id for node in nodes} and await before.alive():
                 return before
             await self._give_up(before)
         async with self._placing:  # what one takes is not free for the next
-            nodes, now = await self.nodes(), time.monotonic()
+            nodes, now = await alive_nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
-            where = wanted.demand, 1, wanted.placement, self.home
+            where = wanted.demand, 1, wanted.placement, self._training
             silent: set[str] = set()
             while True:
                 chosen = place(nodes, *where, suspects | silent) or place(nodes, *where, silent)
@@ -154,7 +132,7 @@ class Cluster:
                 silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
-            site = await asyncio.to_thread(Site, node, wanted.engine, wanted.demand, name)
+            site = await asyncio.to_thread(Site, node, _actor(wanted.engine, name), wanted.demand, name)
             if not await asyncio.to_thread(site.reserved, RESERVING):
                 await self._give_up(site)
                 raise EngineError(f"the node at {node.address} has not reserved {wanted.demand} in {RESERVING} s")
@@ -165,7 +143,7 @@ class Cluster:
         await asyncio.to_thread(site.end)
 
     def _no_room(self, nodes: list[Node]) -> str:
-        where = {"spread": "no node", "apart": "no node but the trainer's own", "beside": "the trainer's node"}
+        where = {"spread": "no node", "apart": "no node but those that train", "beside": "no node that trains"}
         return f"{where[self._wanted.placement]} has {self._wanted.demand} free: april cluster check RECIPE says more"
 
     def _silent(self, nodes: list[Node], silent: set[str]) -> str:
@@ -178,11 +156,11 @@ class Cluster:
 
     async def watch(self, pool: EnginePool) -> None:
         """Use nodes that join, until cancelled."""
-        known = {node.id for node in await self.nodes()}
+        known = {node.id for node in await alive_nodes()}
         while True:
             await asyncio.sleep(WATCH)
             try:
-                nodes = await self.nodes()
+                nodes = await alive_nodes()
             except EngineError as error:
                 pool.fail(error)
                 return
@@ -194,52 +172,11 @@ class Cluster:
             pool.wake()
             if self._wanted.replicas is None:
                 new = [node for node in nodes if node.id in joined]
-                room = len(place(new, self._wanted.demand, None, self._wanted.placement, self.home))
+                room = len(place(new, self._wanted.demand, None, self._wanted.placement, self._training))
                 for _ in range(room - sum(not member.ready for member in pool.members)):  # the lost ones come first
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
 
-def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
-    """What an engine takes on the cluster that this process is connected to."""
-    return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
-
-
-@asynccontextmanager
-async def connected(address: str) -> AsyncIterator[None]:
-    """This process as a driver of the cluster at `address`, "auto" or host:port.
-
-    Raises:
-        EngineError: no cluster answers there.
-    """
-    await asyncio.to_thread(_require_head, address)
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
-    try:
-        await asyncio.to_thread(ray.init, address, **options)
-    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise _not_there(address, str(error).splitlines()[0]) from None
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(ray.shutdown)
-
-
-def _require_head(address: str) -> None:
-    """See that something listens at the head, which Ray itself would ask for minutes."""
-    try:
-        head = canonicalize_bootstrap_address(address)
-    except ConnectionError:
-        head = None
-    if head is None:
-        raise _not_there(address, "none runs on this machine")
-    host, _, port = head.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SILENCE).close()
-    except OSError as error:
-        raise _not_there(address, f"{head}: {error.strerror or error}") from None
-
-
-def _not_there(address: str, why: str) -> EngineError:
-    return EngineError(
-        f"cluster.address = {address!r}: no Ray cluster answers there ({why}); start one with ray start --head, or "
-        "name the address that ray start printed"
-    )
+def _actor(engine: EmbeddedSettings | ServerSettings, name: str) -> tuple[type, list[Any]]:
+    """What hosts an engine, and what it is made from."""
+    return (ServerActor, [engine, name]) if isinstance(engine, ServerSettings) else (EngineActor, [engine])

@@ -14,8 +14,8 @@ from typing import Any
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from april.engines.cluster.actor import PINGS
-
+PINGS = "health"
+"""The concurrency group of an actor's `ping`: a thread and an event loop of its own."""
 BEAT = 2.0
 """Seconds between two heartbeats."""
 SILENCE = 8.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import closing
 
 import grpc
@@ -10,14 +11,27 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import available_resources_per_node
 
 from april.engines.cluster.placement import Node
+from april.rollout.engine import EngineError
 
 ANSWERING = 8.0
 """Seconds that a node may take to answer, before it is asked for an engine."""
+
+WATCH = 1.0
+"""Seconds between two looks at the nodes."""
+HEAD_SILENCE = 20.0
+"""Seconds that the head may take to answer."""
+SUSPECT = 90.0
+"""Seconds that a node is avoided on which something hung. Ray itself takes a little over a minute to call it dead."""
 
 
 def home() -> str:
     """The node that this process is connected by."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def home_address() -> str:
+    """The address of that node, by which others know it."""
+    return str(ray.util.get_node_ip_address())
 
 
 def nodes_now() -> list[Node]:
@@ -35,6 +49,19 @@ def nodes_now() -> list[Node]:
         for node in ray.nodes()
         if node["Alive"]
     ]
+
+
+async def alive_nodes() -> list[Node]:
+    """As `nodes_now`.
+
+    Raises:
+        EngineError: the head does not answer.
+    """
+    try:
+        async with asyncio.timeout(HEAD_SILENCE):
+            return await asyncio.to_thread(nodes_now)
+    except TimeoutError:
+        raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
 
 
 def answers(node: Node) -> bool:

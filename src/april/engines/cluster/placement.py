@@ -1,18 +1,19 @@
-"""Which nodes of a cluster get how many engines. Nothing here knows of Ray.
+"""Which nodes of a cluster get how many engines and ranks. Nothing here knows of Ray.
 
 Invariants:
-- an engine's GPUs and CPUs are all on one node;
-- the same nodes, in any order, get the same engines.
+- an engine's or a rank's GPUs and CPUs are all on one node;
+- the same nodes, in any order, get the same engines and ranks.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Placement = Literal["spread", "apart", "beside"]
-"""Nodes that get engines: all; all but the trainer's; the trainer's alone."""
+"""Nodes that get engines: all; all but those that train; those alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +32,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an engine takes."""
+    """What an engine or a rank takes."""
 
     cpus: int
     gpus: int
 
     def room(self, node: Node) -> int:
-        """Engines that fit onto what is free on a node."""
+        """How many fit onto what is free on a node."""
         each = [(node.cpus, self.cpus), (node.gpus, self.gpus)]
         return min(int(free / needed + 1e-6) for free, needed in each if needed)
 
@@ -46,9 +47,9 @@ class Demand:
         return f"{gpus}{self.cpus} CPU{'s' * (self.cpus != 1)}"
 
 
-def allowed(node: Node, placement: Placement, home: str) -> bool:
-    """Whether a node may get engines. `home` is the trainer's."""
-    return {"spread": True, "apart": node.id != home, "beside": node.id == home}[placement]
+def allowed(node: Node, placement: Placement, training: Container[str]) -> bool:
+    """Whether a node may get engines. Those in `training` train."""
+    return {"spread": True, "apart": node.id not in training, "beside": node.id in training}[placement]
 
 
 def place(
@@ -56,7 +57,7 @@ def place(
     demand: Demand,
     count: int | None,
     placement: Placement,
-    home: str,
+    training: Container[str],
     avoid: Container[str] = (),
 ) -> list[str]:
     """The node of each of `count` engines, of as many as fit if None; fewer where there is no room for all.
@@ -64,10 +65,10 @@ def place(
     Each goes to the node that has got the fewest, and among those to the one with the most room left.
 
     Args:
-        home: the trainer's node.
+        training: nodes that train.
         avoid: nodes that get none.
     """
-    room = {n.id: demand.room(n) for n in nodes if allowed(n, placement, home) and n.id not in avoid}
+    room = {n.id: demand.room(n) for n in nodes if allowed(n, placement, training) and n.id not in avoid}
     given = dict.fromkeys(room, 0)
     placed: list[str] = []
     while (count is None or len(placed) < count) and (open_nodes := [id for id in room if given[id] < room[id]]):
@@ -75,3 +76,26 @@ def place(
         given[chosen] += 1
         placed.append(chosen)
     return placed
+
+
+def pack(nodes: Sequence[Node], demand: Demand, count: int, home: str, avoid: Container[str] = ()) -> list[str]:
+    """The node of each of `count` ranks, neighbours together; fewer where there is no room for all.
+
+    The first rank's node is filled first, then those with the most room.
+
+    Args:
+        home: the first rank's node, which is beside them.
+        avoid: nodes that get none.
+    """
+    able = [node for node in nodes if node.id not in avoid]
+    able.sort(key=lambda node: (node.id != home, -demand.room(node), node.id))
+    return [node.id for node in able for _ in range(demand.room(node))][:count]
+
+
+def without(nodes: Sequence[Node], demand: Demand, placed: Sequence[str]) -> list[Node]:
+    """The nodes as they are once something takes `demand` on each of `placed`."""
+    times = Counter(placed)
+    return [
+        replace(node, cpus=node.cpus - times[node.id] * demand.cpus, gpus=node.gpus - times[node.id] * demand.gpus)
+        for node in nodes
+    ]

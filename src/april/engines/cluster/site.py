@@ -1,4 +1,5 @@
-"""A place on a cluster for one engine: the resources that are kept for it on a node, and the actor that works there.
+"""A place on a cluster for one engine or rank: the resources that are kept for it on a node, and the actor that works
+there.
 
 Invariants:
 - resources are kept as long as the site is there, also while its actor is started again after a crash;
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,37 +20,37 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from april.engines.cluster.actor import PINGS, EngineActor
-from april.engines.cluster.link import BEAT, STARTING, ping, reason_of
+from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers
 from april.engines.cluster.placement import Demand, Node
-from april.engines.cluster.server_actor import ServerActor, ServerSettings
-from april.engines.embedded.host import EmbeddedSettings
 from april.rollout.engine import EngineError
+
+RESERVING = 30
+"""Seconds that a node may take to reserve what is asked of it. One that takes longer hangs, or has gone."""
 
 
 class Site:
-    """Made on `node`; Ray starts the actor there, and again when it crashes. It ends with the run, however that
-    ends, since the run's process owns it.
+    """Made on `node`; Ray starts the actor there. It ends with the run, however that ends, since the run's process owns
+    it.
 
     Args:
-        engine: what the actor hosts.
+        actor: its class, which has `ping` and `open`, and what it is made from.
+        again: Ray starts it again when it crashes.
     """
 
-    def __init__(self, node: Node, engine: EmbeddedSettings | ServerSettings, demand: Demand, name: str) -> None:
+    def __init__(
+        self, node: Node, actor: tuple[type, Sequence[Any]], demand: Demand, name: str, again: bool = True
+    ) -> None:
         self.node = node
         bundle = {"CPU": demand.cpus, **({"GPU": demand.gpus} if demand.gpus else {})}
         self.group: PlacementGroup = placement_group([bundle], bundle_label_selector=[{"ray.io/node-id": node.id}])
-        hosted: tuple[type, list[Any]] = EngineActor, [engine]
-        if isinstance(engine, ServerSettings):
-            hosted = ServerActor, [engine, name]
-        actor, arguments = hosted
-        remote = ray.remote(concurrency_groups={PINGS: 1})(actor)
+        kind, arguments = actor
+        remote = ray.remote(concurrency_groups={PINGS: 1})(kind)
         self.actor: ActorHandle = remote.options(
             name=f"{name} {self.group.id.hex()[:8]}",
             num_cpus=demand.cpus,
             num_gpus=demand.gpus,
-            max_restarts=-1,
+            max_restarts=-1 if again else 0,
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, 0),
         ).remote(*arguments)

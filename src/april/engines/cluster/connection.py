@@ -1,0 +1,73 @@
+"""This process as a driver of a running Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import ray
+from ray._private.services import canonicalize_bootstrap_address
+
+from april.engines.cluster.nodes import HEAD_SILENCE
+from april.engines.cluster.placement import Demand
+from april.rollout.engine import EngineError
+
+
+def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
+    """What an engine or a rank takes on the cluster that this process is connected to."""
+    return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
+
+
+def connect(address: str) -> None:
+    """Make this process a driver of the cluster at `address`, "auto" or host:port.
+
+    Raises:
+        EngineError: no cluster answers there.
+    """
+    _require_head(address)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
+    try:
+        ray.init(address, **options)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        raise _not_there(address, str(error).splitlines()[0]) from None
+
+
+def disconnect() -> None:
+    """End what this process has started on the cluster."""
+    ray.shutdown()
+
+
+@asynccontextmanager
+async def connected(address: str) -> AsyncIterator[None]:
+    """`connect`; disconnected afterwards."""
+    await asyncio.to_thread(connect, address)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(disconnect)
+
+
+def _require_head(address: str) -> None:
+    """See that something listens at the head, which Ray itself would ask for minutes."""
+    try:
+        head = canonicalize_bootstrap_address(address)
+    except ConnectionError:
+        head = None
+    if head is None:
+        raise _not_there(address, "none runs on this machine")
+    host, _, port = head.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SILENCE).close()
+    except OSError as error:
+        raise _not_there(address, f"{head}: {error.strerror or error}") from None
+
+
+def _not_there(address: str, why: str) -> EngineError:
+    return EngineError(
+        f"cluster.address = {address!r}: no Ray cluster answers there ({why}); start one with ray start --head, or "
+        "name the address that ray start printed"
+    )

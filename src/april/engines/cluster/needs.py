@@ -1,0 +1,54 @@
+"""What a run needs on a node, seen there before anything of it is started."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from april import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a node must have.
+
+    Args:
+        model: a directory, or a hub name.
+        output: the run's directory, if the node must share it.
+        marker: a file that the trainer has just written there.
+        version: april's, as the trainer has it.
+    """
+
+    model: str
+    output: Path | None = None
+    marker: Path | None = None
+    version: str = __version__
+
+    def missing(self) -> str:
+        """Of these, what this machine lacks, with the remedy; empty if nothing."""
+        if self.version != __version__:
+            return f"it has april {__version__}, the trainer's is {self.version}: install the same"
+        if Path(self.model).is_absolute() and not Path(self.model).is_dir():
+            return f"model.path = {self.model!r} is not there: put it on a file system that all nodes share"
+        if self.marker is not None and not self.marker.is_file():
+            return (
+                f"reporting.output = {str(self.output)!r} is not the same directory there, and all ranks write "
+                "checkpoints into it: name one on a file system that all nodes share"
+            )
+        return ""
+
+
+@contextmanager
+def marked(output: Path) -> Iterator[Path]:
+    """A new file in a run's directory or, where that is not there yet, in the nearest one above it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    output = output.absolute()
+    above = next(path for path in (output, *output.parents) if path.is_dir())
+    with tempfile.NamedTemporaryFile(prefix=".april-", dir=above) as file:
+        yield Path(file.name)

@@ -1,0 +1,99 @@
+"""What runs on a node for a rank of the trainer: an actor that starts a program there, and hands on what it reports.
+
+Invariants:
+- the program ends with its actor, however that ends: its line breaks;
+- `ping` is answered as long as the actor's process and its node run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+
+from april.engines.cluster.interface import interfaces
+from april.engines.cluster.needs import Needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """A Python program that runs on a node.
+
+    Args:
+        module: what `python -m` is given there.
+        needs: what the node must have.
+        directory: where it is started, if that is there.
+        line: the environment variable that holds the descriptor on which it reports.
+    """
+
+    module: str
+    needs: Needs
+    directory: str
+    line: str
+
+
+class ProcessActor:
+    """Runs the program that `settings` describe, once."""
+
+    def __init__(self, settings: ProcessSettings) -> None:
+        self._settings = settings
+        self._life = 0
+        self._process: subprocess.Popen[str]
+        self._line: int
+
+    async def ping(self) -> int:
+        """The life that it is in."""
+        return self._life
+
+    async def open(self, life: int) -> str:
+        """What the node lacks; nothing is started yet."""
+        self._life = life
+        return await asyncio.to_thread(self._settings.needs.missing)
+
+    async def start(self, environment: Mapping[str, str], told: str, log: Path) -> None:
+        """Start the program. What it says is appended to `log`.
+
+        Args:
+            environment: variables on top of the node's own.
+            told: what it reads from its standard input.
+
+        Raises:
+            OSError: it cannot be started, or the log not be written.
+        """
+        own = self._settings
+        self._line, theirs = os.pipe()
+        try:
+            with log.open("a") as output:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", own.module],
+                    cwd=own.directory if os.path.isdir(own.directory) else None,
+                    env={**interfaces(ray.util.get_node_ip_address()), **os.environ, **environment}
+                    | {own.line: str(theirs)},
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    text=True,
+                    pass_fds=[theirs],
+                    process_group=0,
+                )
+        finally:
+            os.close(theirs)
+        assert self._process.stdin is not None
+        await asyncio.to_thread(self._process.stdin.write, told)
+        self._process.stdin.close()
+
+    async def read(self) -> tuple[bytes, int | None]:
+        """What it has reported since, once there is something; at its end nothing, and its exit status."""
+        data = await asyncio.to_thread(os.read, self._line, 1 << 16)
+        return data, None if data else await asyncio.to_thread(self._process.wait)
+
+    async def kill(self) -> None:
+        """End the program at once."""
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)

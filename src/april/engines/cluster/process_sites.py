@@ -1,0 +1,94 @@
+"""Sites for programs that need one another: all of them, or none.
+
+Invariant: none is taken unless there is one for each, with all that the program needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from april.engines.cluster.nodes import SUSPECT, WATCH, alive_nodes, answers, home
+from april.engines.cluster.placement import Demand, Node, pack
+from april.engines.cluster.process_actor import ProcessActor, ProcessSettings
+from april.engines.cluster.site import RESERVING, Site
+from april.rollout.engine import EngineError
+
+log = logging.getLogger(__name__)
+
+
+class ProcessSites:
+    """Those of one run, which may need new ones again and again.
+
+    Args:
+        demand: what each program takes.
+    """
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._suspects: dict[str, float] = {}
+
+    def suspect(self, node: str) -> None:
+        """Avoid a node for a while, if there are others."""
+        self._suspects[node] = time.monotonic() + SUSPECT
+
+    async def take(self, count: int, settings: ProcessSettings, waits: Callable[[str], bool]) -> list[Site]:
+        """A site for each of `count` programs, opened.
+
+        Args:
+            waits: told every `WATCH` seconds why there are none; whether to wait on.
+
+        Raises:
+            EngineError: there are none, and nobody waits; the message says why.
+        """
+        unfit: dict[str, str] = {}
+        while True:
+            nodes = await self._answering()
+            suspects = {id for id, until in self._suspects.items() if until > time.monotonic()}
+            where = self._demand, count, home()
+            placed = pack(nodes, *where, suspects | set(unfit))
+            if len(placed) < count:
+                placed = pack(nodes, *where, unfit)
+            if len(placed) == count:
+                by_id = {node.id: node for node in nodes}
+                if sites := await self._opened([by_id[id] for id in placed], settings, unfit):
+                    return sites
+            else:
+                why = f"{len(placed)} of {count} ranks fit, each with {self._demand}"
+                why = "; ".join([*unfit.values(), why])
+                if not waits(why):
+                    raise EngineError(f"{why}: april cluster check RECIPE says more")
+                unfit.clear()
+            await asyncio.sleep(WATCH)
+
+    async def _answering(self) -> list[Node]:
+        nodes = await alive_nodes()
+        able = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
+        return [node for node, answer in zip(nodes, able, strict=True) if answer]
+
+    async def _opened(self, nodes: Sequence[Node], settings: ProcessSettings, unfit: dict[str, str]) -> list[Site]:
+        """Sites on these nodes; none if something is in the way, which is noted."""
+        named, actor = enumerate(nodes, 1), (ProcessActor, [settings])
+        sites = await asyncio.gather(
+            *(asyncio.to_thread(Site, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
+        )
+        found = await asyncio.gather(*(self._problem(site) for site in sites))
+        if not any(found):
+            return sites
+        await asyncio.gather(*(asyncio.to_thread(site.end) for site in sites))
+        for site, problem in zip(sites, found, strict=True):
+            if problem:
+                unfit[site.node.id] = f"the node at {site.node.address}: {problem}"
+        return []
+
+    async def _problem(self, site: Site) -> str:
+        if not await asyncio.to_thread(site.reserved, RESERVING):
+            self.suspect(site.node.id)
+            return f"it has not reserved {self._demand} in {RESERVING} s"
+        try:
+            return str(await site.open(1))
+        except EngineError as error:
+            self.suspect(site.node.id)
+            return str(error)

@@ -1,0 +1,23 @@
+"""A program that does as it is told on its standard input, once it has reported its process id."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from april.training.rank_process import Report
+
+
+def main() -> int:
+    report = Report()
+    told = sys.stdin.read()
+    report.say(pid=os.getpid(), rank=os.environ["RANK"])
+    if told == "wait":
+        time.sleep(3600)
+    print("so it ends")
+    return int(told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Ranks of the trainer on nodes of a real cluster, which are killed and hang: the run goes on as if nothing were."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
+
+from april import EngineError
+from april.engines.cluster.connection import connected
+from april.engines.cluster.needs import Needs, marked
+from april.engines.cluster.node_process import NodeProcess
+from april.engines.cluster.placement import Demand
+from april.engines.cluster.process_actor import ProcessSettings
+from april.engines.cluster.process_sites import ProcessSites
+from april.reporting.metrics_log import last_step
+from april.training.rank_process import LINE, ON_NODE
+from tests.cluster.raylets import Raylets, processes
+from tests.cluster.test_run import april, ended, until
+from tests.ranks.runs import recipe_in, trained
+
+GENEROUS = 600.0
+
+
+def one_rank_elsewhere(base: Path, address: str) -> Path:
+    """A recipe in which what a step is trained on does not depend on time, however often it is interrupted."""
+    recipe = recipe_in(base, "run")
+    fixed = recipe.read_text().replace(
+        "over_sampling_batch_size = 6", "over_sampling_batch_size = 4\nmax_staleness = 0"
+    )
+    recipe.write_text(f'{fixed}[cluster]\naddress = "{address}"\nranks = "nodes"\nreplicas = 1\n')
+    return recipe
+
+
+def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets: Raylets, tmp_path: Path) -> None:
+    """The first node is killed, the second one hangs; at the end the rank is on the third."""
+    recipe, run = one_rank_elsewhere(tmp_path, raylets.address), tmp_path / "run"
+    first = raylets.add(2)
+    process = april("train", recipe, "--steps", 2000)
+
+    def later(steps: int) -> Callable[[], bool]:
+        return lambda: last_step(run) >= steps
+
+    until(later(3), process, GENEROUS)
+    assert raylets.ranks(first)
+    second, third = raylets.add(2), raylets.add(2)
+    raylets.kill(first)
+    until(lambda: bool(raylets.ranks(second, third)), process, GENEROUS)
+    until(later(last_step(run) + 3), process, GENEROUS)
+    hung, other = (second, third) if raylets.ranks(second) else (third, second)
+    raylets.signal(hung, signal.SIGSTOP)
+    until(lambda: bool(raylets.ranks(other)), process, GENEROUS)
+    until(later(last_step(run) + 3), process, GENEROUS)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=GENEROUS)
+    assert "rank 1 on the node at" in said
+    assert said.count("all ranks start anew") == 2, said
+    raylets.signal(hung, signal.SIGCONT)
+
+    steps = last_step(run)
+    here = tmp_path / "here"
+    ended(april("train", recipe, "--cluster.ranks", "driver", "--steps", steps, "--output", here))
+    found, expected = trained(run), trained(here)
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    for row, other_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(other_row, rel=1e-4, abs=1e-6)
+
+
+def test_where_ranks_fit_is_said_before_anything_starts(raylets: Raylets, tmp_path: Path) -> None:
+    raylets.add(2)
+    recipe = one_rank_elsewhere(tmp_path, raylets.address)
+    checked = april("cluster", "check", recipe, "--processes", 4)
+    said, _ = checked.communicate(timeout=GENEROUS)
+    assert checked.returncode == 1
+    assert "2 of 3 ranks fit, each with 1 CPU" in said
+    assert "add nodes for 1 more ranks, or lower trainer.processes to 3" in said
+    assert "0 of 1 engines fit" in said
+
+
+async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_places(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    raylets.add(3)
+
+    def come(process: NodeProcess) -> dict[str, str]:
+        """What it has reported of itself."""
+        rest = b""
+        while b'"pid"' not in rest or not rest.endswith(b"\n"):
+            rest += os.read(process.line, 1 << 16)
+        (line,) = (line for line in rest.decode().splitlines() if "pid" in line)
+        return dict(json.loads(line))
+
+    def gone(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    async with connected(raylets.address):
+        places = ProcessSites(Demand(1, 0))
+        with marked(tmp_path) as marker:
+            needs = Needs("org/model", tmp_path, marker)
+            settings = ProcessSettings(module="tests.cluster.program", needs=needs, directory=os.getcwd(), line=LINE)
+            sites = await places.take(3, settings, lambda why: True)
+        with pytest.raises(EngineError, match="0 of 1 ranks fit, each with 1 CPU"):
+            await places.take(1, settings, lambda why: False)
+
+        logs = [tmp_path / f"{rank}.log" for rank in (1, 2, 3)]
+        ends, killed, left = (
+            NodeProcess(site, {"RANK": str(rank), ON_NODE: "1"}, told, logs[rank - 1])
+            for rank, site, told in zip((1, 2, 3), sites, ("3", "wait", "wait"), strict=True)
+        )
+        assert come(ends)["rank"] == "1"
+        until(lambda: ends.poll() is not None)
+        assert (ends.returncode, ends.lost, logs[0].read_text()) == (3, "", "so it ends\n")
+        os.kill(int(come(killed)["pid"]), signal.SIGKILL)
+        until(lambda: killed.poll() is not None)
+        assert (killed.returncode, killed.lost) == (-signal.SIGKILL, "")
+        pid = int(come(left)["pid"])
+        os.kill(processes()[pid][0], signal.SIGKILL)
+        until(lambda: left.poll() is not None)
+        assert left.returncode == -signal.SIGKILL
+        assert "on the node at 127.0.0" in left.lost
+        until(lambda: gone(pid))
+        for process in (ends, killed, left):
+            process.kill()
+            os.close(process.line)
+
+        # All is free again; but now the nodes do not see what the trainer writes.
+        given_up = time.monotonic() + GENEROUS
+        with pytest.raises(EngineError, match=f"reporting.output = '{tmp_path}' is not the same directory there"):
+            await places.take(3, settings, lambda why: "directory" not in why and time.monotonic() < given_up)

@@ -1,0 +1,42 @@
+"""What a run needs on a node is seen there, and what is missing is said with the remedy."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from april.engines.cluster.interface import interfaces
+from april.engines.cluster.needs import Needs, marked
+
+
+def test_a_node_that_has_everything_lacks_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "runs" / "new"
+    with marked(output) as marker:
+        assert marker.parent == tmp_path
+        assert Needs(str(tmp_path), output, marker).missing() == ""
+        assert Needs("org/model").missing() == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        (Needs("/no/model"), "model.path = '/no/model' is not there: put it on a file system that all nodes share"),
+        (Needs("org/model", version="0.0"), "the trainer's is 0.0: install the same"),
+        (
+            Needs("org/model", Path("/runs/a"), Path("/no/marker")),
+            "reporting.output = '/runs/a' is not the same directory",
+        ),
+    ],
+)
+def test_what_is_missing_is_one_line(needs: Needs, said: str) -> None:
+    assert said in needs.missing()
+    assert "\n" not in needs.missing()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo chooses")
+def test_ranks_meet_on_the_interface_of_their_nodes_address() -> None:
+    assert interfaces("127.0.0.3") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert interfaces("203.0.113.7") == {}
