@@ -23,10 +23,8 @@ from april.engines.cluster.process_sites import ProcessSites
 from april.reporting.metrics_log import last_step
 from april.training.rank_process import LINE, ON_NODE
 from tests.cluster.raylets import Raylets, processes
-from tests.cluster.test_run import april, ended, until
+from tests.cluster.test_run import GENEROUS, april, ended, until
 from tests.ranks.runs import recipe_in, trained
-
-GENEROUS = 600.0
 
 
 def one_rank_elsewhere(base: Path, address: str) -> Path:
@@ -48,20 +46,20 @@ def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets
     def later(steps: int) -> Callable[[], bool]:
         return lambda: last_step(run) >= steps
 
-    until(later(3), process, GENEROUS)
+    until(later(3), process)
     assert raylets.ranks(first)
     second, third = raylets.add(2), raylets.add(2)
     raylets.kill(first)
-    until(lambda: bool(raylets.ranks(second, third)), process, GENEROUS)
-    until(later(last_step(run) + 3), process, GENEROUS)
+    until(lambda: bool(raylets.ranks(second, third)), process)
+    until(later(last_step(run) + 3), process)
     hung, other = (second, third) if raylets.ranks(second) else (third, second)
     raylets.signal(hung, signal.SIGSTOP)
-    until(lambda: bool(raylets.ranks(other)), process, GENEROUS)
-    until(later(last_step(run) + 3), process, GENEROUS)
+    until(lambda: bool(raylets.ranks(other)), process)
+    until(later(last_step(run) + 3), process)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=GENEROUS)
     assert "rank 1 on the node at" in said
-    assert said.count("all ranks start anew") == 2, said
+    assert said.count("all ranks start anew") >= 2, said
     raylets.signal(hung, signal.SIGCONT)
 
     steps = last_step(run)

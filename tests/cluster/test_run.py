@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_clus
 from tests import tiny
 from tests.cluster.raylets import Raylets
 
-GENEROUS = 180.0
+GENEROUS = 600.0
 """Seconds that only something that hangs takes."""
 
 
