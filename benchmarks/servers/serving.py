@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,10 @@ def make_policy(path: Path) -> Path:
     return path
 
 
-def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncContextManager[Server]:
-    """A server with one thread: the client has the other core."""
+def start(
+    engine: str, model: Path, log_dir: Path, slots: int, more: Sequence[str] = ()
+) -> AbstractAsyncContextManager[Server]:
+    """A server with one thread, and `more` options: the client has the other core."""
     python = Path(os.environ.get(f"APRIL_{engine.upper()}_PYTHON", ROOT / ".servers" / engine / "bin" / "python"))
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if engine == "vllm":
@@ -59,6 +61,7 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
             *("--enforce-eager", "--skip-tokenizer-init", "--dtype", "float32", "--block-size", "32"),
             *("--max-model-len", str(CONTEXT), "--max-num-seqs", str(slots)),
             *("--kv-cache-memory-bytes", str(2**29)),
+            *more,
         ]
         return launch_vllm(model, Launch(log_dir=log_dir, python=python, arguments=arguments, environment=environment))
     arguments = [
@@ -66,6 +69,7 @@ def start(engine: str, model: Path, log_dir: Path, slots: int) -> AbstractAsyncC
         *("--disable-overlap-schedule", "--disable-cuda-graph", "--skip-tokenizer-init", "--sleep-on-idle"),
         *("--dtype", "float32", "--context-length", str(CONTEXT), "--max-running-requests", str(slots)),
         *("--max-total-tokens", "131072", "--mem-fraction-static", "0.1"),
+        *more,
     ]
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return launch_sglang(model, Launch(log_dir=log_dir, python=python, arguments=arguments, environment=environment))
