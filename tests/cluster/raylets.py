@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 RANK = "-m april.commands.rank"
 ENGINES = ("ray::EngineActor", "ray::ServerActor")
+CALLS = ("ray::CallActor",)
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -76,8 +77,19 @@ class Raylets:
 
     def engines(self, *nodes: Any) -> list[int]:
         """The processes of the engines on these nodes; on all, if none are named."""
+        return self._named(ENGINES, nodes)
+
+    def callers(self, *nodes: Any) -> list[int]:
+        """The processes that call rewards or environments on these nodes; on all, if none are named."""
+        return self._named(CALLS, nodes)
+
+    def holds(self, node: Any, pid: int) -> bool:
+        """Whether a process runs on a node."""
+        return pid in self._tree(node)
+
+    def _named(self, names: tuple[str, ...], nodes: tuple[Any, ...]) -> list[int]:
         alive, places = processes(), nodes or self._cluster.list_all_nodes()
-        return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(ENGINES)]
+        return [pid for node in places for pid in self._tree(node) if alive.get(pid, (0, ""))[1].startswith(names)]
 
     def ranks(self, *nodes: Any) -> list[int]:
         """The processes of the trainer's ranks on these nodes."""

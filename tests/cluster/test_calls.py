@@ -29,8 +29,12 @@ def a_function() -> Callable[..., Awaitable[tuple[int, str]]]:
         if number < 0:
             raise ValueError(f"{number} is negative")
         Path(f"{gate}.{os.getpid()}").touch()
-        while not Path(gate).exists():
-            await asyncio.sleep(0.01)
+        try:
+            while not Path(gate).exists():
+                await asyncio.sleep(0.01)
+        except asyncio.CancelledError:
+            Path(f"{gate}.cancelled").touch()
+            raise
         return 2 * number, ray.get_runtime_context().get_node_id()
 
     return double
@@ -59,3 +63,17 @@ async def test_calls_of_a_node_that_is_lost_are_made_elsewhere(raylets: Raylets,
             await calls(-1, str(gate))
         await calls.close()
     raylets.signal(victim, signal.SIGCONT)
+
+
+async def test_a_call_that_is_given_up_is_cancelled_there(raylets: Raylets, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with connected(raylets.address):
+        calls = NodeCalls(a_function)
+        given_up = asyncio.create_task(calls(1, str(gate)))
+        await started(gate, 1)
+        given_up.cancel()
+        await started(gate, 2)
+        assert Path(f"{gate}.cancelled").exists()
+        gate.touch()
+        assert (await asyncio.wait_for(calls(2, str(gate)), GENEROUS))[0] == 4, "other calls go on"
+        await calls.close()

@@ -30,6 +30,11 @@ def problems(recipe: dict[str, Any]) -> list[str]:
         ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "urls": ["http://a:1"]}}, "remove one of them"),
         ({"cluster": {"address": "auto"}, "engine": {"engine": "vllm", "replicas": 2}}, "cluster.replicas says"),
         ({"cluster": {"address": "auto", "rewards": "nodes"}, "rollout": {"reward_workers": 0}}, "remove one"),
+        ({"cluster": {"address": "auto", "environments": "nodes"}}, "there is no environment: set environment.path"),
+        (
+            {"cluster": {"address": "auto", "environments": "nodes"}, "environment": {"path": "a:B", "workers": 0}},
+            "environment.workers = 0 keeps them in the trainer",
+        ),
         ({"cluster": {"address": "auto", "ranks": "nodes"}}, "trainer.processes = 1 trains in one process"),
         ({"cluster": {"address": "auto"}, "engine": {"server_host": "127.0.0.2"}}, "listen on their node's address"),
         ({"cluster": {"address": "auto"}, "engine": {"intake_processes": 2}}, "reads all streams: remove it"),

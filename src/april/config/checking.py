@@ -237,6 +237,10 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         yield 'cluster.rewards = "nodes", but rollout.reward_workers = 0 computes rewards in the trainer: remove one'
     if own.ranks == "nodes" and not recipe.trainer.sharded:
         yield 'cluster.ranks = "nodes", but trainer.processes = 1 trains in one process: raise it, or remove one'
+    if own.environments == "nodes" and not recipe.environment.enabled:
+        yield 'cluster.environments = "nodes", but there is no environment: set environment.path or tools, or remove it'
+    if own.environments == "nodes" and recipe.environment.workers == 0:
+        yield 'cluster.environments = "nodes", but environment.workers = 0 keeps them in the trainer: remove one'
     if engine.own_process:
         yield "engine.own_process is set, but engines on a cluster are apart from the trainer anyway: remove it"
     if find_spec("ray") is None:

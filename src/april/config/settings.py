@@ -252,6 +252,8 @@ class ClusterSettings:
         ranks: Where the ranks of trainer.processes work: on the machine of april train (driver), or all but the first
             on nodes with room (nodes), each with a GPU if the cluster has any, unless model.device is cpu.
         cpus_per_rank: CPUs of a rank on a node.
+        environments: Where environments live: in worker processes on the trainer's machine, or on all nodes, as many on
+            each as environment.workers says. Their CPUs are not reserved.
     """
 
     address: str = ""
@@ -262,6 +264,7 @@ class ClusterSettings:
     rewards: Literal["trainer", "nodes"] = "trainer"
     ranks: Literal["driver", "nodes"] = "driver"
     cpus_per_rank: Positive[int] = 1
+    environments: Literal["trainer", "nodes"] = "trainer"
 
     @property
     def enabled(self) -> bool:

@@ -34,18 +34,19 @@ class EnvironmentWorkers:
     """`workers()` is an environment like `make()`, but in a worker process. Close it, or use it as a context manager.
 
     Args:
-        make: makes an environment; must pickle.
+        make: makes an environment; must pickle, or is pickled already.
         most: processes at most. One is started with the first call, another when all are at work.
         threads: calls that one process works on at a time.
         keep_env: variables that environments need although their names look like secrets.
     """
 
     def __init__(
-        self, make: Callable[[], Environment], most: int, threads: int = 16, keep_env: Sequence[str] = ()
+        self, make: Callable[[], Environment] | bytes, most: int, threads: int = 16, keep_env: Sequence[str] = ()
     ) -> None:
         if most < 1:
             raise ValueError(f"workers = {most}: at least one process must work")
-        self._settings = (pickle.dumps(make), threads, tuple(keep_env))
+        pickled = make if isinstance(make, bytes) else pickle.dumps(make)
+        self._settings = (pickled, threads, tuple(keep_env))
         self._most = most
         self._numbers = itertools.count()
         self._workers: list[_Worker] = []
@@ -107,6 +108,25 @@ class RemoteEnvironment:
             self._worker = self._workers.place()
             self._worker.environments.add(self._number)
         return await self._worker.call(self._number, method, args)
+
+
+class EnvironmentHost:
+    """`await host(number, method, args)` calls an environment of `workers` by its number; for a caller elsewhere.
+
+    An environment is made with the first call of its number, and forgotten when it is closed.
+    """
+
+    def __init__(self, workers: EnvironmentWorkers) -> None:
+        self._workers = workers
+        self._environments: dict[int, Environment] = {}
+
+    async def __call__(self, number: int, method: str, args: Sequence[Any]) -> Any:
+        if number not in self._environments:
+            self._environments[number] = self._workers()
+        environment = self._environments[number]
+        if method == "close":
+            del self._environments[number]
+        return await getattr(environment, method)(*args)
 
 
 class _Worker:

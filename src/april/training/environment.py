@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.config.settings import EnvironmentSettings
 from april.environments.bridge import TemplateError, bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
-from april.environments.workers import EnvironmentWorkers
+from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.environment import Environment
 from april.rollout.episodes import Episodes
 from april.rollout.trajectory import Prompt
@@ -21,7 +24,7 @@ from april.tasks.task import ChatTemplate
 log = logging.getLogger(__name__)
 
 MOST = 8
-"""Worker processes, where the recipe does not say."""
+"""Worker processes of a machine, where the recipe does not say."""
 
 
 class World:
@@ -37,9 +40,8 @@ class World:
 
     def __init__(self, recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
         self.recipe = recipe
-        own = recipe.environment
+        self._source = source_of(recipe)
         try:
-            self._source = EnvironmentSource(EnvironmentSpec(own.path, own.tools, own.params))
             stops = recipe.sampling(stop_token_ids).stop_token_ids
             self._bridge = bridge_of(tokenizer, stops, recipe.task.chat_template, self._source.tools)
         except TemplateError as error:
@@ -56,13 +58,41 @@ class World:
         own = self.recipe.environment
         make: Callable[[], Environment] = self._source
         policy = self.recipe.episode_policy()
-        workers = min(os.cpu_count() or 1, MOST) if own.workers is None else own.workers
-        if not workers:
+        if own.workers == 0:
             yield Episodes(make, self._bridge, context_length, policy, row)
-            return
-        threads = -(-own.concurrency // workers)
-        with EnvironmentWorkers(make, workers, threads, own.env) as processes:
-            yield Episodes(processes, self._bridge, context_length, policy, row)
+        elif self.recipe.cluster.environments == "nodes":
+            from april.engines.cluster.environments import NodeEnvironments
+
+            # A node that cannot import it says so in its own words, as worker processes do.
+            with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:
+                yield Episodes(nodes, self._bridge, context_length, policy, row)
+        else:
+            with _workers(make, own) as processes:
+                yield Episodes(processes, self._bridge, context_length, policy, row)
+
+
+def source_of(recipe: Recipe) -> EnvironmentSource:
+    """What makes the recipe's environments, here and wherever it is unpickled.
+
+    Raises:
+        ConfigError: none can be made.
+    """
+    own = recipe.environment
+    try:
+        return EnvironmentSource(EnvironmentSpec(own.path, own.tools, own.params, os.getcwd()))
+    except ValueError as error:
+        raise ConfigError(f"environment.{error}") from None
+
+
+def _workers(make: Callable[[], Environment] | bytes, own: EnvironmentSettings) -> EnvironmentWorkers:
+    """Processes on this machine."""
+    workers = own.workers or min(os.cpu_count() or 1, MOST)
+    return EnvironmentWorkers(make, workers, -(-own.concurrency // workers), own.env)
+
+
+def _host(make: bytes, own: EnvironmentSettings) -> EnvironmentHost:
+    """On a node: its environments."""
+    return EnvironmentHost(_workers(make, own))
 
 
 def row(prompt: Prompt) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Invariants:
 - each call ends once, with what the function returned or raised; one whose node dies or hangs is made again on another,
   so the function must not mind;
+- a call that is given up here is cancelled there;
 - a node that joins gets calls within `LOOK` seconds of the next one.
 """
 
@@ -54,11 +55,16 @@ class LostError(Exception):
 
 
 class NodeCaller:
-    """The calls of one node."""
+    """The calls of one node.
+
+    Attributes:
+        load: what is under way there, and whatever else is kept there.
+        lost: the node is gone, or hangs, or its calls have ended.
+    """
 
     def __init__(self, node: Node, make: Callable[[], Function]) -> None:
         self.node = node
-        self.under_way = 0
+        self.load = 0
         self.lost = False
         remote = ray.remote(concurrency_groups={PINGS: 1})(CallActor)
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
@@ -72,13 +78,17 @@ class NodeCaller:
         Raises:
             LostError: the node is gone, or hangs; so it is for whoever else waits for it.
         """
-        answer = asyncio.ensure_future(self._actor.call.remote(*args))
-        self.under_way += 1
+        called = self._actor.call.remote(*args)
+        answer = asyncio.ensure_future(called)
+        self.load += 1
         try:
             while not (await asyncio.wait([answer], timeout=BEAT))[0]:
                 if not await self._lives() and not answer.done():
                     raise LostError("it does not answer")
             return answer.result()
+        except asyncio.CancelledError:
+            ray.cancel(called)
+            raise
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
@@ -88,7 +98,7 @@ class NodeCaller:
             self.lost = True
             raise
         finally:
-            self.under_way -= 1
+            self.load -= 1
             answer.cancel()
 
     async def _lives(self) -> bool:
@@ -127,22 +137,33 @@ class NodeCalls:
             EngineError: no node answers.
             Exception: what the function raised.
         """
-        given_up = time.monotonic() + PATIENCE
-        while time.monotonic() < given_up:
-            await self._look()
-            if not self._callers:
-                await asyncio.sleep(1.0)
-                continue
-            caller = min(self._callers.values(), key=lambda caller: caller.under_way)
+        while True:
+            caller = await self.least_loaded()
             try:
                 return await caller.call(*args)
             except LostError as lost:
-                given_up = time.monotonic() + PATIENCE
-                if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
-                    del self._callers[caller.node.id]
-                    log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
-                    await asyncio.to_thread(caller.end)
+                await self.lose(caller, lost)
+
+    async def least_loaded(self) -> NodeCaller:
+        """A node that answers.
+
+        Raises:
+            EngineError: there is none.
+        """
+        given_up = time.monotonic() + PATIENCE
+        while time.monotonic() < given_up:
+            await self._look()
+            if self._callers:
+                return min(self._callers.values(), key=lambda caller: caller.load)
+            await asyncio.sleep(1.0)
         raise EngineError(f"no node of the cluster has answered for {PATIENCE:g} s")
+
+    async def lose(self, caller: NodeCaller, lost: LostError) -> None:
+        """Make no more calls there."""
+        if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
+            del self._callers[caller.node.id]
+            log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
+            await asyncio.to_thread(caller.end)
 
     async def _look(self) -> None:
         """Use the nodes that there are."""
@@ -156,6 +177,9 @@ class NodeCalls:
             self._looked = time.monotonic()
 
     async def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
         for caller in self._callers.values():
             caller.end()
         self._callers.clear()

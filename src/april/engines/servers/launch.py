@@ -5,7 +5,8 @@ Invariants:
 - a key is in no command line, which everybody on the machine sees, and in no log;
 - a server that dies is started again on its port, at most `restarts` times in a row, and its death is said with the
   cause and the path of its log;
-- the server's log is in the run directory from its first line on, those of its restarts behind one another.
+- the server's log is in the run directory from its first line on, those of its restarts behind one another, also where
+  a later run or actor starts it.
 
 vLLM asks for its key on some paths only, and not on those that change its weights: on a network that others use, keep
 it on the loopback interface.
@@ -266,7 +267,7 @@ async def launch(command: Sequence[str], how: Launch) -> AsyncIterator[Server]:
     """
     server = Server(command, how)
     server.log.parent.mkdir(parents=True, exist_ok=True)
-    server.log.write_bytes(b"")
+    server.log.touch()  # what servers of that name said before stays there
     started = asyncio.Event()
     running = asyncio.create_task(server.keep_running(started), name=f"run {server.name}")
     ready = asyncio.create_task(started.wait())
