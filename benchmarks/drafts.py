@@ -10,7 +10,7 @@ is the tokens sampled per processor second with drafts over those without, of th
 
 What is measured is saved as it comes.
 
-    OMP_NUM_THREADS=1 python benchmarks/drafts.py                        # about 45 minutes of one core
+    OMP_NUM_THREADS=1 python benchmarks/drafts.py                        # about an hour of one core
     OMP_NUM_THREADS=1 python benchmarks/drafts.py --sizes 1 --slots 8    # some of it, nothing saved
 """
 

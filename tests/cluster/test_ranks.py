@@ -58,6 +58,7 @@ def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets
     until(later(last_step(run) + 3), process)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=GENEROUS)
+    assert process.returncode == 130, said
     assert "rank 1 on the node at" in said
     assert said.count("all ranks start anew") >= 2, said
     raylets.signal(hung, signal.SIGCONT)

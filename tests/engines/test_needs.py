@@ -38,5 +38,5 @@ def test_what_is_missing_is_one_line(needs: Needs, said: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo chooses")
 def test_ranks_meet_on_the_interface_of_their_nodes_address() -> None:
-    assert interfaces("127.0.0.3") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    assert interfaces("127.0.0.3") == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
     assert interfaces("203.0.113.7") == {}

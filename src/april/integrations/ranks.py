@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -161,11 +161,12 @@ class Job:
 
 
 @contextmanager
-def last_words(job: Job, words: Callable[[], str]) -> Iterator[None]:
-    """Print `words` if another process of the job ends in here: once a job, by the first process to know of it.
+def last_words(job: Job, words: Callable[[str], str]) -> Iterator[None]:
+    """Print `words(what has happened)` if another process of the job ends in here: once a job, by the first to know.
 
     A process knows by an error of its own, or because the launcher, which has seen it sooner, ends this one too (by
-    SIGTERM). A handler of SIGTERM that somebody else has set is left alone.
+    SIGTERM, at which it ends at once, whatever it waits for). A handler of SIGTERM that somebody else has set is left
+    alone.
 
     Raises:
         SystemExit: another process has ended.
@@ -174,30 +175,42 @@ def last_words(job: Job, words: Callable[[], str]) -> Iterator[None]:
         yield
         return
 
-    def say() -> None:
+    def say(what: str) -> None:
         if job.first("a process has ended"):
-            os.write(sys.stderr.fileno(), f"{words()}\n".encode())  # print may be what the signal has interrupted
+            print(words(what), file=sys.stderr, flush=True)
 
-    def ended(number: int, _: Any) -> None:
-        say()
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+    def listen(told: int) -> None:
+        with open(told, "rb", buffering=0) as signals:
+            while number := signals.read(1):
+                if number[0] == signal.SIGTERM:
+                    say("this process was told to end (SIGTERM), as when another one of the job has ended")
+                    os._exit(128 + signal.SIGTERM)
+
+    def handler(*_: Any) -> None:
+        """Python's own part, which waits for the main thread: what is to be done is done by then."""
 
     ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and current_thread() is main_thread()
     if ours:
-        signal.signal(signal.SIGTERM, ended)
+        told, telling = os.pipe()
+        os.set_blocking(telling, False)
+        before = signal.set_wakeup_fd(telling)
+        signal.signal(signal.SIGTERM, handler)
+        Thread(target=listen, args=(told,), daemon=True).start()
     try:
         yield
     except Exception as error:
         if not lost(error):
             raise
-        if ours:
+        if ours and signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # between asking who is first and saying it
-        say()
+        say("a process of this job has ended, and the others cannot go on without it")
         raise SystemExit(1) from None
     finally:
         if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(before)
+            os.close(telling)
+            if signal.getsignal(signal.SIGTERM) in (handler, signal.SIG_IGN):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class Hands:

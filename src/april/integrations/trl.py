@@ -112,7 +112,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         """
         job = self.rollouts.job
         try:
-            with last_words(job, lambda: how_to_go_on(Path(self.args.output_dir))):
+            with last_words(job, lambda what: how_to_go_on(Path(self.args.output_dir), what)):
                 state = read_state(resume_from_checkpoint, self.args.output_dir) if job.leads else None
                 self.rollouts.load_state_dict(state)
                 return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -130,15 +130,15 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         self.rollouts.close()
 
 
-def how_to_go_on(directory: Path) -> str:
-    """What to do when a process of the job has ended, in one line."""
+def how_to_go_on(directory: Path, what: str) -> str:
+    """What has happened, and what to do, in one line."""
     saved = sorted(directory.glob(f"checkpoint-*/{STATE}"), key=lambda path: int(path.parent.name.split("-")[1]))
     again = (
         f'start the job again with trainer.train(resume_from_checkpoint="{saved[-1].parent}")'
         if saved
         else "nothing was saved yet: start the job again from the beginning, and set save_steps lower"
     )
-    return f"april: a process of this job has ended, and the others cannot go on without it: {again}"
+    return f"april: {what}: {again}"
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

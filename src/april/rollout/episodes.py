@@ -216,6 +216,7 @@ class Episodes:
                 if kind != "environment" or policy.recovery != "restart" or not sample.transitions:
                     self._discard(sample.id)  # it stands as before the turn once it is made anew
                 if isinstance(error, EnvironmentLost) and not error.own:
+                    await asyncio.sleep(0)
                     continue
                 lost = isinstance(error, EnvironmentLost) or not sample.transitions
                 if not lost or attempt >= policy.max_retries:

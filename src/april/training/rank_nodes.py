@@ -45,7 +45,7 @@ class RankNodes:
         self._sites: ProcessSites
 
     def __enter__(self) -> RankNodes:
-        connect(self._recipe.cluster.address)
+        asyncio.run(asyncio.to_thread(connect, self._recipe.cluster.address))  # in the main thread Ray takes SIGTERM
         self._sites = ProcessSites(demand_of_rank(self._recipe))
         return self
 
@@ -60,8 +60,7 @@ class RankNodes:
             waits: told every second why there are none; whether to wait on.
 
         Raises:
-            EngineError: there are none, and nobody waits.
-            OSError: the run's directory cannot be written.
+            EngineError: there are none, and nobody waits, or the run's directory cannot be written.
         """
         with marked(self._directory) as marker:
             settings = ProcessSettings(

@@ -153,8 +153,8 @@ class NodeCalls:
         given_up = time.monotonic() + PATIENCE
         while time.monotonic() < given_up:
             await self._look()
-            if self._callers:
-                return min(self._callers.values(), key=lambda caller: caller.load)
+            if callers := [caller for caller in self._callers.values() if not caller.lost]:
+                return min(callers, key=lambda caller: caller.load)
             await asyncio.sleep(1.0)
         raise EngineError(f"no node of the cluster has answered for {PATIENCE:g} s")
 
@@ -177,7 +177,7 @@ class NodeCalls:
             self._looked = time.monotonic()
 
     async def close(self) -> None:
-        self.end()
+        await asyncio.to_thread(self.end)
 
     def end(self) -> None:
         for caller in self._callers.values():

@@ -61,7 +61,10 @@ class NodeEnvironment:
         caller = self._caller
         if caller is not None and not caller.lost:
             caller.load -= 1
-            await caller.call(self._number, "close", ())
+            try:
+                await caller.call(self._number, "close", ())
+            except LostError as lost:
+                await self._calls.lose(caller, lost)
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._caller is None:

@@ -19,7 +19,7 @@ def interfaces(address: str) -> dict[str, str]:
         address: of this machine, as Ray's nodes know one another.
     """
     name = _interface(address) if sys.platform == "linux" else None
-    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
 
 
 def _interface(address: str) -> str | None:

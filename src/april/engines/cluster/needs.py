@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from april import __version__
+from april.rollout.engine import EngineError
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,16 @@ def marked(output: Path) -> Iterator[Path]:
     """A new file in a run's directory or, where that is not there yet, in the nearest one above it.
 
     Raises:
-        OSError: it cannot be written.
+        EngineError: it cannot be written.
     """
     output = output.absolute()
     above = next(path for path in (output, *output.parents) if path.is_dir())
-    with tempfile.NamedTemporaryFile(prefix=".april-", dir=above) as file:
+    try:
+        file = tempfile.NamedTemporaryFile(prefix=".april-", dir=above)  # noqa: SIM115
+    except OSError as error:
+        raise EngineError(
+            f"reporting.output = {str(output)!r}: nothing can be written to {above} ({error.strerror}); name a "
+            "directory on a file system that all nodes share"
+        ) from None
+    with file:
         yield Path(file.name)

@@ -38,8 +38,8 @@ COLD, TRIALS = 4, 12
 it costs."""
 SPREAD = 0.01
 """How far apart places have to be, as a share of their squares, for a line's slope to be taken from them."""
-FEW, OUTLIER = 4, 2.0
-"""A pass counts at most so many times what it was expected to take, once a few have been seen."""
+OUTLIER, SMOOTH = 2.0, 0.9
+"""A pass counts at most so many times what one of its size usually takes, and how little the newest one moves that."""
 PRIOR, RECOVERY = 0.5, 0.001
 """The share of drafted tokens that are drawn, before any was tried, and how fast a low share is doubted again."""
 
@@ -150,8 +150,9 @@ class Drafter:
         A pass without drafts brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th
         token of a draft is drawn with probability share^j, and takes what a drafted token takes.
         """
-        price = WORTH * self._costs.token(decoding) * decoding / self._costs.plain(decoding)
-        longest = self._costs.trial(decoding, self.longest) if self._costs.on_trial(decoding) else self.longest
+        price, longest = WORTH * self._costs.token(decoding) * decoding / self._costs.plain(decoding), self.longest
+        if self._costs.on_trial(decoding):
+            price, longest = 0.0, self._costs.trial(decoding, self.longest)
         found = {}
         for order, share in self._accepted.items():
             length = next((j for j in range(longest) if share ** (j + 1) < max(price, FEWEST)), longest)
@@ -190,6 +191,8 @@ class PassCosts:
     def __init__(self) -> None:
         self._plain = Line()
         self._drafts: defaultdict[int, Line] = defaultdict(lambda: Line(from_origin=True))
+        self._usual: dict[int, float] = {}
+        """Seconds of a pass without drafts, by size of batch."""
         self._passes: Counter[int] = Counter()
         self._tried: Counter[int] = Counter()
         """Passes with drafts."""
@@ -197,12 +200,15 @@ class PassCosts:
     def observe(self, decoding: int, drafted: int, seconds: float) -> None:
         size = decoding.bit_length()
         drafts = self._drafts[size]
-        if self._plain.weight > FEW:
-            seconds = min(seconds, OUTLIER * (self.plain(decoding) + self.drafts(decoding, drafted)))
         if not drafted:
+            usual = self._usual.get(size, seconds)
+            seconds = min(seconds, OUTLIER * usual)
+            self._usual[size] = SMOOTH * usual + (1 - SMOOTH) * seconds
             self._plain.observe(decoding, seconds)
             drafts.shrink(RELAX)
             return
+        if not self.on_trial(decoding):
+            seconds = min(seconds, OUTLIER * (self.plain(decoding) + self.drafts(decoding, drafted)))
         self._tried[size] += 1
         if self._tried[size] > COLD and self._plain.weight:
             drafts.observe(drafted, seconds - self.plain(decoding))
@@ -215,7 +221,7 @@ class PassCosts:
 
     def on_trial(self, decoding: int) -> bool:
         """Whether what drafts take in a batch of this size is not known yet."""
-        return self._tried[decoding.bit_length()] <= TRIALS
+        return self._tried[decoding.bit_length()] < TRIALS
 
     def trial(self, decoding: int, longest: int) -> int:
         """Tokens of a draft on trial: of different lengths, in large batches one, so that it does not cost much."""
@@ -223,7 +229,7 @@ class PassCosts:
 
     def plain(self, decoding: int) -> float:
         """Seconds of a pass without drafts."""
-        return max(1e-9, self._plain.at(decoding))
+        return max(self._plain.at(decoding), self._usual.get(decoding.bit_length(), 2e-9) / 2)
 
     def token(self, decoding: int) -> float:
         """Seconds that a drafted token adds; at least what a sequence more does."""

@@ -116,7 +116,7 @@ class VLLM:
         """
         if settings is None:
             return False
-        if settings["rejection_sample_method"] == "synthetic":
+        if settings.get("rejection_sample_method") == "synthetic":
             raise EngineError(
                 f"{self!r} accepts drafts at rates that it was given, whatever its model says of them: start it "
                 'without "rejection_sample_method": "synthetic" in --speculative-config'

@@ -19,9 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
-from vllm.triton_utils.dispatcher import register_kernels
-from vllm.v1.sample.ops import topk_topp_sampler
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_only
 
 
 @dataclass
@@ -113,15 +110,19 @@ def expand(
     output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
 
 
-def top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return apply_top_k_only(logits, k) if len(k) else logits
-
-
 if not HAS_TRITON:
     # Without Triton, which is to say on a CPU, vLLM 0.32 gives drafted tokens whatever temperature, top-k and top-p
     # memory holds (its issue 55005), and dies of top-k in a step for which nothing was drafted.
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    of_some = topk_topp_sampler.apply_top_k_only
+
+    def apply_top_k_only(logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return of_some(logits, k) if len(k) else logits
+
     register_kernels({"vllm.v1.sample.rejection_sampler.expand_kernel": expand})
-    topk_topp_sampler.apply_top_k_only = top_k_only
+    topk_topp_sampler.apply_top_k_only = apply_top_k_only
 
 
 class WorkerExtension:
