@@ -66,20 +66,37 @@ def _each(
             yield from (RedraftRun(stage, task, algorithm, arm, rate, seed) for arm in arms)
 
 
+class Pool:
+    """What pairs of several cells at the best rate say together."""
+
+    def __init__(self) -> None:
+        self.arms: dict[str, dict[str, list[float]]] = {
+            arm: {"difference": [], "samples": [], "cpu": [], "whole": []} for arm in ARMS
+        }
+        self.over_partial: list[float] = []
+        self.over_redraft: list[float] = []
+
+    def said(self) -> dict[str, Any]:
+        return {
+            **{arm: said({}, found) for arm, found in self.arms.items()},
+            "redraft_minus_partial": bootstrap(self.over_partial),
+            "window_minus_redraft": bootstrap(self.over_redraft),
+        }
+
+
 def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Each arm against synchronous runs of its seed: by task, algorithm and rate, and over all at the best rate."""
-    cells, pooled = [], {arm: {"difference": [], "samples": [], "cpu": [], "whole": []} for arm in ARMS}
-    over_partial: list[float] = []
-    over_redraft: list[float] = []
+    """Each arm against synchronous runs of its seed: by task, algorithm and rate, by algorithm, and over all."""
+    cells, over_all, pools = [], Pool(), {algorithm: Pool() for algorithm in ("grpo", "dapo", "gspo")}
     for stage, task, algorithm in dict.fromkeys((run.stage, run.task, run.algorithm) for run in planned()):
         chosen = {"stage": stage, "task": task, "algorithm": algorithm}
         of = {arm: runs_of(records, SEEDS, arm=arm, **chosen) for arm in ARMS}
         target = target_of(of["synchronous"])
-        if stage == "best":
-            over_partial += differences(of["redraft"], of["partial"])
-        if stage != "high":
-            redrafted = runs_of(records, SEEDS, arm="redraft", **{**chosen, "stage": "best"})
-            over_redraft += differences(of["redraft-window"], redrafted)
+        redrafted = runs_of(records, SEEDS, arm="redraft", **{**chosen, "stage": "best"})
+        for pool in (over_all, pools[algorithm]):
+            if stage == "best":
+                pool.over_partial += differences(of["redraft"], of["partial"])
+            if stage != "high":
+                pool.over_redraft += differences(of["redraft-window"], redrafted)
         for arm, own in of.items():
             difference = differences(own, of["synchronous"])
             costs = ratios_to(target, own, of["synchronous"])
@@ -90,17 +107,17 @@ def analyse(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "whole": log_ratios(own, of["synchronous"], spent),
             }
             if stage == "best" or (stage == "window" and arm == "redraft-window"):
-                for name, values in found.items():
-                    pooled[arm][name] += values
+                for pool in (over_all, pools[algorithm]):
+                    for name, values in found.items():
+                        pool.arms[arm][name] += values
             ends = [round(final_accuracy(own[seed]), 4) for seed in sorted(own)]
             cells.append({**chosen, "arm": arm, "target": target, "runs": len(own), "by_seed": ends} | said(own, found))
     return {
         "machine": machine(),
         "runs": len(records),
         "cpu_seconds": round(sum(record["cpu_seconds"] for record in records)),
-        "over_all": {arm: said({}, found) for arm, found in pooled.items()},
-        "redraft_minus_partial": bootstrap(over_partial),
-        "window_minus_redraft": bootstrap(over_redraft),
+        "over_all": over_all.said(),
+        "by_algorithm": {algorithm: pool.said() for algorithm, pool in pools.items() if pool.over_partial},
         "cells": cells,
     }
 
