@@ -44,6 +44,7 @@ class ProcessSites:
             EngineError: there are none, and nobody waits; the message says why.
         """
         unfit: dict[str, str] = {}
+        asked = time.monotonic()
         while True:
             nodes = await self._answering()
             suspects = {id for id, until in self._suspects.items() if until > time.monotonic()}
@@ -60,7 +61,9 @@ class ProcessSites:
                 why = "; ".join([*unfit.values(), why])
                 if not waits(why):
                     raise EngineError(f"{why}: april cluster check RECIPE says more")
-                unfit.clear()
+                if time.monotonic() - asked > SUSPECT:  # to ask a node starts a process on it
+                    unfit.clear()
+                    asked = time.monotonic()
             await asyncio.sleep(WATCH)
 
     async def _answering(self) -> list[Node]:
