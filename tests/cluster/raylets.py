@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 RANK = "-m april.commands.rank"
 ENGINES = ("ray::EngineActor", "ray::ServerActor")
+CALLS = ("ray::CallActor",)
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -77,6 +78,10 @@ class Raylets:
     def engines(self, *nodes: Any) -> list[int]:
         """The processes of the engines on these nodes; on all, if none are named."""
         return self._named(ENGINES, nodes)
+
+    def callers(self, *nodes: Any) -> list[int]:
+        """The processes that call rewards or environments on these nodes; on all, if none are named."""
+        return self._named(CALLS, nodes)
 
     def holds(self, node: Any, pid: int) -> bool:
         """Whether a process runs on a node."""

@@ -41,6 +41,26 @@ def a_recipe(directory: Path, address: str, **settings: Any) -> Path:
     return recipe
 
 
+ECHO = '''
+from april import EnvStep
+
+
+class Echo:
+    """Says how many words it heard, and rewards them."""
+
+    def reset(self, prompt, seed):
+        self.words = 0
+        return "?"
+
+    def step(self, turn):
+        self.words += len(turn.text.split())
+        return EnvStep(f" {self.words}:", self.words / 8)
+
+    def close(self):
+        pass
+'''
+
+
 def april(*arguments: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "april", *map(str, arguments)]
     return subprocess.Popen(
@@ -120,3 +140,39 @@ def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Pa
         other.close()
     found = steps(tmp_path)
     assert [row["step"] for row in found] == list(range(1, done + 3)), said
+
+
+def test_a_run_with_rewards_and_environments_on_nodes_loses_one_and_gets_another(
+    raylets: Raylets, tmp_path: Path
+) -> None:
+    nodes = [raylets.add(), raylets.add()]
+    (tmp_path / "echo.py").write_text(ECHO)
+    on_nodes = 'rewards = "nodes"\nenvironments = "nodes"\n'
+    recipe = tiny.recipe(
+        tmp_path,
+        rollout="stop_token_ids = [20, 21, 22, 23]\nreward_workers = 1\n",
+        environment='path = "echo.py:Echo"\nmax_turns = 4\nreward = "sum"\nworkers = 1\n',
+        cluster=f'address = "{raylets.address}"\nreplicas = 1\n{on_nodes}',
+    )
+    said = ended(april("cluster", "check", recipe))
+    assert "1 of 1 engines fit" in said
+    run = april("train", recipe, "--steps", 2000)
+    until(lambda: len(steps(tmp_path)) >= 2, run)
+    victim, other = sorted(nodes, key=lambda node: len(raylets.engines(node)))
+    assert [len(raylets.callers(node)) for node in (victim, other)] == [2, 2], "one for rewards, one for environments"
+
+    raylets.kill(victim)
+    behind = len(steps(tmp_path))
+    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+    joined = raylets.add()
+    until(lambda: len(raylets.callers(joined)) == 2, run)
+    behind = len(steps(tmp_path))
+    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+
+    os.kill(run.pid, signal.SIGINT)
+    run.communicate(timeout=GENEROUS)
+    found = steps(tmp_path)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert max(row["staleness_max"] for row in found) <= 2
+    assert all(row["turns_mean"] > 1 for row in found)
+    until(lambda: not raylets.callers() and not raylets.engines())
