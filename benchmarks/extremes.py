@@ -5,7 +5,7 @@ groups that tend to be all short or all long; lengths are the workload's, the en
 of 8 a step on 64 slots, the policy of the quickstart (what it writes means nothing here), caches kept, bound 5.
 Each arm plays the same prompts with the same lengths, one after the other, seed by seed; seconds are processor time.
 
-    OMP_NUM_THREADS=1 python benchmarks/extremes.py       # about ten minutes of one core
+    OMP_NUM_THREADS=1 python benchmarks/extremes.py       # about a quarter of an hour of one core
 """
 
 from __future__ import annotations
