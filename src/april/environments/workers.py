@@ -19,14 +19,15 @@ import os
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from april.rollout.environment import Environment, EnvironmentLost, EnvStep, Observation, ObservationError, Turn
+from april.rollout.called_environment import CalledEnvironment
+from april.rollout.environment import Environment, EnvironmentLost, ObservationError
 from april.rollout.secrets import forget_secrets
 
 
@@ -76,27 +77,13 @@ class EnvironmentWorkers:
         self.close()
 
 
-class RemoteEnvironment:
+class RemoteEnvironment(CalledEnvironment):
     """An environment in a worker process."""
 
     def __init__(self, workers: EnvironmentWorkers, number: int) -> None:
         self._workers = workers
         self._number = number
         self._worker: _Worker | None = None
-
-    async def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
-        observation: Observation = await self._call("reset", prompt, seed)
-        return observation
-
-    async def step(self, turn: Turn) -> EnvStep:
-        step: EnvStep = await self._call("step", turn)
-        return step
-
-    async def state(self) -> Any:
-        return await self._call("state")
-
-    async def restore(self, state: Any) -> None:
-        await self._call("restore", state)
 
     async def close(self) -> None:
         if self._worker is not None and self._worker.lives:

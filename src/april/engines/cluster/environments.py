@@ -10,11 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from april.engines.cluster.calls import Function, LostError, NodeCaller, NodeCalls
-from april.rollout.environment import Environment, EnvironmentLost, EnvStep, Observation, Turn
+from april.rollout.called_environment import CalledEnvironment
+from april.rollout.environment import Environment, EnvironmentLost
 
 
 class NodeEnvironments:
@@ -35,27 +36,13 @@ class NodeEnvironments:
         self.calls.end()
 
 
-class NodeEnvironment:
+class NodeEnvironment(CalledEnvironment):
     """An environment on a node."""
 
     def __init__(self, calls: NodeCalls, number: int) -> None:
         self._calls = calls
         self._number = number
         self._caller: NodeCaller | None = None
-
-    async def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
-        observation: Observation = await self._call("reset", prompt, seed)
-        return observation
-
-    async def step(self, turn: Turn) -> EnvStep:
-        step: EnvStep = await self._call("step", turn)
-        return step
-
-    async def state(self) -> Any:
-        return await self._call("state")
-
-    async def restore(self, state: Any) -> None:
-        await self._call("restore", state)
 
     async def close(self) -> None:
         caller = self._caller

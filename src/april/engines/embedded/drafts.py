@@ -118,9 +118,10 @@ class Drafter:
             sequence.draft = list(sequence.replay[place : place + min(sequence.room, sequence.left, most - prefilling)])
             sequence.order = 0
             prefilling += len(sequence.draft)
-        if not self.longest or not decoding or not self._costs.try_drafts(len(decoding)):
+        count = len(decoding)
+        if not self.longest or not count or not self._costs.try_drafts(count):
             return
-        longest = self._lengths(len(decoding))
+        longest = self._lengths(count)
         expected, drafted = 0.0, []
         for sequence in decoding if longest else ():
             if sequence.replay:
@@ -138,9 +139,7 @@ class Drafter:
                 expected += sum(self._accepted[order] ** (j + 1) for j in range(len(draft)))
                 drafted.append(sequence)
         tokens = sum(len(sequence.draft) for sequence in drafted)
-        if WORTH * self._costs.drafts(len(decoding), tokens) > expected * self._costs.plain(len(decoding)) / len(
-            decoding
-        ):
+        if WORTH * self._costs.drafts(count, tokens) > expected * self._costs.plain(count) / count:
             for sequence in drafted:
                 sequence.draft = []
 
