@@ -17,7 +17,7 @@ help:
 	@echo "make test-servers  test against real vLLM and SGLang servers, which it sets up first"
 	@echo "make test-ranks    test training on up to four ranks, and ranks that are lost, at length"
 	@echo "make test-cluster  test engines on the nodes of a real Ray cluster, which it sets up first"
-	@echo "make test-trl      test the integration in TRL with every setting that it takes"
+	@echo "make test-trl      test the integration in TRL with every setting that it takes, which it sets up first"
 	@echo "make test-verl     test the integration in verl, which it sets up first"
 	@echo "make test-openrlhf test the integration in OpenRLHF, which it sets up first"
 	@echo "make test-skyrl    test the integration in SkyRL (Python 3.12), which it sets up first"
@@ -62,8 +62,10 @@ test-cluster:
 	PYTHON=$(PYTHON) scripts/setup_cluster.sh
 	$(TEST_ENV) .frameworks/cluster/bin/python -m pytest tests/cluster
 
-test-trl: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -m "slow or not slow" tests/integrations/test_trl*.py
+# In an environment of its own, too: april's, and DeepSpeed.
+test-trl:
+	PYTHON=$(PYTHON) scripts/setup_trl.sh
+	$(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" tests/integrations/test_trl*.py
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:

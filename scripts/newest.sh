@@ -5,11 +5,7 @@
 root=$(cd "$(dirname "$0")/.." && pwd)
 name=${1:?which framework: trl, verl, openrlhf, skyrl or areal}
 env=$root/.frameworks/$name
-if [ "$name" = trl ]; then # it is tested in april's own environment, which stays as it is
-  "${PYTHON:-python3.11}" -m venv "$env" && "$env/bin/python" -m pip install --quiet -c "$root/constraints.txt" -e "$root[dev]" || exit 1
-else
-  "$root/scripts/setup_$name.sh" || exit 1
-fi
+"$root/scripts/setup_$name.sh" || exit 1
 version() { "$env/bin/python" -c "import importlib.metadata as m; print(m.version('$name'))"; }
 tested=$(version)
 "$env/bin/python" -m pip install --quiet --no-deps --upgrade "$name" || exit 1

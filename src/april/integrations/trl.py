@@ -173,10 +173,12 @@ def check_arguments(args: Any) -> None:
 
 def _refuse_model(trainer: Any) -> None:
     kind, adapters = trainer.accelerator.distributed_type.value, getattr(trainer.model, "peft_config", {})
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU") and not trainer.accelerator.is_fsdp2:
-        raise ValueError(f"{kind}: april's GRPOTrainer takes DDP and FSDP2 (--fsdp_version 2); choose one of them")
-    if trainer.accelerator.is_fsdp2 and adapters:
-        raise ValueError("FSDP2: adapters that are sharded are not merged yet; use DDP, or train without peft_config")
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED") and not trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            f"{kind}: april's GRPOTrainer takes DDP, FSDP2 (--fsdp_version 2) and DeepSpeed; choose one of them"
+        )
+    if adapters and (trainer.accelerator.is_fsdp2 or trainer.is_deepspeed_enabled):
+        raise ValueError(f"{kind}: adapters that are sharded are not merged yet; use DDP, or train without peft_config")
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
         raise ValueError(
             "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"

@@ -109,7 +109,7 @@ class TRLRollouts:
         )
         self.group_size: int = trainer.num_generations
         self.whole: WholeModel | None = None
-        if trainer.accelerator.is_fsdp2:
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             generates = settings.engine == "embedded"
             computed = generates or settings.weight_transfer == "broadcast"
             device = trainer.accelerator.device if computed else model.device

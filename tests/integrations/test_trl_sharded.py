@@ -1,4 +1,4 @@
-"""TRL's trainer in two processes that share one policy by FSDP2."""
+"""TRL's trainer in two processes that share one policy, by FSDP2 or by DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,29 @@ from april.integrations.trl_sharded import WholeModel
 from tests import tiny
 
 REPOSITORY = Path(__file__).parents[2]
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed (scripts/setup_trl.sh)")
 
 
 @pytest.mark.slow
-def test_a_sharded_policy_generates_and_resumes(tmp_path: Path) -> None:
-    command = "accelerate.commands.launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("fsdp2", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
+        pytest.param("zero2", "--use_deepspeed --zero_stage 2", marks=NEEDS_DEEPSPEED),
+        pytest.param("zero3", "--use_deepspeed --zero_stage 3", marks=NEEDS_DEEPSPEED),
+    ],
+)
+def test_a_sharded_policy_generates_and_resumes(tmp_path: Path, how: str, options: str) -> None:
     processes = "--num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    script = ["-m", "tests.integrations.trl_fsdp_job", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
+    command = f"accelerate.commands.launch {options} {processes} -m tests.integrations.trl_sharded_job"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", *command.split(), *processes.split(), *script],
+        [sys.executable, "-m", *command.split(), str(tmp_path), how],
         env=environment,
         cwd=REPOSITORY,
         capture_output=True,

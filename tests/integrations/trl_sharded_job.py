@@ -1,7 +1,8 @@
-"""What each process of a sharded job does: `accelerate launch --use_fsdp --fsdp_version 2 ... FOLDER`.
+"""What each process of a sharded job does: `accelerate launch ... -m tests.integrations.trl_sharded_job FOLDER HOW`.
 
 accelerate 1.15 heeds `--use_fsdp` where it finds accelerators, and trains whole models (DDP) on a CPU without a word.
-It is told here that it has found some; all else is its own, on gloo.
+It is told here that it has found some; all else is its own, on gloo. `--use_deepspeed` it heeds. DeepSpeed would
+compile a kernel for small messages between the processes of a node before its first one; here gloo sends them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from april.integrations.trl import PartialRollouts
 from tests import tiny
 from tests.integrations.trl_trainer import Reward, Watched, rows
 
+FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
+
 
 class Compared(Watched):
     """Keeps how far the log-probabilities that tokens were drawn with are from the sharded policy's own, for tokens of
@@ -33,7 +36,7 @@ class Compared(Watched):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
-        assert all(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        assert sharded(self), f"{HOW} was asked for, and the policy is whole in each process"
         ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         with torch.no_grad():
@@ -45,9 +48,17 @@ class Compared(Watched):
         return output
 
 
-def trainer(folder: Path) -> Compared:
+def sharded(trainer: Any) -> bool:
+    """Whether parameters, or under ZeRO-2 the optimizer's state, are a share of them in each process."""
+    if HOW == "fsdp2":
+        return all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    partitioned = all(hasattr(parameter, "ds_tensor") for parameter in trainer.model.parameters())
+    return trainer.deepspeed.zero_optimization_stage() == int(HOW[-1]) and partitioned == (HOW == "zero3")
+
+
+def trainer(model: Any) -> Compared:
     args = GRPOConfig(
-        output_dir=str(folder),
+        output_dir=str(FOLDER),
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
         num_generations=4,
@@ -64,9 +75,10 @@ def trainer(folder: Path) -> Compared:
         disable_tqdm=True,
     )
     assert args.device.type == "cpu"
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    if HOW == "fsdp2":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     return Compared(
-        model=tiny.model(),
+        model=model,
         reward_funcs=Reward(),
         args=args,
         train_dataset=rows(),
@@ -76,11 +88,19 @@ def trainer(folder: Path) -> Compared:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     torch.set_num_threads(1)
+    loaded = str(FOLDER / f"model-{os.environ['RANK']}")
+    tiny.model().save_pretrained(loaded)
+    if HOW != "fsdp2":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     seen = {}
-    for name, checkpoint in (("straight", None), ("resumed", str(folder / "checkpoint-2"))):
-        trained = trainer(folder)
+    for name, model, checkpoint in (
+        ("straight", tiny.model(), None),
+        ("resumed", loaded, str(FOLDER / "checkpoint-2")),  # ZeRO-3 loads it in shards
+    ):
+        trained = trainer(model)
         trained.train(resume_from_checkpoint=checkpoint)
         trained.close()
         seen[name] = {
@@ -88,7 +108,7 @@ def main() -> None:
             "differences": trained.differences,
             "logs": [entry for entry in trained.state.log_history if "loss" in entry],
         }
-    (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    (FOLDER / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":
