@@ -9,15 +9,17 @@ from april.commands.rank import leave
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.agent import Agent
+from april.training.installed import check_megatron
 from april.training.rank_process import Report, is_rank, job, may_start_anew
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """See that torchrun, if it started this process, starts the ranks that the recipe says, each knowing its run.
+    """See that what ranks need is installed, and that torchrun, if it started this process, starts those of the recipe.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it is not, or it does not, or they would not know their run.
     """
+    check_megatron(recipe)
     if not is_rank():
         return
     if (world := int(os.environ["WORLD_SIZE"])) != recipe.trainer.processes:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
@@ -22,7 +23,14 @@ from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
 from april.config.reading import messages, nearest
 from april.config.recipe import Recipe
-from april.config.settings import API_KEY, AlgorithmSettings, ClusterSettings, EngineSettings, EnvironmentSettings
+from april.config.settings import (
+    API_KEY,
+    AlgorithmSettings,
+    ClusterSettings,
+    EngineSettings,
+    EnvironmentSettings,
+    TrainerSettings,
+)
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
@@ -150,6 +158,8 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.compute_dtype and not trainer.sharded:
         yield f'trainer.compute_dtype = {trainer.compute_dtype!r} is a setting of backend = "fsdp2"; set model.dtype'
+    if trainer.backend == "megatron":
+        yield from _megatron_problems(recipe)
     layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
     if min(layout) > 0:  # else its range is said
         yield from _division_problems(recipe)
@@ -173,6 +183,29 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             yield (
                 "trainer.overlap = true: what is sampled during training is one update old when it is trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
+            )
+
+
+def _megatron_problems(recipe: Recipe) -> Iterator[str]:
+    """What april's Megatron backend does not do."""
+    trainer, rollout = recipe.trainer, recipe.rollout
+    of_fsdp2 = ("policy_replicas", "context_parallel", "expert_parallel", "compute_dtype", "cpu_offload")
+    for name in of_fsdp2:
+        if (value := getattr(trainer, name)) != getattr(TrainerSettings, name):
+            yield f'trainer.{name} = {value!r} with backend = "megatron": remove it, or choose "fsdp2"'
+    if recipe.lora.rank:
+        yield f'lora.rank = {recipe.lora.rank} with trainer.backend = "megatron": remove it, or choose "fsdp2"'
+    with suppress(ValueError):  # an unknown one is said elsewhere
+        if algorithm(recipe.algorithm.algorithm).value_head:
+            yield (
+                f'algorithm.algorithm = {recipe.algorithm.algorithm!r} with trainer.backend = "megatron", which trains '
+                'no critic: choose another algorithm, or "fsdp2"'
+            )
+    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if (drawn := getattr(rollout, name)) != off:
+            yield (
+                f'rollout.{name} = {drawn} with trainer.backend = "megatron", whose ranks each have a part of the '
+                'vocabulary and cannot sort it: remove it, or choose "fsdp2"'
             )
 
 

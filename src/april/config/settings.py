@@ -407,7 +407,8 @@ class TrainerSettings:
 
     Args:
         backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
-            optimizer state (PyTorch FSDP2). auto: local with one process, fsdp2 with more.
+            optimizer state (PyTorch FSDP2). megatron: processes that compute the policy by Megatron-Core, in an
+            environment that has it. auto: local with one process, fsdp2 with more.
         processes: Processes that train together, ranks, which april starts on this machine, or on nodes of a cluster
             (cluster.ranks); on GPUs one each.
         compute_dtype: fsdp2: forward and backward in this type, and engines compute in it too; parameters, sums of
@@ -419,9 +420,9 @@ class TrainerSettings:
             gradients go from copy to copy.
         context_parallel: fsdp2: Ranks that share each response in training, for long ones: each runs the layers over
             its part of the tokens. Divides processes, and the policy's attention heads and key-value heads.
-        tensor_parallel: fsdp2: Ranks that divide the matrices of each layer among themselves, heads and columns, by
-            transformers' plan for the architecture; FSDP2 shards each part over the others. Times context_parallel it
-            divides processes, the attention heads and the key-value heads.
+        tensor_parallel: fsdp2, megatron: Ranks that divide the matrices of each layer among themselves, heads and
+            columns; with fsdp2 by transformers' plan for the architecture, and FSDP2 shards each part over the others.
+            Times context_parallel it divides processes, the attention heads and the key-value heads.
         expert_parallel: fsdp2: Ranks that divide the experts of a mixture of experts, whole ones, and send tokens to
             them. A multiple of tensor_parallel; divides the experts, and the processes of each copy of the policy.
         cpu_offload: fsdp2: Keep parameters, gradients and optimizer in the machine's memory, and update them there; a
@@ -431,7 +432,7 @@ class TrainerSettings:
         max_restarts: Such restarts without a training step done in between, after which the run ends.
     """
 
-    backend: Literal["auto", "local", "fsdp2"] = "auto"
+    backend: Literal["auto", "local", "fsdp2", "megatron"] = "auto"
     processes: Positive[int] = 1
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     overlap: bool | Literal["auto"] = False
@@ -446,7 +447,7 @@ class TrainerSettings:
     @property
     def sharded(self) -> bool:
         """Whether ranks train, be it one."""
-        return self.backend == "fsdp2" or (self.backend == "auto" and self.processes > 1)
+        return self.backend in ("fsdp2", "megatron") or (self.backend == "auto" and self.processes > 1)
 
 
 @dataclass(kw_only=True)

@@ -19,6 +19,7 @@ import torch
 from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.training.installed import MEGATRON, check_megatron
 from april.training.leader import Leader, dismissing, follow
 from april.training.model_parallel import check_layout
 from april.training.policy import load_policy, policy_at
@@ -41,7 +42,7 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
         RankLostError: a rank did not come.
     """
     if not is_rank():
-        raise ConfigError('trainer.backend = "fsdp2" takes several processes: start the run by april train')
+        raise ConfigError(f"trainer.backend = {recipe.trainer.backend!r} takes ranks: start the run by april train")
     with _joined(recipe) as ranks:
         ranks.send(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
@@ -72,11 +73,15 @@ def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
 
 
 def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
+    check_megatron(recipe)
     _check_alike(recipe, ranks)
     check_layout(recipe)
     model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
-    return ShardedLearner(model, recipe, ranks, tokenizer, directory), tokenizer
+    kind: type[ShardedLearner] = ShardedLearner
+    if recipe.trainer.backend == "megatron":
+        from april.training.megatron_learner import MegatronLearner as kind  # of an environment of its own
+    return kind(model, recipe, ranks, tokenizer, directory), tokenizer
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:
@@ -85,7 +90,9 @@ def _check_alike(recipe: Recipe, ranks: Ranks) -> None:
     Raises:
         ConfigError: one has not.
     """
-    packages = {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
+    needed: tuple[str, ...] = ("torch", "transformers", "numpy", "safetensors")
+    needed += MEGATRON if recipe.trainer.backend == "megatron" else ()
+    packages = {name: version(name) for name in needed}
     own = {"april": __version__, "python": platform.python_version(), **packages}
     first, *others = ranks.gathered({**own, "recipe": json.dumps(recipe.to_dict(), sort_keys=True)})
     for rank, other in enumerate(others, 1):

@@ -86,16 +86,28 @@ def check_head(model: Any) -> None:
     Raises:
         ValueError: the architecture computes logits in a way not known here.
     """
+    batch = probe(model)
+    ids = batch.input_ids
+    found, _ = PolicyModel(model)(batch)
+    expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+    if not alike(found, expected, model.get_output_embeddings().weight.dtype):
+        raise ValueError(
+            f"{type(model).__name__}: its logits are not its head's output on its last hidden states, scaled or "
+            "softcapped; april does not know how this architecture computes them"
+        )
+
+
+def probe(model: Any) -> Batch:
+    """A few tokens, on the model's device, whose scores tell whether it is computed as it should be."""
     device = next(model.parameters()).device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = (torch.arange(1, 9, device=device) * 7 % vocabulary)[None]
     mask = torch.ones(1, ids.shape[1] - 1, dtype=torch.bool, device=device)
     zeros = torch.zeros(mask.shape, device=device)
-    found, _ = PolicyModel(model)(Batch(ids, (ids.shape[1],), mask, zeros, zeros.long()))
-    expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-    tolerance = 1e-3 if model.get_output_embeddings().weight.dtype == torch.float32 else 0.1
-    if not float((found - expected).abs().max()) <= tolerance * (1 + float(expected.abs().max())):
-        raise ValueError(
-            f"{type(model).__name__}: its logits are not its head's output on its last hidden states, scaled or "
-            "softcapped; april does not know how this architecture computes them"
-        )
+    return Batch(ids, (ids.shape[1],), mask, zeros, zeros.long())
+
+
+def alike(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two ways to compute scores in `dtype` differ by rounding alone."""
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    return float((found - expected).abs().max()) <= tolerance * (1 + float(expected.abs().max()))

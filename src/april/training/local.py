@@ -305,10 +305,13 @@ class LocalLearner:
             have, need = (", ".join(sorted(names)) for names in (saved, parts))
             raise ValueError(f"the checkpoint holds {have}, but these settings need {need}: {remedy}")
         try:
-            read(directory / TRAINING, "state", state)
+            self._read_state(directory / TRAINING, state)
         except ValueError as error:
             raise ValueError(f"the checkpoint is of other settings ({error}): {remedy}") from None
         torch.set_rng_state(state["random"])
+
+    def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
+        read(directory, "state", state)
 
     def state(self) -> dict[str, Tensor]:
         """What training has changed but the policy's own parameters, by name, as it is; of adapters, those too."""
@@ -328,8 +331,8 @@ class LocalLearner:
             if module is not None and optimizer is not None:
                 for name, parameter in module.named_parameters():
                     if parameter.requires_grad:
-                        moments = _moments(optimizer, parameter)
-                        held |= {f"{kind}.{name}.{key}": moment for key, moment in moments.items()}
+                        own = moments(optimizer, parameter)
+                        held |= {f"{kind}.{name}.{key}": moment for key, moment in own.items()}
         return held
 
 
@@ -385,7 +388,7 @@ def checkpoint_layers(trunk: Any) -> None:
             module.training = True
 
 
-def _moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """AdamW's state of a parameter, also before its first update."""
     if not optimizer.state[parameter]:
         moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}

@@ -50,7 +50,9 @@ def planned(recipe: Recipe) -> MemoryPlan:
     training, engine, trainer = recipe.training, recipe.engine, recipe.trainer
     check_layout(recipe)
     own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.engine_dtype))
+    megatron = trainer.backend == "megatron"
     copies = trainer.processes // trainer.policy_replicas if trainer.sharded else 1
+    copies = trainer.tensor_parallel if megatron else copies  # every team holds all
     with FakeTensorMode():
         model = _model(recipe)
         model.requires_grad_(not recipe.lora.rank)
@@ -73,7 +75,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
         "parameters": (1 + critics + frozen) * shard * own + adapters * own,
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
-        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if copies > 1 else 0,
+        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if copies > 1 and not megatron else 0,
         "activations": activations // trainer.context_parallel,
         "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
     }

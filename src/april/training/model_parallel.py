@@ -74,9 +74,10 @@ def check_layout(recipe: Recipe) -> None:
     """
     trainer, path = recipe.trainer, recipe.model.path
     context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
-    if context == tensor == expert == 1:
+    megatron = trainer.backend == "megatron"
+    if context == tensor == expert == 1 and not megatron:
         return
-    if max(tensor, expert) > 1 and find_spec("transformers.distributed.expert_parallel") is None:
+    if max(tensor, expert) > 1 and not megatron and find_spec("transformers.distributed.expert_parallel") is None:
         raise ConfigError(
             f"trainer.{'tensor' if tensor > 1 else 'expert'}_parallel needs a newer transformers than the "
             f"{transformers.__version__} that is installed: 5.23 has what divides layers"
@@ -101,6 +102,13 @@ def check_layout(recipe: Recipe) -> None:
             "takes as many columns"
         )
     experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
+    if megatron and experts:
+        raise ConfigError(
+            f'trainer.backend = "megatron": {path} is a mixture of experts, which april has not trained by Megatron: '
+            'choose "fsdp2"'
+        )
+    if megatron:
+        return
     plan = getattr(config, "base_model_ep_plan", None) or {}
     if expert > 1 and (not experts or DISPATCH not in plan.values()):
         raise ConfigError(

@@ -105,6 +105,10 @@ class ShardedLearner(LocalLearner):
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
             self._copy.requires_grad_(False).to(self.ranks.device, self.dtype)
+        self._divide()
+
+    def _divide(self) -> None:
+        """Leave each rank its part of the parameters."""
         for module in (self.policy, self.reference, self.critic):
             if module is not None:
                 shard(module, self.ranks, self.dtype, self._offload)

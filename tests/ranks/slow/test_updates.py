@@ -63,3 +63,8 @@ def test_ranks_that_divide_layers_make_the_updates_of_one_process(
 
 def test_bfloat16_changes_no_more_than_it_rounds(tmp_path: Path) -> None:
     run("tests.ranks.updates:half", 2, tmp_path)
+
+
+def test_ranks_that_divide_the_vocabulary_have_the_scores_and_gradients_of_one(tmp_path: Path) -> None:
+    for said in run("tests.ranks.vocabulary:compare", 2, tmp_path):
+        assert "same" in said, said

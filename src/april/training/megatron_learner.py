@@ -1,0 +1,176 @@
+"""The learner of several ranks that compute the policy by Megatron-Core.
+
+Invariants: as of `sharded.ShardedLearner`, of which it is one, but:
+- parameters, gradients and moments are divided among the ranks of a team, and every team has all of them;
+- a rank that has nothing to compute computes nothing: between teams only gradients are summed, at the end of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from april.algorithms.batch import Batch
+from april.algorithms.objective import Sums
+from april.config.error import ConfigError
+from april.training.checkpoint import TRAINING
+from april.training.forward import PolicyModel, alike, probe
+from april.training.local import LocalLearner, moments
+from april.training.megatron_policy import MegatronPolicy
+from april.training.sharded import BUCKET_BYTES, ShardedLearner
+from april.training.shards import opened, stored, write
+
+POLICY = "policy_optimizer.model"
+"""What names of moments begin with."""
+
+
+class MegatronLearner(ShardedLearner):
+    """One rank's part of a learner; all ranks call its methods together, in the same order."""
+
+    policy: Any
+    reference: Any
+
+    def _divide(self) -> None:
+        held = self.model.state_dict(keep_vars=True)
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self._kept = {name: tensor for name, tensor in held.items() if id(tensor) not in names}
+        self._stands_for = {name: names[id(tensor)] for name, tensor in held.items() if name not in self._kept}
+        self._tensors = {name: tensor.detach().to("meta") for name, tensor in self.model.named_parameters()}
+        whole, recompute = self.policy, self.settings.gradient_checkpointing
+        self.policy = MegatronPolicy(self.model, self.ranks, whole.temperature, recompute)
+        check_computation(self.policy, whole, self.ranks.device)
+        if self.reference is not None:
+            self.reference = MegatronPolicy(self.reference.model, self.ranks, whole.temperature)
+            self.reference.requires_grad_(False)
+        self.model.to("meta")  # from here on it says what the policy is, and no more
+
+    def _adamw(self, module: Any) -> torch.optim.AdamW:
+        return LocalLearner._adamw(self, module)
+
+    def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
+        return ((part, micro) for part, micro in super()._passes(batch, rows) if part)
+
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Megatron's own layers take no packed rows, so none are packed here."""
+        yield
+
+    def gradient(self, batch: Batch) -> Sums:
+        sums = super().gradient(batch)
+        self.policy.reduce_gradient()
+        return sums
+
+    @torch.no_grad()
+    def _clip_gradient(self, module: Any) -> float:
+        norm: float = module.squared_norm() ** 0.5
+        scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
+        for parameter in module.parameters():
+            parameter.grad.mul_(scale)
+        return norm
+
+    def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
+        """Megatron's names of the parameters, as many at a time as have at most so many bytes as engines know them."""
+        held, bucket = 0, list[str]()
+        for name in self.policy.tasks:
+            size = sum(self._tensors[own].numel() for own in self.policy.names(name)) * self.dtype.itemsize
+            if bucket and held + size > most:
+                yield bucket
+                held, bucket = 0, []
+            bucket.append(name)
+            held += size
+        yield bucket
+
+    @torch.no_grad()
+    def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        parts = ((name, self.policy.parameter(name).detach().to(self.dtype)) for name in names)
+        return [found for name, part in parts for found in self.policy.whole(name, part).items()]
+
+    @torch.no_grad()
+    def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        tensor = self.policy.translated(lambda own: own if dtype is None else own.to(dtype))
+
+        def make(name: str) -> Tensor:
+            kept: Tensor | None = self._kept.get(name)
+            return tensor(name) if kept is None else kept
+
+        write(directory, "model", {**self._tensors, **self._kept}, self.ranks.rank, make, dtype, self.parts)
+
+    def save_state(self, directory: Path, rank: int = 0) -> None:
+        write(directory / TRAINING, "state", self.state(), rank, self._state_tensor())
+
+    def state(self) -> dict[str, Tensor]:
+        """As a learner has it that holds everything whole, but for the values of what is divided."""
+        held = {"random": torch.get_rng_state()}
+        if self.reference is not None:
+            own = {name: self._tensors[tensor] for name, tensor in self._stands_for.items()} | self._kept
+            held |= {f"reference.{name}": tensor for name, tensor in own.items()}
+        for name, tensor in self._tensors.items():
+            held |= {f"{POLICY}.{name}.step": torch.tensor(0.0)}
+            held |= {f"{POLICY}.{name}.{key}": tensor for key in ("exp_avg", "exp_avg_sq")}
+        return held
+
+    def _state_tensor(self) -> Callable[[str], Tensor]:
+        """What gives each tensor of the state by its name."""
+        keys = ("step", "exp_avg", "exp_avg_sq")
+        of_key = {key: self.policy.translated(self._moment(key)) for key in keys[1:]}
+        frozen = self.reference.translated(lambda own: own) if self.reference is not None else None
+        updates = self._moment("step")(next(self.policy.parameters()))
+
+        def tensor(name: str) -> Tensor:
+            kind, _, own = name.partition(".")
+            if kind == "random":
+                return torch.get_rng_state()
+            if kind == "reference":
+                assert frozen is not None
+                kept: Tensor | None = self._kept.get(own)
+                return frozen(self._stands_for[own]) if kept is None else kept
+            own, _, key = name.removeprefix(f"{POLICY}.").rpartition(".")
+            return updates if key == "step" else of_key[key](own)
+
+        return tensor
+
+    def _moment(self, key: str) -> Callable[[Tensor], Tensor]:
+        return lambda parameter: moments(self.optimizer, parameter)[key]
+
+    def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
+        found = stored(directory, "state")
+        if found.keys() != state.keys():
+            other = sorted(found.keys() ^ state.keys())[0]
+            raise ValueError(f"{other} is {'not asked for' if other in found else 'missing'}")
+
+        def whole(name: str) -> Tensor:
+            with opened(found[name]) as file:
+                tensor: Tensor = file.get_tensor(name)
+            if tensor.shape != state[name].shape:
+                raise ValueError(f"{name} is {list(tensor.shape)}, not {list(state[name].shape)}")
+            return tensor
+
+        for key in ("exp_avg", "exp_avg_sq"):
+            self.policy.load(lambda own, key=key: whole(f"{POLICY}.{own}.{key}"), self._moment(key))
+        updates = whole(f"{POLICY}.{next(iter(self._tensors))}.step")
+        for parameter in self.policy.parameters():
+            moments(self.optimizer, parameter)["step"].copy_(updates)
+        if self.reference is not None:
+            self.reference.load(lambda own: whole(f"reference.{own}"))
+        state["random"].copy_(whole("random"))
+
+
+@torch.no_grad()
+def check_computation(policy: MegatronPolicy, whole: PolicyModel, device: torch.device) -> None:
+    """See that Megatron computes of the policy what transformers computes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    batch, dtype = probe(whole.model), next(whole.model.parameters()).dtype
+    for found, expected in zip(policy(batch.rows([0], device)), whole(batch), strict=True):
+        if not alike(found.cpu(), expected, dtype):
+            raise ConfigError(
+                f'trainer.backend = "megatron": {type(whole.model).__name__} has other log-probabilities in Megatron '
+                'than in transformers; choose "fsdp2"'
+            )

@@ -1,0 +1,207 @@
+"""A policy that Megatron-Core computes, its layers and its vocabulary divided among ranks; Megatron-Bridge translates.
+
+Invariants:
+- outside, everything has the names and the shapes that transformers gives it: weights, optimizer's moments, files; so a
+  checkpoint belongs to no backend and to no number of ranks;
+- all that is translated is gathered or scattered parameter by parameter, by all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from torch import Tensor, nn
+
+from april.algorithms.batch import Batch
+from april.config.error import ConfigError
+from april.training.ranks import Ranks
+from april.training.split_vocabulary import split_logprobs
+
+NEEDS_CUDA = (
+    *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+    *("persist_layer_norm", "apply_rope_fusion", "cross_entropy_loss_fusion"),
+)
+"""Settings of a provider that ask for CUDA's kernels."""
+PARTIAL = ("q_layernorm", "k_layernorm")
+"""Parameters that each rank has whole, but uses for its own heads alone."""
+
+
+class MegatronPolicy(nn.Module):
+    """What `forward.PolicyModel` computes, by Megatron.
+
+    Args:
+        model: the policy, of transformers, whole and in the machine's memory; it stays as it is.
+        ranks: all of them; those that have the same tokens divide the layers.
+        temperature: what logits are divided by; positive.
+        recompute: whether layers compute their activations again in the backward pass.
+
+    Raises:
+        ConfigError: Megatron-Bridge does not know the architecture.
+    """
+
+    def __init__(self, model: Any, ranks: Ranks, temperature: float = 1.0, recompute: bool = False) -> None:
+        super().__init__()
+        _initialize(ranks)
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        self.temperature = temperature
+        self.vocabulary = int(config.vocab_size)
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.module = _built(config, ranks, next(model.parameters()).dtype, recompute)
+        self._bridge = get_model_bridge(type(model), hf_config=config)
+        tasks = self._bridge.build_conversion_tasks(config, [self.module])
+        self.tasks: dict[str, Any] = {task.param_name: task for task in tasks}
+        """How each of Megatron's parameters is translated, by its name."""
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        """Of transformers' parameters, whole."""
+        self.load(dict(model.named_parameters()).__getitem__)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""
+        rows, length = batch.input_ids.shape
+        positions = torch.arange(length, device=batch.input_ids.device).expand(rows, -1)
+        hidden = None  # Transformer Engine's attention is causal by itself
+        if batch.input_ids.device.type == "cpu":
+            hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+
+        def scores(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Any:
+            def head(states: Tensor) -> Tensor:
+                logits: Tensor = output_layer(states[:, None], weight=output_weight)[0][:, 0]
+                return logits
+
+            chosen = hidden_states.transpose(0, 1)[:, :-1][batch.mask]
+            targets = batch.input_ids[:, 1:][batch.mask]
+            columns = self._columns(output_layer.output_size_per_partition)
+            return split_logprobs(head, chosen, targets, columns, self.group, self.temperature)
+
+        found = self.module(batch.input_ids, positions, hidden, output_processor=scores)
+        logp, entropy = (torch.zeros(batch.mask.shape, device=x.device).masked_scatter(batch.mask, x) for x in found)
+        return logp, entropy
+
+    def _columns(self, held: int) -> tuple[int, int]:
+        first = held * dist.get_rank(self.group)
+        return first, max(0, min(held, self.vocabulary - first))
+
+    def parameter(self, name: str) -> Tensor:
+        """A parameter of Megatron's, as far as this rank has it."""
+        own: Tensor = self.tasks[name].param_weight
+        return own
+
+    def names(self, name: str) -> list[str]:
+        """What transformers calls the parts of a parameter of Megatron's."""
+        known = self.tasks[name].mapping.hf_param
+        return [known] if isinstance(known, str) else list(known.values())
+
+    def whole(self, name: str, part: Tensor) -> dict[str, Tensor]:
+        """A parameter of Megatron's, or what has its shape, as transformers has it; every rank has to ask for it.
+
+        Args:
+            part: what this rank has of it.
+        """
+        task = self.tasks[name]
+        found = task.mapping.megatron_to_hf(part.detach(), task.megatron_module)
+        found = self._bridge.maybe_modify_converted_hf_weight(task, found, {})
+        return {own: tensor[: self.shapes[own][0]] for own, tensor in found.items()}  # without padding
+
+    def translated(self, part_of: Callable[[Tensor], Tensor]) -> Callable[[str], Tensor]:
+        """What gives a tensor of transformers by its name; every rank has to ask for the same ones in the same order.
+
+        Args:
+            part_of: what this rank has, of a parameter of Megatron's.
+        """
+        origin = {own: name for name in self.tasks for own in self.names(name)}
+        waiting: dict[str, Tensor] = {}
+
+        def tensor(own: str) -> Tensor:
+            if own not in waiting:
+                name = origin[own]
+                waiting.update(self.whole(name, part_of(self.parameter(name))))
+            return waiting.pop(own)
+
+        return tensor
+
+    @torch.no_grad()
+    def load(self, tensor: Callable[[str], Tensor], part_of: Callable[[Tensor], Tensor] = lambda own: own) -> None:
+        """Fill this rank's parts of all parameters.
+
+        Args:
+            tensor: gives a whole tensor by the name that transformers has for it.
+            part_of: what is filled, of a parameter of Megatron's: itself, or what has its shape.
+        """
+        for name, task in self.tasks.items():
+            own = self.parameter(name)
+            found = {part: tensor(part).to(own.device, own.dtype) for part in self.names(name)}
+            stored = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, found)
+            part = task.mapping.hf_to_megatron(stored, task.megatron_module)
+            filled = part_of(own)
+            filled.zero_()[: part.shape[0]] = part
+
+    @torch.no_grad()
+    def reduce_gradient(self) -> None:
+        """Sum up the gradients of the ranks that had other tokens, and of those that used other heads."""
+        others = parallel_state.get_data_parallel_group()
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if any(part in name for part in PARTIAL):
+                dist.all_reduce(parameter.grad, group=self.group)
+            dist.all_reduce(parameter.grad, group=others)
+
+    @torch.no_grad()
+    def squared_norm(self) -> float:
+        """Of the whole gradient, once it is reduced."""
+        counts = dist.get_rank(self.group) == 0
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in self.module.parameters():
+            if counts or getattr(parameter, "tensor_model_parallel", False):
+                assert parameter.grad is not None
+                squares = squares.to(parameter.device) + torch.linalg.vector_norm(parameter.grad).double() ** 2
+        dist.all_reduce(squares, group=self.group)
+        return float(squares)
+
+
+def _initialize(ranks: Ranks) -> None:
+    """Megatron's groups: of neighbours, which divide layers, and of those that have other tokens."""
+    if parallel_state.is_initialized():
+        return
+    parallel_state.initialize_model_parallel(ranks.team_size)
+    if ranks.device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(0)  # of dropout, which there is none of
+
+
+def _built(config: Any, ranks: Ranks, dtype: torch.dtype, recompute: bool) -> Any:
+    """Megatron's model with the sizes that a configuration of transformers says, and with any weights."""
+    try:
+        provider: Any = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f'trainer.backend = "megatron": no Megatron-Bridge for this policy: {reason}') from None
+    provider.tensor_model_parallel_size = ranks.team_size
+    provider.should_pad_vocab = True
+    provider.params_dtype, provider.bf16, provider.fp16 = dtype, False, False
+    provider.gradient_accumulation_fusion = False  # gradients are torch's own
+    provider.attention_dropout = provider.hidden_dropout = 0.0
+    if recompute:
+        provider.recompute_granularity, provider.recompute_method, provider.recompute_num_layers = "full", "uniform", 1
+    if ranks.device.type == "cpu":
+        norm, layers = provider.normalization, get_gpt_layer_local_spec
+        provider.transformer_layer_spec = layers(qk_layernorm=provider.qk_layernorm, normalization=norm)
+        provider.use_cpu_initialization = True
+        for name in NEEDS_CUDA:
+            setattr(provider, name, False)
+    provider.finalize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        (module,) = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=ranks.device.type == "cpu", mixed_precision_wrapper=None
+        )
+    return module.to(ranks.device, dtype)
