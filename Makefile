@@ -23,7 +23,7 @@ help:
 	@echo "make test-skyrl    test the integration in SkyRL (Python 3.12), which it sets up first"
 	@echo "make test-areal    test the integration in AReaL, which it sets up first"
 	@echo "make test-slime    test the integration in slime, on a real SGLang server, which it sets up first"
-	@echo "make test-megatron test that a policy goes into Megatron and back (Python 3.12), which it sets up first"
+	@echo "make test-megatron test training by Megatron (Python 3.12), which it sets up first"
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from april.training.local import LocalLearner
 from april.training.ranks import Ranks
@@ -13,14 +18,16 @@ from tests.ranks.updates import settings
 from tests.training.steps import rollout
 
 
-def compare(ranks: Ranks, cases: list[str], directory: str, tied: bool = False) -> None:
+def compare(ranks: Ranks, cases: list[str], tied: bool = True, checkpointing: bool = False) -> None:
     """Metrics to 1e-4, gradients of the first update to 1e-5, of the second to 1e-4, and parameters to 1e-5."""
     megatron_on_cpu.install()
     from april.training.megatron_learner import MegatronLearner
 
     for case in cases:
         made: dict[str, Any] = {"sharpness": 1.0, "tie_word_embeddings": tied}
-        ours = MegatronLearner(tiny.model(**made), settings(case), ranks, tiny.tokenizer())
+        chosen = settings(case)
+        chosen.training.gradient_checkpointing = checkpointing
+        ours = MegatronLearner(tiny.model(**made), chosen, ranks, tiny.tokenizer())
         alone = LocalLearner(tiny.model(**made), settings(case), tiny.tokenizer())
         for number, gradients in ((1, 1e-5), (2, 1e-4)):
             found, expected = (learner.train(rollout(number), number) for learner in (ours, alone))
@@ -37,3 +44,48 @@ def compare(ranks: Ranks, cases: list[str], directory: str, tied: bool = False) 
             assert worst[0] <= 1e-5, (case, worst)
             assert worst[1] <= gradients, (case, worst)
         print(f"{case}: ok", flush=True)
+
+
+def resume(ranks: Ranks, directory: str) -> None:
+    """What Megatron saved goes on in Megatron, to the bit, and in one process without it; and the other way round."""
+    megatron_on_cpu.install()
+    from april.training.megatron_learner import MegatronLearner
+
+    base, case = Path(directory), settings("reference")
+    ours = MegatronLearner(tiny.model(sharpness=1.0), case, ranks, tiny.tokenizer())
+    ours.train(rollout(1), 1)
+    saved(ours, base / "first", ranks)
+    again = MegatronLearner(policy_in(base / "first"), case, ranks, tiny.tokenizer())
+    again.load(base / "first")
+    saved(again, base / "second", ranks)
+    for name in ("model.safetensors", "training/state.safetensors"):
+        first, second = (load_file(base / place / name) for place in ("first", "second"))
+        assert first.keys() == second.keys()
+        for tensor in first:
+            assert torch.equal(first[tensor], second[tensor]), tensor
+    alone = LocalLearner(policy_in(base / "first"), case, tiny.tokenizer())
+    alone.load(base / "first")
+    found, expected, more = (learner.train(rollout(2), 2) for learner in (ours, alone, again))
+    for name, value in expected.items():
+        assert math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5), (name, found[name], value)
+    assert found == more
+    if ranks.leads:
+        alone.save(base / "alone")
+    ranks.wait()
+    last = MegatronLearner(policy_in(base / "alone"), case, ranks, tiny.tokenizer())
+    last.load(base / "alone")
+    found, expected = (learner.train(rollout(3), 3) for learner in (last, alone))
+    for name, value in expected.items():
+        assert math.isclose(found[name], value, rel_tol=1e-4, abs_tol=1e-5), (name, found[name], value)
+    print("resumed", flush=True)
+
+
+def saved(learner: Any, directory: Path, ranks: Ranks) -> None:
+    if ranks.leads:
+        directory.mkdir()
+    ranks.wait()
+    learner.save(directory)
+
+
+def policy_in(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

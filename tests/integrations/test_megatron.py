@@ -1,13 +1,14 @@
-"""A policy in Megatron-Core, by Megatron-Bridge: it computes what transformers computes, and comes back exactly.
+"""The backend on Megatron-Core: what it computes, trains, saves and resumes is what one process does.
 
-That is what a backend on Megatron would stand on; april has none. scripts/setup_megatron.sh makes an environment for
-this; run this file with that environment's Python. What stands in for CUDA is in `megatron_on_cpu.py`.
+scripts/setup_megatron.sh makes an environment for this; run this file with that environment's Python. What stands in
+for CUDA is in `megatron_on_cpu.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,7 +19,11 @@ import pytest
 if find_spec("megatron") is None:
     pytest.skip("Megatron is not installed here: scripts/setup_megatron.sh", allow_module_level=True)
 
+from april.reporting.metrics_log import last_step
+from april.training.checkpoint import checkpoints
 from tests import tiny
+from tests.ranks.launch import run
+from tests.ranks.runs import april, rank_of, recipe_in, trained, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +53,40 @@ def test_a_policy_goes_into_megatron_and_back(parts: int, tmp_path: Path) -> Non
     assert all(rank["different"] == [] for rank in found), "exported weights are those that went in, to the bit"
     assert all(rank["logits"] < 1e-4 for rank in found), found
     assert all(rank["largest"] > 1 for rank in found)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_two_updates_of_every_algorithm_are_those_of_one_process(tensor: int, tmp_path: Path) -> None:
+    """With one part of the layers, two ranks have tokens of their own each."""
+    cases = ["grpo", "dapo", "gspo", "m2po", "reference", "penalty"]
+    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, 900, cases=cases, tensor=tensor):
+        assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
+
+
+def test_ranks_that_divide_layers_and_ranks_that_divide_tokens_go_together(tmp_path: Path) -> None:
+    for said in run(
+        "tests.integrations.megatron_updates:compare", 4, tmp_path, 900, cases=["grpo"], tensor=2, tied=False
+    ):
+        assert "grpo: ok" in said, said
+
+
+def test_a_checkpoint_goes_on_in_megatron_and_without_it(tmp_path: Path) -> None:
+    for said in run("tests.integrations.megatron_updates:resume", 2, tmp_path, 900, tensor=2, directory=str(tmp_path)):
+        assert "resumed" in said, said
+
+
+def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
+    recipe, made = recipe_in(tmp_path, "run"), tmp_path / "run"
+    layout = 'processes = 2\nbackend = "megatron"\ntensor_parallel = 2'
+    recipe.write_text(recipe.read_text().replace("processes = 2", layout))
+    process = april("train", recipe, modules=Path(__file__).parent / "megatron_site")
+    until(lambda: last_step(made) == 3, process)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    before = trained(made)[:3]
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert "rank 1 was ended by SIGKILL; all ranks start anew" in said
+    after = trained(made)
+    assert [row["step"] for row in after] == [1, 2, 3, 4]
+    assert after[:3] == before
+    assert checkpoints(made / "checkpoints")[-1].name == "step-000004"

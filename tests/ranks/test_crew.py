@@ -38,10 +38,11 @@ def test_ranks_that_share_responses_divide_the_heads(tmp_path: Path) -> None:
         ("mixture", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the 4 experts"),
         ("mixture", {"tensor_parallel": 2}, "divided by expert_parallel alone: set it to a multiple of 2"),
         ("packed", {"tensor_parallel": 2}, "which april does not know"),
+        ("mixture", {"backend": "megatron"}, "is a mixture of experts, which april has not trained by Megatron"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_policy_is_refused(
-    kind: str, settings: dict[str, int], problem: str, tmp_path: Path
+    kind: str, settings: dict[str, object], problem: str, tmp_path: Path
 ) -> None:
     configurations = {
         "model": tiny.model().config,

@@ -57,14 +57,16 @@ def planned(recipe: Recipe) -> MemoryPlan:
         model = _model(recipe)
         model.requires_grad_(not recipe.lora.rank)
         count = sum(p.numel() for p in model.parameters())
-        sizes = _sizes(model, copies, trainer.tensor_parallel, trainer.expert_parallel)
+        parts = trainer.tensor_parallel, trainer.expert_parallel
+        divided = _matrices(model) if megatron else plans(model, *parts)
+        sizes = _sizes(model, copies, *parts, *divided)
         shard = sum(held for held, _ in sizes.values())
         names = layers_of(model)
         of_layers = {layer: sum(part for n, (_, part) in sizes.items() if n.startswith(f"{layer}.")) for layer in names}
         layer = max(of_layers.values(), default=0)
         root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
-        divided = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype))
-        activations = _activations(divided, recipe, computed, len(names))
+        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype))
+        activations = _activations(part, recipe, computed, len(names))
         cache = _cache_bytes(model.config, computed)
     objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
@@ -87,9 +89,15 @@ def planned(recipe: Recipe) -> MemoryPlan:
     return MemoryPlan(rank, first, count)
 
 
-def _sizes(model: Any, copies: int, tensor: int, expert: int) -> dict[str, tuple[int, int]]:
+def _matrices(model: Any) -> tuple[dict[str, str], dict[str, str]]:
+    """What Megatron divides, as `plans` says it: all matrices of the layers."""
+    return {name: "colwise" for name, parameter in model.named_parameters() if parameter.dim() > 1}, {}
+
+
+def _sizes(
+    model: Any, copies: int, tensor: int, expert: int, matrices: dict[str, str], experts: dict[str, str]
+) -> dict[str, tuple[int, int]]:
     """Of each parameter: how much of it a rank holds, and how much while its layer computes; numbers."""
-    matrices, experts = plans(model, tensor, expert)
     layers = tuple(f"{name}." for name in layers_of(model))
     sizes = {}
     for name, parameter in model.named_parameters():
