@@ -1,7 +1,8 @@
-"""What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted.
+"""What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted. And what drafts bring.
 
 The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed,
-in turn. Reported of each run: tokens trained on per processor second (training and rollouts, one thread), staleness,
+in turn. A fourth arm is the first with tokens drafted while samples decode: it must learn the very same, and differ in
+time alone. Reported of each run: tokens trained on per processor second (training and rollouts, one thread), staleness,
 held-out accuracy, and of drafts how many tokens there were and how many the new weights kept.
 
     python benchmarks/redraft.py          # about half an hour of one core; --steps 2 --seeds 1 to try it
@@ -21,7 +22,12 @@ from typing import Any
 
 from record import save, spread
 
-ARMS = ("recompute", "keep", "redraft")
+ARMS: dict[str, dict[str, Any]] = {
+    "recompute": {},
+    "keep": {"on-update": "keep"},
+    "redraft": {"on-update": "redraft"},
+    "drafts": {"draft-tokens": 8},
+}
 
 
 def processor_seconds() -> float:
@@ -32,8 +38,8 @@ def processor_seconds() -> float:
 def run(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "april", "train", args.recipe, "--output", f"{directory}/run"]
-        settings = {"on-update": arm, "over-sampling-batch-size": 48, "steps": args.steps, "seed": seed, "threads": 1}
-        settings |= {"eval-interval": args.steps}
+        settings = {"on-update": "recompute", "over-sampling-batch-size": 48, "steps": args.steps, "seed": seed}
+        settings |= {"threads": 1, "eval-interval": args.steps, **ARMS[arm]}
         began = processor_seconds()
         subprocess.run(
             [*command, *(f"--{name}={value}" for name, value in settings.items())],
@@ -76,13 +82,15 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
         for turn in range(len(ARMS)):
-            runs.append(run(args, ARMS[(turn + seed) % len(ARMS)], seed))
+            runs.append(run(args, list(ARMS)[(turn + seed) % len(ARMS)], seed))
             shown = {name: value for name, value in runs[-1].items() if name not in ("consumed_tokens", "draft_tokens")}
             print(json.dumps(shown), flush=True)
+        learned = [r["accuracy"] for r in runs if r["seed"] == seed and r["arm"] in ("recompute", "drafts")]
+        assert learned[0] == learned[1], f"drafts changed what was learned: {learned}"
         by_seed = {name: [r["tokens_per_processor_second"] for r in runs if r["arm"] == name] for name in ARMS}
         ratios = {
             f"{arm} to recompute": spread([a / b for a, b in zip(by_seed[arm], by_seed["recompute"], strict=True)])
-            for arm in ARMS[1:]
+            for arm in list(ARMS)[1:]
         }
         save(__file__, {"steps": args.steps, "tokens_per_processor_second": ratios, "runs": runs})
     print(json.dumps(ratios, indent=2))

@@ -54,12 +54,11 @@ POINTS = 120
 
 
 class Faulty(WrappedEngine):
-    """An engine whose requests fail now and then, and which may die; it counts the tokens it hands out."""
+    """An engine whose requests fail now and then, and which may die."""
 
     def __init__(self, engine: Engine, seed: int, dying: float = 0.0) -> None:
         super().__init__(engine)
         self.faults: Counter[str] = Counter()
-        self.tokens = 0
         self._rng = random.Random(seed)
         self._dying = dying
         self._failed: list[Chunk] = []
@@ -81,13 +80,29 @@ class Faulty(WrappedEngine):
         return self._take(await super().poll())
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        self._failed.clear()
-        return self._take(await super().interrupt(sample_ids))
+        named = None if sample_ids is None else set(sample_ids)
+        self._failed = [chunk for chunk in self._failed if named is not None and chunk.sample_id not in named]
+        return self._take(await super().interrupt(named))
 
     def _take(self, chunks: list[Chunk]) -> list[Chunk]:
-        self.tokens += sum(len(chunk.token_ids) for chunk in chunks)
         failed, self._failed = self._failed, []
         return chunks + failed
+
+
+class Counted(WrappedEngine):
+    """An engine whose tokens are counted as it hands them out."""
+
+    tokens = 0
+
+    async def poll(self) -> list[Chunk]:
+        return self._counted(await super().poll())
+
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        return self._counted(await super().interrupt(sample_ids))
+
+    def _counted(self, chunks: list[Chunk]) -> list[Chunk]:
+        self.tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        return chunks
 
 
 class Watch:
@@ -202,7 +217,8 @@ def simulated(samples: int) -> dict[str, Any]:
 
     cost = CostModel(slots=256, kv_tokens=2_000_000, decode_batches=(1, 256), decode_seconds=(0.008, 0.02))
     workload = WORKLOADS["heavy"]
-    engine = Faulty(SimulatedEngine(cost, workload, replicas=2, resolution=0.05), seed=1)
+    faulty = Faulty(SimulatedEngine(cost, workload, replicas=2, resolution=0.05), seed=1)
+    engine = Counted(faulty)
 
     async def main() -> dict[str, Any]:
         scheduler = RolloutScheduler(
@@ -216,7 +232,7 @@ def simulated(samples: int) -> dict[str, Any]:
         watch = Watch(scheduler, lambda: engine.tokens)
         async with scheduler:
             await go_on(watch, lambda: watch.samples >= samples, lambda step: asyncio.sleep(1.0))
-            return watch.result() | {"injected": dict(engine.faults)}
+            return watch.result() | {"injected": dict(faulty.faults)}
 
     return run(main())
 
@@ -244,20 +260,8 @@ def embedded(minutes: float) -> dict[str, Any]:
     model = Qwen3ForCausalLM(config)
     settings = {"max_running": 16, "kv_cache_bytes": 8 * MIB, "on_update": "keep", "stream_interval": 8}
     replicas = [Faulty(EmbeddedEngine(model, **settings), seed, DYING) for seed in range(2)]
-    pool = EnginePool(replicas, patience=120.0)
+    pool = Counted(EnginePool(replicas, patience=120.0))
     until = time.perf_counter() + 60 * minutes
-    handed_out = Counter[str]()
-    poll, interrupt = pool.poll, pool.interrupt
-
-    def counting(take: Callable[[], Awaitable[list[Chunk]]]) -> Callable[[], Awaitable[list[Chunk]]]:
-        async def counted() -> list[Chunk]:
-            chunks = await take()
-            handed_out["tokens"] += sum(len(chunk.token_ids) for chunk in chunks)
-            return chunks
-
-        return counted
-
-    pool.poll, pool.interrupt = counting(poll), counting(interrupt)  # type: ignore[method-assign]
 
     async def main() -> dict[str, Any]:
         limits = {"most": 1, "time_limit": 5.0, "memory_limit": 2**30}
@@ -277,7 +281,7 @@ def embedded(minutes: float) -> dict[str, Any]:
                 sampling=SamplingParams(max_tokens=128, stop_token_ids=(1, 2)),
                 faults=FaultPolicy(on_reward_error="reject"),
             )
-            watch = Watch(scheduler, lambda: handed_out["tokens"])
+            watch = Watch(scheduler, lambda: pool.tokens)
             async with scheduler:
                 await go_on(watch, lambda: time.perf_counter() > until, lambda step: asyncio.sleep(0))
                 injected = sum((replica.faults for replica in replicas), Counter())

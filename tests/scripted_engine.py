@@ -1,7 +1,8 @@
 """An engine whose every token follows from (seed, index), and which keeps a ledger of all it ever handed out.
 
 It serves samples in order, a few random tokens at a time, fails requests at random if asked to, and hands out tokens on
-an interrupt that it had not handed out before, as real servers do.
+an interrupt that it had not handed out before, as real servers do. With `ends_apart` it says that a response has ended
+after its last token, in a chunk that has none.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ def logprob(token: int, version: int) -> float:
 
 
 class ScriptedEngine:
-    def __init__(self, slots: int = 8, seed: int = 0, failure_rate: float = 0.0, broken: bool = False) -> None:
+    def __init__(
+        self, slots: int = 8, seed: int = 0, failure_rate: float = 0.0, broken: bool = False, ends_apart: bool = False
+    ) -> None:
         self.capacity = Capacity(slots, 1 << 20)
         self.version = 0
         self.ledger: dict[str, list[int]] = {}
         self.submissions: list[str] = []
         self.dead = False
         self.broken = broken
+        self.ends_apart = ends_apart
         self.rng = random.Random(seed)
         self.failure_rate = failure_rate
         self.flight: dict[str, tuple[list[int], int, int]] = {}
@@ -56,7 +60,7 @@ class ScriptedEngine:
         position += len(tokens)
         self.flight[id] = (whole, position, budget)
         finish = None
-        if position == len(whole):
+        if position == len(whole) and not (self.ends_apart and tokens):
             finish = FinishReason.LENGTH if position == budget else FinishReason.STOP
             del self.flight[id]
         return Chunk(id, tokens, [logprob(t, self.version) for t in tokens], self.version, finish)

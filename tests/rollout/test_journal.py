@@ -144,6 +144,22 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
     assert buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
 
+def test_an_end_that_came_without_a_token_is_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(Journal(path, delay=0)) as journal:
+        live = build(journal)
+        live.engine.ends_apart = True  # type: ignore[attr-defined]
+        asyncio.run(collect(live, 5))
+    with closing(Journal(path)) as journal:
+        replayed = build(journal).state
+        silent = 0
+        for event in journal.replay():
+            replayed.apply(event)
+            silent += isinstance(event, Chunk) and not event.token_ids and event.finish is FinishReason.STOP
+    assert silent, "the engine said so in chunks of their own"
+    assert replayed.state_dict() == live.state.state_dict()
+
+
 async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     with closing(Journal(path)) as journal:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -20,11 +22,15 @@ from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Sample
 from tests.servers.conftest import CONTEXT, SLOTS, make_samples, start_vllm
 from tests.servers.test_engines import EXACT, absorb, advance, error_by_version, finish, reach, submit
-from tests.servers.tiny import Oracle, drawn_from, tiny_model
+from tests.servers.tiny import Oracle, drawn_from, tiny_eagle, tiny_model
 
 pytestmark = pytest.mark.usefixtures("agrees_with_the_server")
 
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft_model": {"draft_sample_method": "probabilistic"},
+    "eagle3": {},
+}
 SETTINGS = [
     SamplingParams(120),
     SamplingParams(120, temperature=0.6),
@@ -47,9 +53,16 @@ def passes(policies: list[Path]) -> list[Oracle]:
     return [Oracle(path, joint=False) for path in policies]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def speculating(policies: list[Path], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
-    arguments = ["--speculative-config", DRAFTS]
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=METHODS)
+async def speculating(
+    policies: list[Path], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> AsyncIterator[Server]:
+    drafts = {"method": request.param, "num_speculative_tokens": 4, **METHODS[request.param]}
+    if request.param == "draft_model":
+        drafts["model"] = str(policies[0])  # it drafts well for the first policy, and badly for the others
+    if request.param == "eagle3":
+        drafts["model"] = str(tiny_eagle(tmp_path_factory.mktemp("eagle"), policies[0]))
+    arguments = ["--speculative-config", json.dumps(drafts)]
     async with start_vllm(policies[0], tmp_path_factory.mktemp("logs"), arguments=arguments) as server:
         yield server
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
@@ -42,6 +43,37 @@ def tiny_model(path: Path, seed: int, layers: int = 2) -> Path:
                 parameter.mul_(4)
     model.save_pretrained(path)
     tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+def tiny_eagle(path: Path, policy: Path) -> Path:
+    """An EAGLE-3 head for a `tiny_model` that nobody has trained: it reads three layers' hidden states, and guesses."""
+    target = load_file(policy / "model.safetensors")
+    head, embeddings = target["lm_head.weight"], target["model.embed_tokens.weight"]
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLMEagle3"],
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    config.draft_vocab_size = VOCABULARY
+    config.save_pretrained(path)
+    shapes = {"fc": (64, 192), "midlayer.self_attn.o_proj": (64, 64), "midlayer.mlp.down_proj": (64, 128)}
+    shapes |= {f"midlayer.self_attn.{name}_proj": (size, 128) for name, size in (("q", 64), ("k", 32), ("v", 32))}
+    shapes |= {f"midlayer.mlp.{name}_proj": (128, 64) for name in ("gate", "up")}
+    torch.manual_seed(7)
+    weights = {name: torch.randn(shape) / shape[1] ** 0.5 for name, shape in shapes.items()}
+    norms = ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm")
+    weights |= {name: torch.ones(64) for name in norms}
+    weights |= {"lm_head": head, "embed_tokens": embeddings}
+    save_file({f"{name}.weight": value for name, value in weights.items()}, path / "model.safetensors")
     return path
 
 
