@@ -9,10 +9,10 @@ partial ones have twice as many groups under way. With and without drafts take t
 is the tokens sampled per processor second with drafts over those without, of the same round. The tail of a synchronous
 step is what comes after the last pass that at least a quarter of the slots took part in.
 
-What is measured is saved as it comes.
+What is measured is saved as it comes, in the place of what the file has of the same cells.
 
-    OMP_NUM_THREADS=1 python benchmarks/drafts.py                        # about an hour of one core
-    OMP_NUM_THREADS=1 python benchmarks/drafts.py --sizes 1 --slots 8    # some of it, nothing saved
+    OMP_NUM_THREADS=1 python benchmarks/drafts.py                        # more than an hour of one core
+    OMP_NUM_THREADS=1 python benchmarks/drafts.py --sizes 1 --slots 8    # some of it
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
 import statistics
 import time
 from pathlib import Path
@@ -176,8 +177,9 @@ async def measure(args: argparse.Namespace) -> None:
     recipe = load_recipe(Path(args.recipe))
     model, tokenizer = load_policy(recipe.model)
     task = build_task(recipe.task)
-    cells: list[dict[str, Any]] = []
-    everything = (tuple(args.sizes), tuple(args.slots)) == (SIZES, SLOTS)
+    path = Path(__file__).with_suffix(".json")
+    held = json.loads(path.read_text())["cells"] if path.exists() else []
+    cells: dict[tuple[Any, ...], Any] = {name_of(found): found for found in held}
     for times in args.sizes:
         wide = widened(model, times)
         check = torch.tensor([[5, 9, 7, 3]])
@@ -185,9 +187,13 @@ async def measure(args: argparse.Namespace) -> None:
             apart = (wide(check).logits - model(check).logits.float()).abs().max().item()
         assert apart < 0.05, f"the wider model computes other logits, by {apart}"
         for slots, partial in itertools.product(args.slots, (False, True)):
-            cells.append(await cell(args, recipe, (wide, tokenizer), task, slots, partial))
-            if everything:
-                save(__file__, {"draft_tokens": DRAFT_TOKENS, "cells": cells})
+            found = await cell(args, recipe, (wide, tokenizer), task, slots, partial)
+            cells[name_of(found)] = found
+            save(__file__, {"draft_tokens": DRAFT_TOKENS, "cells": [cells[name] for name in sorted(cells)]})
+
+
+def name_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(cell[key] for key in ("parameters", "slots", "partial"))
 
 
 def main() -> None:
