@@ -6,8 +6,7 @@ rounding, so that 50M and 300M parameters write the texts that were learned, at 
 
 Synchronous steps hold as many samples as there are slots (at least one group of 8, which one slot serves in turn);
 partial ones have twice as many groups under way. With and without drafts take turns, a step each, one thread; a ratio
-is the tokens sampled per processor second with drafts over those without, of the same round. The tail of a synchronous
-step is what comes after the last pass that at least a quarter of the slots took part in.
+is the tokens sampled per processor second with drafts over those without, of the same round.
 
 What is measured is saved as it comes, in the place of what the file has of the same cells.
 
@@ -100,12 +99,8 @@ class Arm:
             self.drafted += sum(len(sequence.draft) for sequence in drawn)
             self.accepted += sum(count - 1 for count in drawn.values())
             learn(drawn, *seen)
-            if len(drawn) >= slots / 4:
-                self.tail_began = time.process_time()
 
         drafter.learn = counted
-        self.tail_began = 0.0
-        self.tails: list[tuple[float, float]] = []
 
     @staticmethod
     async def _reward(prompt: Any, sample: Any) -> float:
@@ -117,24 +112,16 @@ class Arm:
         while not tokens:
             began = time.process_time()
             step = await self.scheduler.collect()
-            ended = time.process_time()
-            seconds += ended - began
+            seconds += time.process_time() - began
             tokens = step.sampled_tokens
-            self.tails.append((ended - self.tail_began, ended - began))
             await self.scheduler.update_weights()
         return tokens / seconds
-
-    def tail(self) -> dict[str, Any]:
-        """Processor seconds of the steps' tails, and their share of the steps' time."""
-        seconds, whole = (sum(column) for column in zip(*self.tails, strict=True))
-        return {"seconds": spread([tail for tail, _ in self.tails]), "share": seconds / whole}
 
 
 async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any, slots: int, partial: bool) -> dict:
     without, drafts = (Arm(recipe, policy, task, slots, partial, count) for count in (0, DRAFT_TOKENS))
     for arm in (without, drafts):
         await arm.block()
-        arm.tails.clear()
     drafts.drafted = drafts.accepted = drafts.passes = without.passes = 0
     rounds: list[tuple[float, float]] = []
     began = time.process_time()
@@ -159,7 +146,6 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
         "ratio": spread(ratios),
         "tokens_per_second_without": spread([before for before, _ in rounds]),
         "tokens_per_second_with": spread([after for _, after in rounds]),
-        "tail": None if partial or slots == 1 else {"without": without.tail(), "with": drafts.tail()},
         "passes_of_without": drafts.passes / max(1, without.passes),
         "drafted_tokens": drafts.drafted,
         "accepted_tokens": drafts.accepted,
