@@ -80,4 +80,6 @@ def install() -> None:
     from megatron.core import tensor_parallel
 
     tensor_parallel.random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+    tensor_parallel.random._get_cuda_rng_state = lambda *_, **__: torch.zeros(1, dtype=torch.uint8)
+    tensor_parallel.random._set_cuda_rng_state = lambda *_, **__: None
     sys.meta_path.append(_Finder())

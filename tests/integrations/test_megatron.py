@@ -70,6 +70,12 @@ def test_ranks_that_divide_layers_and_ranks_that_divide_tokens_go_together(tmp_p
         assert "grpo: ok" in said, said
 
 
+def test_activations_are_computed_again(tmp_path: Path) -> None:
+    options = {"tensor": 2, "checkpointing": True}
+    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, 900, cases=["grpo"], **options):
+        assert "grpo: ok" in said, said
+
+
 def test_a_checkpoint_goes_on_in_megatron_and_without_it(tmp_path: Path) -> None:
     for said in run("tests.integrations.megatron_updates:resume", 2, tmp_path, 900, tensor=2, directory=str(tmp_path)):
         assert "resumed" in said, said
