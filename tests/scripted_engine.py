@@ -27,16 +27,14 @@ def logprob(token: int, version: int) -> float:
 
 
 class ScriptedEngine:
-    def __init__(
-        self, slots: int = 8, seed: int = 0, failure_rate: float = 0.0, broken: bool = False, ends_apart: bool = False
-    ) -> None:
+    def __init__(self, slots: int = 8, seed: int = 0, failure_rate: float = 0.0, broken: bool = False) -> None:
         self.capacity = Capacity(slots, 1 << 20)
         self.version = 0
         self.ledger: dict[str, list[int]] = {}
         self.submissions: list[str] = []
         self.dead = False
         self.broken = broken
-        self.ends_apart = ends_apart
+        self.ends_apart = False
         self.rng = random.Random(seed)
         self.failure_rate = failure_rate
         self.flight: dict[str, tuple[list[int], int, int]] = {}

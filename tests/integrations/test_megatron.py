@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -19,11 +18,9 @@ import pytest
 if find_spec("megatron") is None:
     pytest.skip("Megatron is not installed here: scripts/setup_megatron.sh", allow_module_level=True)
 
-from april.reporting.metrics_log import last_step
-from april.training.checkpoint import checkpoints
 from tests import tiny
 from tests.ranks.launch import run
-from tests.ranks.runs import april, rank_of, recipe_in, trained, until
+from tests.ranks.runs import recipe_in, survive_a_killed_rank
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,17 +79,7 @@ def test_a_checkpoint_goes_on_in_megatron_and_without_it(tmp_path: Path) -> None
 
 
 def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
-    recipe, made = recipe_in(tmp_path, "run"), tmp_path / "run"
+    recipe = recipe_in(tmp_path, "run")
     layout = 'processes = 2\nbackend = "megatron"\ntensor_parallel = 2'
     recipe.write_text(recipe.read_text().replace("processes = 2", layout))
-    process = april("train", recipe, modules=Path(__file__).parent / "megatron_site")
-    until(lambda: last_step(made) == 3, process)
-    os.kill(rank_of(process, 1), signal.SIGKILL)
-    before = trained(made)[:3]
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    assert "rank 1 was ended by SIGKILL; all ranks start anew" in said
-    after = trained(made)
-    assert [row["step"] for row in after] == [1, 2, 3, 4]
-    assert after[:3] == before
-    assert checkpoints(made / "checkpoints")[-1].name == "step-000004"
+    survive_a_killed_rank(recipe, tmp_path / "run", modules=Path(__file__).parent / "megatron_site")

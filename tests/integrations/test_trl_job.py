@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,24 +14,7 @@ import pytest
 
 from april.integrations.trl_rollouts import STATE
 from tests.integrations.trl_job import record, trainer
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def launch(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Two processes; without `--cpu`, with which accelerate starts only one."""
-    command = "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no"
-    script = ["--dynamo_backend", "no", "-m", "tests.integrations.trl_job", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", *command.split(), *script],
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+from tests.integrations.trl_launch import launch
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +22,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """Four steps in two processes, an evaluation, and the last two steps again from the checkpoint between them; then
     some more, in which process 1 dies."""
     folder = tmp_path_factory.mktemp("job")
-    done = launch(folder)
+    done = launch("--multi_gpu", "trl_job", str(folder))  # with `--cpu` accelerate starts only one process
     seen = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in seen), done.stderr[-3000:]
     assert done.returncode != 0

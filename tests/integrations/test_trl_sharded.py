@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,8 +11,8 @@ import torch
 
 from april.integrations.trl_sharded import WholeModel
 from tests import tiny
+from tests.integrations.trl_launch import launch
 
-REPOSITORY = Path(__file__).parents[2]
 NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed (scripts/setup_trl.sh)")
 
 
@@ -29,23 +26,7 @@ NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="nee
     ],
 )
 def test_a_sharded_policy_generates_and_resumes(tmp_path: Path, how: str, options: str) -> None:
-    processes = "--num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    command = f"accelerate.commands.launch {options} {processes} -m tests.integrations.trl_sharded_job"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split(), str(tmp_path), how],
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = launch(options, "trl_sharded_job", str(tmp_path), how, DS_ACCELERATOR="cpu")
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)):
         straight, resumed = rank["straight"], rank["resumed"]

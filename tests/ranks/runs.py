@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from april.reporting.metrics_log import read_metrics
+from april.reporting.metrics_log import last_step, read_metrics
+from april.training.checkpoint import checkpoints
 from tests import tiny
 from tests.ranks.launch import ROOT
 
@@ -97,3 +99,20 @@ def trained(run: Path) -> list[dict[str, Any]]:
     names = ("step", "policy_version", "loss", "grad_norm", "reward", "entropy", "staleness_mean", "ratio_mean")
     more = ("step_consumed_tokens", "groups_consumed", "response_length_mean")
     return [{name: row[name] for name in (*names, *more)} for row in read_metrics(run) if "loss" in row]
+
+
+def survive_a_killed_rank(recipe: Path, run: Path, modules: Path | None = None) -> list[dict[str, Any]]:
+    """The metrics of a run of four steps whose second rank is killed after the third: the step that was lost with it
+    comes out as it was, and the run goes on to its end."""
+    process = april("train", recipe, modules=modules)
+    until(lambda: last_step(run) == 3, process)
+    os.kill(rank_of(process, 1), signal.SIGKILL)
+    before = trained(run)[:3]
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert "rank 1 was ended by SIGKILL; all ranks start anew" in said
+    after = trained(run)
+    assert [row["step"] for row in after] == [1, 2, 3, 4]
+    assert after[:3] == before
+    assert checkpoints(run / "checkpoints")[-1].name == "step-000004"
+    return after

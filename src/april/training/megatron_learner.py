@@ -22,7 +22,7 @@ from april.training.checkpoint import TRAINING
 from april.training.forward import PolicyModel, alike, probe
 from april.training.local import LocalLearner, moments
 from april.training.megatron_policy import MegatronPolicy
-from april.training.sharded import BUCKET_BYTES, ShardedLearner
+from april.training.sharded import ShardedLearner
 from april.training.shards import opened, stored, write
 
 POLICY = "policy_optimizer.model"
@@ -73,17 +73,10 @@ class MegatronLearner(ShardedLearner):
             parameter.grad.mul_(scale)
         return norm
 
-    def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
-        """Megatron's names of the parameters, as many at a time as have at most so many bytes as engines know them."""
-        held, bucket = 0, list[str]()
+    def _counts(self) -> Iterator[tuple[str, int]]:
+        """By Megatron's names, each of which may stand for several of transformers' parameters."""
         for name in self.policy.tasks:
-            size = sum(self._tensors[own].numel() for own in self.policy.names(name)) * self.dtype.itemsize
-            if bucket and held + size > most:
-                yield bucket
-                held, bucket = 0, []
-            bucket.append(name)
-            held += size
-        yield bucket
+            yield name, sum(self._tensors[own].numel() for own in self.policy.names(name))
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:

@@ -130,16 +130,20 @@ class ShardedLearner(LocalLearner):
                     own[name].data.copy_(tensor)
 
     def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
-        """The names of the parameters that engines know, as many at a time as have at most so many bytes."""
+        """The names that `gather` takes, as many at a time as have at most so many bytes as engines take them."""
         held, bucket = 0, list[str]()
-        for name, parameter in self._parameters().items():
-            size = parameter.numel() * self.dtype.itemsize
+        for name, count in self._counts():
+            size = count * self.dtype.itemsize
             if bucket and held + size > most:
                 yield bucket
                 held, bucket = 0, []
             bucket.append(name)
             held += size
         yield bucket
+
+    def _counts(self) -> Iterator[tuple[str, int]]:
+        """How many numbers each of the names that `gather` takes stands for."""
+        return ((name, parameter.numel()) for name, parameter in self._parameters().items())
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
