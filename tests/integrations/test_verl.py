@@ -6,6 +6,7 @@ scripts/setup_verl.sh makes an environment for it; run this file with that envir
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,7 +30,8 @@ from verl.utils.import_utils import load_class_from_fqn
 
 from april.integrations import verl as plugin
 from tests import tiny
-from tests.integrations.verl_trainer import TEMPLATE, TinyTrainer, config_of
+from tests.integrations.verl_trainer import TEMPLATE, TinyTrainer, config_of, policy_of
+from tests.integrations.verl_training import SETTINGS, TrainingTrainer
 
 N, G = 3, 2
 
@@ -76,13 +78,13 @@ def config(model: Path, data: Path, tmp_path: Path) -> DictConfig:
     return config_of(model, data, tmp_path / "checkpoints")
 
 
-def train(config: DictConfig) -> TinyTrainer:
+def train(config: DictConfig, kind: type[TinyTrainer] = TinyTrainer) -> Any:
     """What verl's task runner does."""
     OmegaConf.resolve(config)
     config.transfer_queue.enable = True
     tq.init(config.transfer_queue)
     try:
-        trainer = TinyTrainer(config)
+        trainer = kind(config)
         trainer.init()
         manager = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class).create(
             config=config,
@@ -212,6 +214,34 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
     trained = [row["extra_info"]["index"] for batch in [*first.batches, *again.batches] for row in batch[::G]]
     prompts = [*trained, *(row["extra_info"]["index"] for row in manager.rows.values())]
     assert sorted(prompts) == list(range(len(prompts))), "a prompt was lost or begun twice across the restart"
+
+
+def test_verls_own_training_step(model: Path, data: Path, tmp_path: Path) -> None:
+    """Two ranks share the policy (FSDP2); their weights go to the replica, and into verl's checkpoint and back."""
+    settings = (*SETTINGS, f"+actor_rollout_ref.rollout.custom={{still_from:{N},standing:{N * G}}}")
+    first = train(config_of(model, data, tmp_path, *settings, "trainer.total_training_steps=2"), TrainingTrainer)
+    weights = first.actor_rollout_wg.weights
+    policies = {version: policy_of(version, own) for version, own in weights.items()}
+    assert sorted(policies) == [0, 1, 2]
+    older = 0
+    for step, batch in enumerate(first.batches, 1):
+        assert len({row["uid"] for row in batch}) == N
+        assert len(batch) == N * G
+        for row in batch:
+            versions = np.array(row["extra_fields"]["policy_versions"])
+            by_version = np.stack([logprobs(policies[version], row) for version in range(step)])
+            own = by_version[versions, np.arange(len(versions))]
+            np.testing.assert_allclose(row["rollout_log_probs"].numpy(), own, atol=1e-4)
+            np.testing.assert_allclose(row["old_log_probs"].numpy(), by_version[-1], atol=1e-4)
+            older += int((versions < step - 1).sum())
+    assert older, "no token of an older version was trained on: the test saw nothing"
+    for metrics in first.steps:
+        assert 0 < metrics["actor/grad_norm"] < math.inf
+    assert all((weights[1][name] != weights[2][name]).any() for name in weights[1])
+    again = train(config_of(model, data, tmp_path, *settings, "trainer.total_training_steps=3"), TrainingTrainer)
+    resumed = again.actor_rollout_wg.weights
+    assert sorted(resumed) == [2, 3]
+    assert all(torch.equal(resumed[2][name], weights[2][name]) for name in weights[2])
 
 
 def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: Path) -> None:

@@ -34,11 +34,27 @@ BEGUN = re.compile(r"prompt (\d+) of many: ")
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
+def policy_of(version: int, weights: dict[str, torch.Tensor] | None = None) -> Any:
+    """The policy with weights that were trained, or that which stands for a version where none are."""
+    if weights is None:
+        return tiny.model(seed=version)
+    policy = tiny.model()
+    missing, unknown = policy.load_state_dict(weights, strict=False)
+    assert not unknown
+    assert set(missing) <= {"lm_head.weight"}  # it is tied
+    return policy
+
+
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **_: Any) -> dict[str, Any]:
     """A custom reward function of verl's; it fails where a row is not the response's own."""
     assert data_source == "tests"
     assert int(ground_truth) == extra_info["index"]
     return {"score": float(len(solution_str) % 2), "truth": int(ground_truth)}
+
+
+def compute_sum(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, **_: Any) -> float:
+    """Another one, by which hardly two responses are equal: every group carries a signal."""
+    return float(sum(map(ord, solution_str)) % 997)
 
 
 @ray.remote(num_cpus=0, max_concurrency=100)
@@ -64,9 +80,9 @@ class TinyServer:
         self._running = 0
         self.global_steps: int | None = None
 
-    def set_weights(self, version: int) -> None:
+    def set_weights(self, version: int, weights: dict[str, torch.Tensor] | None = None) -> None:
         assert not self._running, "weights changed while requests were running"
-        self._policy = tiny.model(seed=version)
+        self._policy = policy_of(version, weights)
         self.global_steps = version
 
     async def generate(
@@ -169,7 +185,7 @@ class TinyTrainer(AprilTrainer):
         self._init_tokenizer()
         self._init_dataloader()
         self._init_dump_executor()
-        self.actor_rollout_wg = CountingWorkers()
+        self.actor_rollout_wg = self.workers()
         self.reward_loop_manager = RewardLoopManager(config=self.config)
         self.llm_server_manager = TinyServers.create(config=self.config, worker_group=self.actor_rollout_wg)
         self.actor_rollout_wg.servers = self.llm_server_manager.server_handles
@@ -179,6 +195,9 @@ class TinyTrainer(AprilTrainer):
             config=engine, actor_wg=self.actor_rollout_wg, replicas=self.llm_server_manager.get_replicas()
         )
         self._load_checkpoint()
+
+    def workers(self) -> Any:
+        return CountingWorkers()
 
     def _step_once(self, metrics: dict[str, Any], timing: dict[str, Any], sample_batch_size: int) -> KVBatchMeta:
         """verl's, up to where the policy is trained."""
