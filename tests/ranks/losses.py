@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from april.config.reading import load_recipe
-from april.config.recipe import recipe_from_dict
+from april.config.recipe import Recipe, recipe_from_dict
 from april.training import agent
 from tests.ranks.launch import ROOT
 from tests.ranks.runs import rank_of, recipe_in, trained
@@ -63,11 +63,16 @@ def run_agent(recipe: dict[str, Any]) -> int:
     return agent.Agent(recipe_from_dict(recipe)).run()
 
 
-def start(base: Path, name: str) -> subprocess.Popen[str]:
-    """A run with its agent."""
+def recipe_of(base: Path, name: str) -> Recipe:
+    """A run's, which ranks may be lost in as often as one likes."""
     recipe = load_recipe(recipe_in(base, name))
     recipe.training.steps, recipe.training.save_interval = STEPS, 3
     recipe.trainer.rank_timeout, recipe.trainer.max_restarts = SILENCE, 1000
+    return recipe
+
+
+def start(base: Path, name: str, recipe: Recipe) -> subprocess.Popen[str]:
+    """A run with its agent."""
     (base / f"{name}-ledger").mkdir()
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, LEDGER: str(base / f"{name}-ledger")}
@@ -110,13 +115,13 @@ def lose(losses: int, seconds: float, seed: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"SIGKILL": 0, "SIGSTOP": 0, "restarts": 0, "runs": 0, "equal": 0, "differing": []}
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
-        calm = start(base, "calm")
+        calm = start(base, "calm", recipe_of(base, "calm"))
         assert calm.wait(1200) == 0, (base / "calm.log").read_text()
         expected = outcome(base, "calm")
         assert len(expected["steps"]) == STEPS
         while (left := losses - found["SIGKILL"] - found["SIGSTOP"]) > 0 and time.monotonic() < deadline:
             name = f"run-{found['runs']}"
-            process = start(base, name)
+            process = start(base, name, recipe_of(base, name))
             for kind, count in disturb(process, left, deadline).items():
                 found[kind] += count
             status, said = process.wait(1200), (base / f"{name}.log").read_text()
