@@ -87,7 +87,7 @@ async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> No
     for _ in range(5):
         assert retries.failed(failing)
         assert retries.due() == [failing]
-        retries.went_on(failing)
+        retries.went_on([failing.id])
     assert retries.failed(failing)
     assert not retries.failed(failing)
 

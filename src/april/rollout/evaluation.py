@@ -95,7 +95,7 @@ class _Run:
         except (ValueError, TypeError) as error:
             raise ChunkError(chunk, str(error)) from None
         if chunk.token_ids:
-            self.retries.went_on(sample)
+            self.retries.went_on([sample.id])
         if sample.finish is not None:
             del self.unfinished[sample.id]
         if chunk.finish is not None:

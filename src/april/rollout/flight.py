@@ -36,16 +36,16 @@ class Flight:
         self.samples[sample.id] = sample, group, span
         return span
 
-    def begun(self, chunks: Sequence[Chunk], now: float) -> list[Sample]:
-        """The samples whose first tokens since they were submitted are among `chunks`."""
+    def begun(self, chunks: Sequence[Chunk], now: float) -> list[str]:
+        """The samples whose first tokens since they were submitted are among `chunks`, by name."""
         silent = self._silent
         if not silent:
             return []
         begun = []
-        for chunk in chunks:
-            if chunk.token_ids and (span := silent.pop(chunk.sample_id, None)):
-                span.queued, span.first_tokens = now - span.start, len(chunk.token_ids)
-                begun.append(self.samples[chunk.sample_id][0])
+        for id, token_ids, *_ in [chunk for chunk in chunks if chunk[0] in silent]:
+            if token_ids and (span := silent.pop(id, None)):
+                span.queued, span.first_tokens = now - span.start, len(token_ids)
+                begun.append(id)
         return begun
 
     def end(
@@ -54,7 +54,7 @@ class Flight:
         """A sample is in flight no longer."""
         self._silent.pop(id, None)
         sample, group, span = self.samples.pop(id)
-        span.end, span.after, span.outcome = now, sample.policy_tokens, outcome
+        span.end, span.after, span.outcome = now, sample.length - sample.environment_tokens, outcome
         return sample, group
 
     def end_all(self, now: float) -> None:

@@ -197,8 +197,9 @@ class Pump:
 
     def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
         now, flight, spans, journal = self.account.now, self.flight, self.account.step.spans, self.history.journal
+        quarantined, in_flight = self._quarantined, flight.samples
         for group, sample in work:
-            if group.id in self._quarantined or sample in flight:
+            if sample.id in in_flight or (quarantined and group.id in quarantined):
                 continue
             if self.episodes is not None and sample.awaits_environment:
                 self.episodes.begin(sample, group, None if journal is None else journal.drain)
@@ -240,8 +241,7 @@ class Pump:
         now = self.account.now
         tokens, ended, broken = self.history.absorb(chunks, self.flight.samples)
         self.account.step.sampled_tokens += tokens
-        for sample in self.flight.begun(chunks, now):
-            self.retries.went_on(sample)
+        self.retries.went_on(self.flight.begun(chunks, now))
         hopeless: EngineError | None = broken[0] if broken else None
         finished = []
         for chunk in ended:
@@ -294,7 +294,8 @@ class Pump:
 
     def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
         """Start the rewards of samples that have finished, or of the groups that they complete."""
-        finished = [(sample, group) for sample, group in finished if group.id not in self._quarantined]
+        if self._quarantined:
+            finished = [(sample, group) for sample, group in finished if group.id not in self._quarantined]
         if self.rewards.scope == "sample":
             for sample, group in finished:
                 self.rewards.finished(group, sample)

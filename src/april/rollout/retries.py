@@ -49,9 +49,11 @@ class Retries:
         self._waiting[sample.id] = (asyncio.get_running_loop().time() + wait, sample)
         return True
 
-    def went_on(self, sample: Sample) -> None:
-        """A token came: what failed before no longer counts."""
-        self.failures.pop(sample.id, None)
+    def went_on(self, sample_ids: Iterable[str]) -> None:
+        """Tokens came: what failed before no longer counts."""
+        if self.failures:
+            for id in sample_ids:
+                self.failures.pop(id, None)
 
     def forget(self, samples: Iterable[Sample]) -> None:
         for sample in samples:

@@ -64,6 +64,8 @@ class RolloutState:
         """Those of the groups under way, by name."""
         self._lengths: dict[str, int] = {}
         """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
+        self._sampled: int | None = 0
+        """Tokens that had been sampled by then; None: not known."""
         self._left: list[Span] = []
         """Growth, since then, of samples whose groups were turned away."""
         self._ended: dict[str, int] = {}
@@ -98,7 +100,8 @@ class RolloutState:
                 group = self.buffer.groups[group_id]
                 self.ready.pop(group_id, None)
                 self.buffer.reject(group, reason)
-                self._left += self._drop(group)
+                self._left += self._growth(group.samples)
+                self._drop(group)
             case Trained():
                 self._train(event)
             case Updated(version):
@@ -188,8 +191,10 @@ class RolloutState:
         for group in step.groups:
             self.ready.pop(group.id, None)
             self._drop(group)
-        self._lengths = {id: sample.policy_tokens for id, (sample, _) in self.samples.items() if sample.policy_tokens}
+        left = ((id, sample.length - sample.environment_tokens) for id, (sample, _) in self.samples.items())
+        self._lengths = {id: tokens for id, tokens in left if tokens}
         self._left = []
+        self._sampled = self.buffer.sampled_tokens
         self.buffer.check()
         self._learn(step.spans, step.groups)
         self._ended = {}
@@ -198,26 +203,28 @@ class RolloutState:
     def _learn(self, spans: Sequence[Span], groups: Sequence[Group]) -> None:
         """What the stays say of lengths. An episode ends with its environment's word, behind its last stay: in the step
         of that, or in a later one."""
-        seen = [(span.before, span.after, span.outcome == "finished") for span in spans]
-        last = {span.sample_id: place for place, span in enumerate(spans)}
+        before = [span.before for span in spans]
+        after = [span.after for span in spans]
+        finished = [span.outcome == "finished" for span in spans]
+        last = {span.sample_id: place for place, span in enumerate(spans)} if self._ended else {}
         for id, length in self._ended.items():
             if id in last:
-                seen[last[id]] = (*seen[last[id]][:2], True)
+                finished[last[id]] = True
             else:
-                seen.append((length, length, True))
-        self.lengths.observe(*zip(*seen, strict=True) if seen else ((), (), ()))
+                before.append(length)
+                after.append(length)
+                finished.append(True)
+        self.lengths.observe(before, after, finished)
         self.lengths.observe_groups([[sample.policy_tokens for sample in group.samples] for group in groups])
 
     def _index(self, group: Group) -> None:
         for sample in group.samples:
             self.samples[sample.id] = sample, group
 
-    def _drop(self, group: Group) -> list[Span]:
-        """Forget the samples of a group that leaves; how they have grown since the last step."""
-        grown = self._growth(group.samples)
+    def _drop(self, group: Group) -> None:
+        """Forget the samples of a group that leaves."""
         for sample in group.samples:
             del self.samples[sample.id]
-        return grown
 
     def _growth(self, samples: Sequence[Sample]) -> list[Span]:
         before = self._lengths
@@ -238,6 +245,8 @@ class RolloutState:
     def grown(self) -> list[Span]:
         """What was sampled since the last step was handed over, sample by sample and without times: what an attempt at
         the next step brought that was cut short."""
+        if self.buffer.sampled_tokens == self._sampled:
+            return []
         return [*self._left, *self._growth([sample for sample, _ in self.samples.values()])]
 
     def check_bound(self, version: int, otherwise: str) -> None:
@@ -280,6 +289,7 @@ class RolloutState:
         self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
         self._lengths = dict(state["before"])
         self._left = [Span(**span) for span in state["left"]]
+        self._sampled = None
         self._ended = dict(state.get("ended", {}))
         self.lengths.load_state_dict(state["lengths"])
         self.admission.load_state_dict(state["admission"])

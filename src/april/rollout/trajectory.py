@@ -194,7 +194,7 @@ class Sample:
                 else:
                     last.extend(token_ids, logprobs)
             else:
-                if version < 0 or (segments and max(s.version for s in segments) > version):
+                if version < 0 or (segments and max([s.version for s in segments]) > version):
                     raise ValueError(f"policy versions never go back, but {version} came")
                 kind: type[Segment] = getattr(token_ids, "segment", Segment)  # a simulation's tokens have their own
                 last = kind(version)
@@ -355,10 +355,16 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     _begun: int | None = field(default=None, init=False, repr=False, compare=False)
+    _finished: int = field(default=0, init=False, repr=False, compare=False)
+    """The first so many samples have finished: asked at every end, a group looks at each of them once."""
 
     @property
     def complete(self) -> bool:
-        return None not in [sample.finish for sample in self.samples]
+        samples, finished = self.samples, self._finished
+        while finished < len(samples) and samples[finished].finish is not None:
+            finished += 1
+        self._finished = finished
+        return finished == len(samples)
 
     @property
     def rewarded(self) -> bool:
@@ -368,29 +374,40 @@ class Group:
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
         if self._begun is None:  # versions never go back, so what came first stays first
-            self._begun = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
+            first = None
+            for sample in self.samples:
+                version = sample.first_version
+                if version is not None and (first is None or version < first):
+                    first = version
+            self._begun = first
         return self._begun
 
     @property
     def tokens(self) -> int:
         """Response tokens that policies sampled, over all samples."""
-        return sum([sample.length - sample.environment_tokens for sample in self.samples])
+        tokens = 0
+        for sample in self.samples:
+            tokens += sample.length - sample.environment_tokens
+        return tokens
 
     @property
     def environment_tokens(self) -> int:
         """Response tokens that environments put in, over all samples."""
-        return sum([sample.environment_tokens for sample in self.samples])
+        tokens = 0
+        for sample in self.samples:
+            tokens += sample.environment_tokens
+        return tokens
 
     def begin_again(self, index: int) -> None:
         """An episode of it begins anew; its first token may come from a later version then."""
         self.samples[index].begin_again()
-        self._begun = None
+        self._begun, self._finished = None, 0
 
     def redraft(self) -> None:
         """Every response of it becomes a draft."""
         for sample in self.samples:
             sample.redraft()
-        self._begun = None
+        self._begun, self._finished = None, 0
 
     @property
     def environment_seed(self) -> int:
