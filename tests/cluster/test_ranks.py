@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
+from ray.util import placement_group_table
+
 from april import EngineError
+from april.engines.cluster import process_sites
 from april.engines.cluster.connection import connected
 from april.engines.cluster.needs import Needs, marked
 from april.engines.cluster.node_process import NodeProcess
-from april.engines.cluster.placement import Demand
+from april.engines.cluster.nodes import alive_nodes
+from april.engines.cluster.placement import Demand, Node
 from april.engines.cluster.process_actor import ProcessSettings
 from april.engines.cluster.process_sites import ProcessSites
 from april.reporting.metrics_log import last_step
@@ -81,6 +87,28 @@ def test_where_ranks_fit_is_said_before_anything_starts(raylets: Raylets, tmp_pa
     assert "2 of 3 ranks fit, each with 1 CPU" in said
     assert "add nodes for 1 more ranks, or lower trainer.processes to 3" in said
     assert "0 of 1 engines fit" in said
+
+
+async def test_a_stop_while_nodes_are_reserved_is_heeded_at_once(
+    raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raylets.add(1)
+    monkeypatch.setattr(process_sites, "RESERVING", 100 * GENEROUS)
+
+    async def taken_meanwhile() -> list[Node]:
+        return [replace(node, cpus=9) for node in await alive_nodes()]
+
+    monkeypatch.setattr(process_sites, "alive_nodes", taken_meanwhile)
+
+    def reserving() -> list[str]:
+        return [each["state"] for each in placement_group_table().values() if each["state"] == "PENDING"]
+
+    async with connected(raylets.address):
+        settings = ProcessSettings(module="tests.cluster.program", needs=Needs(""), directory=os.getcwd(), line=LINE)
+        taking = ProcessSites(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
+        with pytest.raises(EngineError, match="stopped before the ranks had nodes"):
+            await asyncio.wait_for(taking, GENEROUS)
+        assert not reserving(), "what was asked for is given back"
 
 
 async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_places(

@@ -176,3 +176,18 @@ def test_a_run_with_rewards_and_environments_on_nodes_loses_one_and_gets_another
     assert max(row["staleness_max"] for row in found) <= 2
     assert all(row["turns_mean"] > 1 for row in found)
     until(lambda: not raylets.callers() and not raylets.engines())
+
+
+def test_a_node_that_cannot_make_the_environment_is_named(raylets: Raylets, tmp_path: Path) -> None:
+    raylets.add()
+    (tmp_path / "echo.py").write_text("import os\nassert 'RAY_JOB_ID' not in os.environ, 'no world here'\n" + ECHO)
+    recipe = tiny.recipe(
+        tmp_path,
+        environment='path = "echo.py:Echo"\n',
+        cluster=f'address = "{raylets.address}"\nreplicas = 1\nenvironments = "nodes"\n',
+    )
+    checked = april("cluster", "check", recipe)
+    said, _ = checked.communicate(timeout=GENEROUS)
+    assert checked.returncode == 1, said
+    assert said.count("no environment: it cannot be made there") == 2, "the head's node, and the other one"
+    assert said.count("no world here") == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from april.rollout.engine import EngineError
 DESCRIPTION = """Say which engines and ranks fit onto which nodes of the recipe's cluster, and what is in the way.
 
 RECIPE and the flags are those of april train. Each node that may get some is asked whether it has april and the model;
-for engines, whether its object store holds the weights; for ranks, whether it shares the run's directory. Exit status 1
-if what the recipe asks for does not fit."""
+for engines, whether its object store holds the weights; for ranks, whether it shares the run's directory; with
+cluster.environments = "nodes", every node makes an environment. Exit status 1 if what the recipe asks for does not fit,
+or a node can have no environments."""
 
 
 def run(args: list[str]) -> int:
@@ -43,6 +45,7 @@ async def _check(recipe: Recipe) -> int:
     from april.engines.cluster.needs import Needs, marked
     from april.engines.cluster.nodes import home
     from april.training.engines import wanted_of
+    from april.training.environment import source_of
     from april.training.memory_plan import planned
     from april.training.rank_nodes import demand_of_rank, model_of
 
@@ -54,7 +57,8 @@ async def _check(recipe: Recipe) -> int:
             if recipe.ranks_on_nodes:
                 needs = Needs(model_of(recipe), output, marker)
                 ranks = WantedRanks(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
-            found = await check(wanted, home(), weights, ranks)
+            environment = pickle.dumps(source_of(recipe)) if recipe.cluster.environments == "nodes" else None
+            found = await check(wanted, home(), weights, ranks, environment)
         for line in lines_of(found, wanted, home(), ranks):
             print(line)
     return int(missing(found, wanted, ranks))

@@ -215,8 +215,9 @@ class Agent:
             place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-ranks-")))
             self._ranks = []
             stack.callback(self._remove_logs_of_nothing, logs)
-            away = stack.enter_context(self._nodes.taken(self._waits_for_room())) if self._nodes else None
-            if away:
+            away = None
+            if self._nodes:
+                away = stack.enter_context(self._nodes.taken(self._waits_for_room(), lambda: self._stopping))
                 self._note(str(away))
             if self._stopping:
                 raise EngineError("stopped before the ranks began")

@@ -53,14 +53,15 @@ class RankNodes:
         disconnect()
 
     @contextmanager
-    def taken(self, waits: Callable[[str], bool]) -> Iterator[RanksOnNodes]:
+    def taken(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[RanksOnNodes]:
         """Nodes with room for all ranks.
 
         Args:
             waits: told every second why there are none; whether to wait on.
+            stopped: asked every second; whether to give up at once.
 
         Raises:
-            EngineError: there are none, and nobody waits, or the run's directory cannot be written.
+            EngineError: there are none, and nobody waits, or it was stopped, or the run's directory cannot be written.
         """
         with marked(self._directory) as marker:
             settings = ProcessSettings(
@@ -69,7 +70,7 @@ class RankNodes:
                 directory=os.getcwd(),
                 line=LINE,
             )
-            sites = asyncio.run(self._sites.take(self._recipe.ranks_on_nodes, settings, waits))
+            sites = asyncio.run(self._sites.take(self._recipe.ranks_on_nodes, settings, waits, stopped))
         address = home_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:

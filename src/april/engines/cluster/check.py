@@ -22,12 +22,17 @@ LOOK = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A node, the ranks and engines that it gets, and what keeps it from them."""
+    """A node, the ranks and engines that it gets, and what keeps it from them.
+
+    Args:
+        environments: what keeps it from having environments, if it shall have some.
+    """
 
     node: Node
     ranks: int
     engines: int
     problems: list[str]
+    environments: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,16 @@ def _missing(needs: Needs) -> str:
     return needs.missing()
 
 
-async def check(wanted: Wanted, home: str, weights: int, ranks: WantedRanks | None = None) -> list[Finding]:
+async def check(
+    wanted: Wanted, home: str, weights: int, ranks: WantedRanks | None = None, environment: bytes | None = None
+) -> list[Finding]:
     """A finding for each node.
 
     Args:
         home: the trainer's node.
         weights: bytes of one version's weights in the type that engines compute in.
         ranks: which get room before engines do.
+        environment: of `Needs`, if all nodes shall have environments.
     """
     nodes = await asyncio.to_thread(nodes_now)
     unfit: dict[str, str] = {}
@@ -69,6 +77,7 @@ async def check(wanted: Wanted, home: str, weights: int, ranks: WantedRanks | No
                 f"its object store has {node.store / 1e9:.2f} GB free, and the weights take {weights / 1e9:.2f} GB: "
                 "start the node with a larger ray start --object-store-memory"
             )
+    unable = {} if environment is None else await _problems(Needs("", environment=environment), nodes)
     avoid = {id for id, problem in problems.items() if problem}
     placed = place(left, wanted.demand, wanted.replicas, wanted.placement, training, avoid)
     found = []
@@ -81,7 +90,15 @@ async def check(wanted: Wanted, home: str, weights: int, ranks: WantedRanks | No
         elif not wanted.demand.room(rest):
             problem = f"an engine takes {wanted.demand}"
         notes = dict.fromkeys([f"no rank: {unfit[node.id]}" if unfit.get(node.id) else "", problem])
-        found.append(Finding(node, with_ranks.count(node.id), placed.count(node.id), [note for note in notes if note]))
+        found.append(
+            Finding(
+                node,
+                with_ranks.count(node.id),
+                placed.count(node.id),
+                [note for note in notes if note],
+                unable.get(node.id, ""),
+            )
+        )
     return found
 
 
@@ -99,7 +116,8 @@ async def _problem(needs: Needs, node: Node) -> str:
     except TimeoutError:
         return f"it does not answer within {LOOK:g} s"
     except RayError as error:
-        return f"april cannot be imported there: {reason_of(error)}"
+        failed = "april cannot be imported" if needs.environment is None else "it cannot be made"
+        return f"{failed} there: {reason_of(error)}"
 
 
 def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRanks | None = None) -> Iterator[str]:
@@ -109,6 +127,7 @@ def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRa
     for found in findings:
         node = found.node
         notes = [*(["the trainer's"] if node.id == home else []), *found.problems]
+        notes += [f"no environment: {found.environments}"] if found.environments else []
         training = f"{found.ranks:>7}" if ranks else ""
         row = f"{node.id[:8]:<10}{node.address:<18}{node.cpus:>10g}{node.gpus:>11g}{training}{found.engines:>9}  "
         yield (row + "; ".join(notes)).rstrip()
@@ -129,6 +148,8 @@ def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRa
 
 
 def missing(findings: list[Finding], wanted: Wanted, ranks: WantedRanks | None = None) -> bool:
-    """Whether ranks or engines that the recipe asks for do not fit."""
+    """Whether ranks or engines that the recipe asks for do not fit, or a node can have no environments."""
+    if any(found.environments for found in findings):
+        return True
     few = sum(found.engines for found in findings) < (wanted.replicas or 1)
     return few or sum(found.ranks for found in findings) < (ranks.count if ranks else 0)

@@ -133,7 +133,7 @@ class Cluster:
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
             site = await asyncio.to_thread(Site, node, _actor(wanted.engine, name), wanted.demand, name)
-            if not await asyncio.to_thread(site.reserved, RESERVING):
+            if not await site.reserved(RESERVING):
                 await self._give_up(site)
                 raise EngineError(f"the node at {node.address} has not reserved {wanted.demand} in {RESERVING} s")
             return site

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,15 +18,17 @@ class Needs:
     """What a node must have.
 
     Args:
-        model: a directory, or a hub name.
+        model: a directory, or a hub name; empty if the node needs none.
         output: the run's directory, if the node must share it.
         marker: a file that the trainer has just written there.
+        environment: what makes environments, pickled; it makes one where it is unpickled.
         version: april's, as the trainer has it.
     """
 
     model: str
     output: Path | None = None
     marker: Path | None = None
+    environment: bytes | None = None
     version: str = __version__
 
     def missing(self) -> str:
@@ -39,6 +42,14 @@ class Needs:
                 f"reporting.output = {str(self.output)!r} is not the same directory there, and all ranks write "
                 "checkpoints into it: name one on a file system that all nodes share"
             )
+        if self.environment is not None:
+            try:
+                pickle.loads(self.environment)
+            except Exception as error:  # whatever the user's code does there
+                return (
+                    f"it cannot be made there ({type(error).__name__}: {error}): what the recipe's "
+                    "[environment] names must be on every node under the same name, with the packages that it imports"
+                )
         return ""
 
 

@@ -34,15 +34,31 @@ class ProcessSites:
         """Avoid a node for a while, if there are others."""
         self._suspects[node] = time.monotonic() + SUSPECT
 
-    async def take(self, count: int, settings: ProcessSettings, waits: Callable[[str], bool]) -> list[Site]:
+    async def take(
+        self,
+        count: int,
+        settings: ProcessSettings,
+        waits: Callable[[str], bool],
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> list[Site]:
         """A site for each of `count` programs, opened.
 
         Args:
             waits: told every `WATCH` seconds why there are none; whether to wait on.
+            stopped: asked as often, also while nodes are reserved and opened; whether to give up at once.
 
         Raises:
-            EngineError: there are none, and nobody waits; the message says why.
+            EngineError: there are none, and nobody waits, or it was stopped; the message says why.
         """
+        taking = asyncio.ensure_future(self._take(count, settings, waits))
+        while not (await asyncio.wait([taking], timeout=WATCH))[0]:
+            if stopped():
+                taking.cancel()
+                await asyncio.wait([taking])
+                raise EngineError("stopped before the ranks had nodes")
+        return taking.result()
+
+    async def _take(self, count: int, settings: ProcessSettings, waits: Callable[[str], bool]) -> list[Site]:
         unfit: dict[str, str] = {}
         asked = time.monotonic()
         while True:
@@ -77,17 +93,21 @@ class ProcessSites:
         sites = await asyncio.gather(
             *(asyncio.to_thread(Site, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
         )
-        found = await asyncio.gather(*(self._problem(site) for site in sites))
+        found = ["stopped"]
+        try:
+            found = await asyncio.gather(*(self._problem(site) for site in sites))
+        finally:
+            if any(found):
+                await asyncio.gather(*(asyncio.to_thread(site.end) for site in sites))
         if not any(found):
             return sites
-        await asyncio.gather(*(asyncio.to_thread(site.end) for site in sites))
         for site, problem in zip(sites, found, strict=True):
             if problem:
                 unfit[site.node.id] = f"the node at {site.node.address}: {problem}"
         return []
 
     async def _problem(self, site: Site) -> str:
-        if not await asyncio.to_thread(site.reserved, RESERVING):
+        if not await site.reserved(RESERVING):
             self.suspect(site.node.id)
             return f"it has not reserved {self._demand} in {RESERVING} s"
         try:

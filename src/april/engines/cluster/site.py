@@ -91,9 +91,12 @@ class Site:
         self._started_at = None
         return answer
 
-    def reserved(self, seconds: int) -> bool:
-        """Whether its resources are reserved within so long."""
-        return bool(self.group.wait(seconds))
+    async def reserved(self, seconds: float) -> bool:
+        """Whether its resources are reserved within so long. Whoever waits may be cancelled: no thread waits on."""
+        until = time.monotonic() + seconds
+        while not (found := await asyncio.to_thread(self.group.wait, 1)) and time.monotonic() < until:
+            pass
+        return bool(found)
 
     def end(self) -> None:
         """Give everything back."""
