@@ -191,3 +191,29 @@ def test_a_node_that_cannot_make_the_environment_is_named(raylets: Raylets, tmp_
     assert checked.returncode == 1, said
     assert said.count("no environment: it cannot be made there") == 2, "the head's node, and the other one"
     assert said.count("no world here") == 2
+
+
+def test_a_cluster_that_asks_for_a_token_gets_it_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for a token, too
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 32)
+    command = [sys.executable, "-m", "tests.cluster.apart"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
+        assert cluster.stdout is not None
+        recipe = a_recipe(tmp_path, cluster.stdout.readline().strip(), replicas=1)
+        said = ended(april("cluster", "check", recipe))
+        assert "1 of 1 engines fit" in said
+
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 32)
+        wrong = april("cluster", "check", recipe)
+        said, _ = wrong.communicate(timeout=GENEROUS)
+        assert "does not let this process in" in said.splitlines()[-1]
+        assert "RAY_AUTH_TOKEN" in said.splitlines()[-1]
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        without = april("cluster", "check", recipe)
+        said, _ = without.communicate(timeout=GENEROUS)
+        assert said.splitlines()[-1].startswith("april: RAY_AUTH_MODE=token, but there is no token")
+        assert wrong.returncode == without.returncode != 0
+        cluster.communicate()

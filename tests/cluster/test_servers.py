@@ -1,4 +1,4 @@
-"""A real vLLM server on a node of a real cluster: driven over HTTP, and started again where it can be when it dies."""
+"""A real server on a node of a real cluster, of vLLM or SGLang: driven over HTTP, and started again when it dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.cluster.raylets import Raylets, below, processes
 from tests.cluster.test_run import april, steps, until
 
 ROOT = Path(__file__).parents[2]
-PYTHON = Path(os.environ.get("APRIL_VLLM_PYTHON", ROOT / ".servers" / "vllm" / "bin" / "python"))
 RECIPE = """
 [model]
 path = "{model}"
@@ -32,7 +31,7 @@ max_response_length = 60
 max_staleness = 2
 stop_token_ids = [20, 21, 22]
 [engine]
-engine = "vllm"
+engine = "{kind}"
 max_running = 8
 context_length = 256
 server_python = "{python}"
@@ -49,13 +48,18 @@ output = "{output}"
 """
 STARTING = 600.0
 """Seconds that only a server that hangs takes to start."""
-SERVER = "vllm.entrypoints.openai.api_server"
+COMMANDS = {"vllm": "-m vllm.entrypoints.openai.api_server", "sglang": "-m sglang.launch_server"}
 
 
-def servers(raylets: Raylets) -> list[int]:
+def python_of(kind: str) -> Path:
+    return Path(os.environ.get(f"APRIL_{kind.upper()}_PYTHON", ROOT / ".servers" / kind / "bin" / "python"))
+
+
+def servers(raylets: Raylets, kind: str) -> list[int]:
+    """The servers themselves, without the processes that they spawn."""
     alive = processes()
     found = [pid for engine in raylets.engines() for pid in below(engine)]
-    return [pid for pid in found if SERVER in alive.get(pid, (0, ""))[1]]
+    return [pid for pid in found if COMMANDS[kind] in alive.get(pid, (0, ""))[1]]
 
 
 def left_of(groups: set[int]) -> list[int]:
@@ -68,21 +72,26 @@ def left_of(groups: set[int]) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed here: scripts/setup_vllm.sh")
+@pytest.mark.parametrize("kind", COMMANDS)
 def test_a_server_is_started_on_a_node_and_again_when_it_dies(
-    raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
+    if not python_of(kind).exists():
+        pytest.skip(f"{kind} is not installed here: scripts/setup_{kind}.sh")
+    from tests.servers.conftest import SGLANG, VLLM
     from tests.servers.tiny import tiny_model
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     raylets.add()
-    arguments = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(2**25)]
+    arguments = {"vllm": VLLM, "sglang": SGLANG}[kind]
     model = tiny_model(tmp_path / "policy", seed=0)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         RECIPE.format(
             model=model,
-            python=PYTHON,
+            kind=kind,
+            python=python_of(kind),
             arguments=json.dumps(arguments),
             address=raylets.address,
             output=tmp_path / "run",
@@ -90,11 +99,11 @@ def test_a_server_is_started_on_a_node_and_again_when_it_dies(
     )
     run = april("train", recipe)
     until(lambda: len(steps(tmp_path)) >= 2, run, STARTING)
-    (victim,) = servers(raylets)
+    (victim,) = servers(raylets, kind)
     groups = {os.getpgid(victim)}
     os.kill(victim, signal.SIGKILL)
-    until(lambda: servers(raylets) not in ([], [victim]), run)
-    groups |= set(map(os.getpgid, servers(raylets)))
+    until(lambda: servers(raylets, kind) not in ([], [victim]), run)
+    groups |= set(map(os.getpgid, servers(raylets, kind)))
     behind = len(steps(tmp_path))
     until(lambda: len(steps(tmp_path)) >= behind + 2, run, STARTING)
     os.kill(run.pid, signal.SIGINT)

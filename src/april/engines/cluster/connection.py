@@ -11,10 +11,13 @@ from typing import Any, Literal
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
+from ray.exceptions import AuthenticationError
 
 from april.engines.cluster.nodes import HEAD_SILENCE
 from april.engines.cluster.placement import Demand
 from april.rollout.engine import EngineError
+
+TOKEN = "put that of the cluster into RAY_AUTH_TOKEN, or the file's name into RAY_AUTH_TOKEN_PATH"
 
 
 def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
@@ -26,14 +29,20 @@ def connect(address: str) -> None:
     """Make this process a driver of the cluster at `address`, "auto" or host:port.
 
     Raises:
-        EngineError: no cluster answers there.
+        EngineError: no cluster answers there, or it asks for another token.
     """
     _require_head(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
     try:
         ray.init(address, **options)
+    except AuthenticationError:
+        raise EngineError(f"RAY_AUTH_MODE=token, but there is no token: {TOKEN}") from None
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        raise _not_there(address, str(error).splitlines()[0]) from None
+        why = str(error).splitlines()[0]
+        raise EngineError(
+            f"cluster.address = {address!r}: what listens there does not let this process in ({why}); if the cluster "
+            f"asks for a token, set RAY_AUTH_MODE=token here, too, and {TOKEN}"
+        ) from None
 
 
 def disconnect() -> None:

@@ -1,0 +1,153 @@
+"""The scheduler's share of a step, in processor time: what is left of a simulated step without its engines.
+
+1,024 engines of 256 slots, so that every step has 262,144 samples under way and trains on half of them. Left out are
+what the simulated engines compute, and what is read of a step for the simulation's own record. Prompts and rewards
+(which are 0) count as the scheduler's. The first two steps, in which the engines fill, are left out. The aim is 2 s.
+
+    OMP_NUM_THREADS=1 python benchmarks/simulation/scheduler_share.py [--trees OTHER_CHECKOUT THIS_CHECKOUT]
+
+With several checkouts each is measured in turn, `--runs` times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from record import save, spread
+
+from april.simulation import run as simulation
+from april.simulation.engine import SimulatedEngine
+from april.simulation.hardware import GPUS, MODELS, Roofline, roofline
+from april.simulation.workload import WORKLOADS
+
+SLOTS = 256
+FILLING = 2
+"""Steps that are left out."""
+ENGINES_WORK = ("_take_up", "_advance", "_decode_until", "_stream", "_stop_running", "_stop_waiting", "_take")
+
+
+class Clock:
+    """Processor time that is not the scheduler's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = False
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time counted once, however it calls others."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:
+                return function(*args, **kwargs)
+            self._inside, began = True, time.process_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._inside = False
+                self.seconds += time.process_time() - began
+
+        return timed
+
+
+CLOCK = Clock()
+
+
+class TimedEngine(SimulatedEngine):
+    """Its work is counted; samples that are submitted one by one are taken in together."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._new: list[Any] = []
+        self.submit = self._new.append  # type: ignore[method-assign]
+
+    @property
+    def running(self) -> int:
+        if self._new:
+            self._take_in()
+        return super().running
+
+    @property
+    def _in_flight(self) -> bool:
+        if self._new:
+            self._take_in()
+        return super()._in_flight
+
+    @CLOCK.of
+    def _take_in(self) -> None:
+        for sample in self._new:
+            SimulatedEngine.submit(self, sample)
+        self._new.clear()
+
+
+for name in ENGINES_WORK:
+    setattr(TimedEngine, name, CLOCK.of(getattr(SimulatedEngine, name)))
+
+
+def measure(engines: int, steps: int) -> dict[str, float]:
+    """Seconds of a step: the scheduler's, and all."""
+    groups = engines * SLOTS // WORKLOADS["lognormal"].n_samples_per_prompt
+    marks: list[tuple[float, float]] = []
+    record = CLOCK.of(simulation.StepRecord.of)
+
+    def marked(*args: Any) -> Any:
+        made = record(*args)
+        marks.append((time.process_time(), CLOCK.seconds))
+        return made
+
+    simulation.StepRecord.of = marked  # type: ignore[method-assign]
+    simulation.simulate(
+        dataclasses.replace(WORKLOADS["lognormal"], rollout_batch_size=groups // 2),
+        roofline(GPUS["mi300x"], MODELS["qwen3-8b"], Roofline(slots=SLOTS)),
+        replicas=engines,
+        steps=steps,
+        warm_up=0,
+        over_sampling_batch_size=groups,
+        resolution=0.25,
+        engine_type=TimedEngine,
+    )
+    (began, others), (ended, others_then) = marks[FILLING - 1], marks[-1]
+    counted = steps - FILLING
+    return {
+        "scheduler_seconds": (ended - began - others_then + others) / counted,
+        "all_seconds": (ended - began) / counted,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--trees", type=Path, nargs="*", default=[Path(__file__).parents[2]], help="checkouts")
+    parser.add_argument("--once", action="store_true", help="measure once, and print it")
+    args = parser.parse_args()
+    if args.once:
+        print(json.dumps(measure(args.engines, args.steps)))
+        return
+    found: list[list[dict[str, float]]] = [[] for _ in args.trees]
+    for _ in range(args.runs):
+        for tree, results in zip(args.trees, found, strict=True):
+            command = [sys.executable, __file__, "--once", "--engines", str(args.engines), "--steps", str(args.steps)]
+            environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src")}
+            said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            results.append(json.loads(said))
+            print(tree.name, results[-1], flush=True)
+    sizes = {"samples_under_way": args.engines * SLOTS, "steps_counted": args.steps - FILLING}
+    rows = [{name: spread([run[name] for run in results]) for name in results[0]} for results in found]
+    sys.argv = [sys.argv[0], *(f"--runs={args.runs}",)]  # the names of checkouts say nothing elsewhere
+    order = ["before", "after"] if len(rows) == 2 else ["now"] if len(rows) == 1 else list(map(str, range(len(rows))))
+    print(save(__file__, {**sizes, **dict(zip(order, rows, strict=True))}))
+
+
+if __name__ == "__main__":
+    main()
