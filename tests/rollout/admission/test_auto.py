@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
-from april.rollout.admission.auto import EFFORT, FEWEST, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
+from april.rollout.admission.auto import EFFORT, FEWEST, PROBE, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
@@ -171,7 +171,7 @@ def test_what_it_learned_is_saved_and_restored() -> None:
 
 def test_the_plan_shows_its_alternatives_and_is_the_freshest_of_those_fast_enough() -> None:
     admission = AutoAdmission(engine(32), LengthModel(100), 4, 5)
-    for _ in range(5):
+    for _ in range(4):
         learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
     plan = admission.plan(6)
     worth = {one: one.consumed_tokens_per_second * (1 - PRICE * one.staleness) for one in plan.alternatives}
@@ -195,6 +195,27 @@ def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:
     for i in range(12):
         learn(synchronous, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
         assert synchronous.plan(8).target == 8
+
+
+def test_probes_that_change_nothing_get_rarer_and_take_one_step_each() -> None:
+    admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5, share=0.9)
+    probes = []
+    for i in range(76):
+        plan = admission.plan(8)
+        if plan.reason == PROBE:
+            probes.append(i)
+        learn(admission, a_step(np.random.default_rng(i), 8, 4, 40, shortest=40))
+    assert np.diff(probes).tolist() == [17, 33], "8, 16 and 32 steps without, and the one of the probe"
+
+
+def test_a_preempted_response_is_not_taken_for_a_cost_of_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls behind those that decode on. When that was seen as slow resuming, N' stayed close to N."""
+    resumed: list[float] = []
+    observe = EngineRates.observe
+    monkeypatch.setattr(EngineRates, "observe", lambda one, *of: (observe(one, *of), resumed.append(one.costs[5])))
+    cost = replace(COST, slots=48, kv_tokens=8_000)
+    simulate(WORKLOAD, cost, steps=14, on_update="keep", over_sampling_batch_size="auto")
+    assert float(np.median(resumed[5:])) < 3 * cost.prefill_token_seconds
 
 
 def test_a_forecast_that_is_far_off_is_not_followed() -> None:

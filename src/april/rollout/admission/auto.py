@@ -53,8 +53,9 @@ SECONDS_PER_LESSON, SECONDS_PER_SPAN = 6e-4, 3e-6
 """What it takes to learn from a step, roughly."""
 FAR_OFF = 1.6
 """How many times more or less than forecast a few steps bring before the forecast is not believed."""
-PATIENCE = 8
-"""Steps at N' = N, where nothing is resumed and little is learned, after which one with a few more groups is tried."""
+PATIENCE, DOUBLINGS = 8, 3
+"""Steps at N' = N, where nothing is resumed and little is learned, after which one with a few more groups is tried;
+twice as many after each that changed nothing, so often."""
 
 PROBE = "a few more groups than a batch for one step, to see what resuming costs by now"
 
@@ -91,15 +92,17 @@ class AutoAdmission:
         self._planned: Future[Plan] | None = None
 
     def plan(self, batch_size: int) -> Plan:
+        if self.observed.probing:
+            return Plan(self._few_more(batch_size), PROBE)
         twice = min(2 * batch_size, self._largest(batch_size))
         return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were seen")
 
     def observe(self, step: Step) -> None:
-        batch_size = len(step.groups)
-        if self._planned is not None:  # a whole step ago: by now it is there
-            self.current, self._planned = self._planned.result(), None
+        batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.current, self.engine.capacity.slots)
+        if self._planned is not None:  # a whole step ago: by now it is there
+            self.current, self._planned = self._planned.result(), None
         self.observed.budget += EFFORT * step.seconds
         for spans in step.stretches:
             lesson = SECONDS_PER_LESSON + SECONDS_PER_SPAN * len(spans)
@@ -108,20 +111,20 @@ class AutoAdmission:
                 self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity.slots)
         if not self.rates.known:
             return
-        if self.observed.synchronous >= PATIENCE:
-            self.current = self._probe(batch_size)
-        elif self._due(batch_size):
+        if self.observed.synchronous >= PATIENCE * 2 ** min(self.observed.probes, DOUBLINGS):
+            self.observed.probe()
+        elif self._due(batch_size, probed):
             self.observed.budget -= self._cost(batch_size) * self._steps(batch_size)
             self._planned = self._planner.submit(self._choose, batch_size, deepcopy(self.lengths))
 
     def _largest(self, batch_size: int) -> int:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
 
-    def _due(self, batch_size: int) -> bool:
+    def _due(self, batch_size: int, probed: bool) -> bool:
         """Any step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
         if self.current is None:
             return self.observed.steps >= FIRST
-        if not self._early and self.observed.steps % 4 and self.current.reason != PROBE:
+        if not self._early and self.observed.steps % 4 and not probed:
             return False
         return self.observed.budget >= self._cost(batch_size) * self._steps(batch_size)
 
@@ -137,10 +140,6 @@ class AutoAdmission:
         """Seconds that planning takes for each step that forecasts play."""
         samples = min(batch_size * self.group_size, SAMPLES)
         return (self._candidates + 1) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
-
-    def _probe(self, batch_size: int) -> Plan:
-        self.observed.synchronous = 0
-        return Plan(self._few_more(batch_size), PROBE)
 
     def _few_more(self, batch_size: int) -> int:
         """The fewest groups under way of which some are resumed, so that something is learned about that."""

@@ -83,7 +83,8 @@ class EngineRates:
             return
         until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
         by_time = np.argsort(until, kind="stable")
-        clock = np.interp(first, until[by_time], np.maximum.accumulate(own[by_time]))
+        own[by_time] = np.maximum.accumulate(own[by_time])  # one that was preempted on its way fell behind the others
+        clock = np.interp(first, until[by_time], own[by_time])
         enters = np.where(rows, 0.0, np.maximum(clock - first_tokens, 0.0))
         sampled = _integral(enters, enters + tokens, np.ones(len(begun)), own)
         crowded = crowded_tokens(enters, enters + tokens, slots, own)

@@ -33,7 +33,11 @@ class RecentSteps:
     budget: float = 0.0
     """Seconds that learning and planning may still take."""
     synchronous: int = 0
-    """Steps in a row with as many groups under way as a step trains on."""
+    """Steps with as many groups under way as a step trains on, since more were planned or tried."""
+    probing: bool = False
+    """The next step tries more, for once."""
+    probes: int = 0
+    """How often that was done since more were planned."""
     promised: float = 0.0
     """Tokens that were forecast for recent steps, in the time that they took."""
     brought: float = 0.0
@@ -59,12 +63,20 @@ class RecentSteps:
             interrupt = max(over - step.interrupted_at, 0.0)
             seen = self.interrupt_seconds
             self.interrupt_seconds = self._mean(seen, interrupt) if seen else interrupt
-        self.synchronous = self.synchronous + 1 if step.target == len(step.groups) else 0
-        if plan is not None and plan.consumed_tokens_per_second is not None:
+        if step.target == len(step.groups):
+            self.synchronous += 1
+        elif not self.probing:
+            self.synchronous = self.probes = 0
+        self.probing = False
+        if plan is not None and plan.target == step.target and plan.consumed_tokens_per_second is not None:
             seconds = step.seconds + (0.0 if step.resumed_at is not None else step.update_seconds or 0.0)
             self.promised = RECENT * self.promised + plan.consumed_tokens_per_second * seconds
             self.brought = RECENT * self.brought + step.sampled_tokens * self.accepted
         self.steps += 1
+
+    def probe(self) -> None:
+        """Have the next step try more groups."""
+        self.synchronous, self.probing, self.probes = 0, True, self.probes + 1
 
     def _mean(self, before: float, now: float) -> float:
         return before + (now - before) / (4 if self.steps else 1)
