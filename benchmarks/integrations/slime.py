@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, os.environ["APRIL_SLIME_SOURCE"])
 
-import psutil
 import requests
 import slime.backends.sglang_utils.server_control as control
+from overlap_real import children, processor_seconds
 from record import save, spread
 from slime.ray.rollout import _start_router
 from slime.rollout import sglang_rollout
@@ -84,6 +84,12 @@ def as_long_as_planned() -> None:
     plugin.SlimeRollouts._stop_tokens = lambda self: ()
 
 
+def processor_seconds_of_all() -> float:
+    """Of this process, the server and the router."""
+    own = os.getpid()
+    return sum(map(processor_seconds, [own, *children(own)]))
+
+
 class Arm:
     """A data source of its own, and what its rollouts took and brought."""
 
@@ -95,9 +101,9 @@ class Arm:
 
     def rollout(self) -> None:
         id = len(self.steps)
-        began, processor = time.perf_counter(), processor_seconds()
+        began, processor = time.perf_counter(), processor_seconds_of_all()
         groups = self._rollout(self.args, id, self.source).samples
-        seconds, processor = time.perf_counter() - began, processor_seconds() - processor
+        seconds, processor = time.perf_counter() - began, processor_seconds_of_all() - processor
         samples = [sample for group in groups for sample in group]
         assert len(groups) == N, "a rollout is N groups"
         assert all(sample.response_length == LENGTHS[sample.index] for sample in samples), "not as long as planned"
@@ -120,13 +126,6 @@ class Arm:
         }
 
 
-def processor_seconds() -> float:
-    """Of this process, the server and the router."""
-    own = psutil.Process()
-    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
-    return sum(t.user + t.system for t in times)
-
-
 def compare(arms: dict[str, Arm], warm_up: int) -> dict[str, Any]:
     figures = {name: arm.figures(warm_up) for name, arm in arms.items()}
     pairs = list(zip(arms["april"].steps[warm_up:], arms["slime"].steps[warm_up:], strict=True))
@@ -140,7 +139,7 @@ def compare(arms: dict[str, Arm], warm_up: int) -> dict[str, Any]:
     return {"arms": figures, "april_over_slime": ratios}
 
 
-def serve(models: list[Path], root: Path, options: argparse.Namespace) -> Any:
+def serve(model: Path, root: Path) -> Any:
     sglang = Path(".servers/sglang/bin/python").absolute()
     arguments = [
         *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
@@ -149,7 +148,7 @@ def serve(models: list[Path], root: Path, options: argparse.Namespace) -> Any:
         *("--mem-fraction-static", "0.2"),
     ]
     environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1"}
-    return launch_sglang(models[0], Launch(log_dir=root, python=sglang, arguments=arguments, environment=environment))
+    return launch_sglang(model, Launch(log_dir=root, python=sglang, arguments=arguments, environment=environment))
 
 
 def arguments_of(server: Server, model: Path, data: Path, april: bool) -> Namespace:
@@ -181,7 +180,7 @@ async def main(options: argparse.Namespace) -> None:
             for seed in range(2)
         ]
         data = prompt_file(root / "prompts.jsonl", 2000)
-        async with serve(models, root, options) as server:
+        async with serve(models[0], root) as server:
             args = arguments_of(server, models[0], data, april=False)
             router = args.sglang_router_ip, args.sglang_router_port = _start_router(args)
             url = f"http://{router[0]}:{router[1]}"

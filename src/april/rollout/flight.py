@@ -54,7 +54,7 @@ class Flight:
         """A sample is in flight no longer."""
         self._silent.pop(id, None)
         sample, group, span = self.samples.pop(id)
-        span.end, span.after, span.outcome = now, sample.length - sample.environment_tokens, outcome
+        span.end, span.after, span.outcome = now, sample.policy_tokens, outcome
         return sample, group
 
     def end_all(self, now: float) -> None:

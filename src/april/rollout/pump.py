@@ -197,9 +197,8 @@ class Pump:
 
     def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
         now, flight, spans, journal = self.account.now, self.flight, self.account.step.spans, self.history.journal
-        quarantined, in_flight = self._quarantined, flight.samples
         for group, sample in work:
-            if sample.id in in_flight or (quarantined and group.id in quarantined):
+            if group.id in self._quarantined or sample in flight:
                 continue
             if self.episodes is not None and sample.awaits_environment:
                 self.episodes.begin(sample, group, None if journal is None else journal.drain)

@@ -191,8 +191,7 @@ class RolloutState:
         for group in step.groups:
             self.ready.pop(group.id, None)
             self._drop(group)
-        left = ((id, sample.length - sample.environment_tokens) for id, (sample, _) in self.samples.items())
-        self._lengths = {id: tokens for id, tokens in left if tokens}
+        self._lengths = {id: tokens for id, (sample, _) in self.samples.items() if (tokens := sample.policy_tokens)}
         self._left = []
         self._sampled = self.buffer.sampled_tokens
         self.buffer.check()

@@ -374,29 +374,18 @@ class Group:
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
         if self._begun is None:  # versions never go back, so what came first stays first
-            first = None
-            for sample in self.samples:
-                version = sample.first_version
-                if version is not None and (first is None or version < first):
-                    first = version
-            self._begun = first
+            self._begun = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
         return self._begun
 
     @property
     def tokens(self) -> int:
         """Response tokens that policies sampled, over all samples."""
-        tokens = 0
-        for sample in self.samples:
-            tokens += sample.length - sample.environment_tokens
-        return tokens
+        return sum([sample.policy_tokens for sample in self.samples])
 
     @property
     def environment_tokens(self) -> int:
         """Response tokens that environments put in, over all samples."""
-        tokens = 0
-        for sample in self.samples:
-            tokens += sample.environment_tokens
-        return tokens
+        return sum([sample.environment_tokens for sample in self.samples])
 
     def begin_again(self, index: int) -> None:
         """An episode of it begins anew; its first token may come from a later version then."""
