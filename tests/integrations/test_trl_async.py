@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import IA3Config, LoraConfig
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from april.integrations.trl_async import AsyncGRPOTrainer
 from april.integrations.trl_rollouts import STATE, PartialRollouts
 from tests import tiny
+from tests.integrations.trl_launch import launch
 from tests.integrations.trl_on_cpu import without_a_gpu
 from tests.integrations.trl_trainer import TEMPLATE, Reward
 
@@ -24,8 +27,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without_a_gpu(monkeypatch)
 
 
-def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:
-    model = folder / "model"
+def trainer(
+    folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, adapter: Any = None, **settings: Any
+) -> Any:
+    model = folder / f"model-{os.environ.get('RANK', 0)}"
     if not model.exists():
         tokenizer = tiny.tokenizer()
         tokenizer.chat_template = TEMPLATE
@@ -55,6 +60,7 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
         partial_rollouts=PartialRollouts(
             **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
         ),
+        peft_config=adapter,
     )
 
 
@@ -88,6 +94,40 @@ def test_the_engine_gets_the_trained_weights(tmp_path: Path) -> None:
     trained.train()
     for own, theirs in zip(trained.rollout_worker.model.parameters(), trained.model.parameters(), strict=True):
         assert torch.equal(own, theirs)
+
+
+def test_adapters_are_trained_and_merged_for_the_engine(tmp_path: Path) -> None:
+    """The first batch has a ratio of 1 to a policy whose adapters do something; the engine gets what is trained."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    trained = trainer(tmp_path, max_steps=2, adapter=adapter)
+    trained.train()
+    assert trained.state.log_history[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    generates = dict(trained.rollouts.model.named_parameters())
+    merged = dict(trained.model.merge_and_unload().named_parameters())
+    assert set(generates) <= set(merged)
+    base = dict(tiny.model().named_parameters())
+    changed = {name for name, own in generates.items() if not torch.equal(own, base[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "up_proj"}
+    for name, own in generates.items():
+        torch.testing.assert_close(own, merged[name])
+
+
+@pytest.mark.slow
+def test_two_processes_train_adapters_on_what_one_generates(tmp_path: Path) -> None:
+    done = launch("--multi_gpu", "trl_async_job", str(tmp_path))
+    seen = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
+    assert all(path.exists() for path in seen), done.stderr[-3000:]
+    first, second = (json.loads(path.read_text()) for path in seen)
+    assert first["merged"] == second["merged"], "the processes train different policies"
+    assert not second["generates"]
+    for name, total in first["generates"].items():
+        assert first["merged"][name] == pytest.approx(total, abs=1e-3)
+    assert len(first["logs"]) == 4
+    assert all(entry["batch/samples_per_step"] == 16 for entry in first["logs"])
+    assert first["logs"][0]["ratio"] == pytest.approx(1, abs=1e-4)
+    assert done.returncode != 0
+    [said] = [line for line in done.stderr.splitlines() if line.startswith("april: ")]
+    assert f'resume_from_checkpoint="{tmp_path / "run" / "checkpoint-4"}"' in said
 
 
 def test_it_is_never_more_than_one_batch_ahead_and_keeps_the_bound(tmp_path: Path) -> None:
@@ -161,6 +201,7 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
     [
         ({"token_budget": 4096}, "token_budget = 4096: april counts the samples of an update"),
         ({"num_generations": 5}, "num_generations = 5: must divide the 16 samples"),
+        ({"adapter": IA3Config()}, "peft_config: IA3 was not run with april; only LoRA"),
         ({"max_staleness": 0}, "max_staleness = 0: a batch is taken one sync ahead"),
         (
             {"rollouts": {"over_sampling_batch_size": 40}},
@@ -173,3 +214,10 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: 
     with pytest.raises(ValueError, match=message) as caught:
         trainer(tmp_path, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_deepspeed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    args = AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    args.deepspeed_plugin = object()
+    with pytest.raises(ValueError, match="DEEPSPEED: TRL's AsyncGRPOTrainer gathers weights of DDP and FSDP2 only"):
+        AsyncGRPOTrainer("no such model", Reward(), args)

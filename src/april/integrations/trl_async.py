@@ -5,6 +5,9 @@ trained on batch k, so a batch is taken one sync ahead; generation goes on for t
 the sync alone. The scheduler's bound counts from the sync at which a batch is trained on, so it is TRL's own, and
 nothing is ever dropped for it.
 
+Of several processes (DDP, FSDP2), process 0 alone generates or drives servers, as with TRL's own worker: TRL deals its
+rows out, and gathers weights for it. Adapters come merged into the weights, by TRL.
+
 Invariants:
 - weights change only while nothing is in flight, and no batch is being taken;
 - batches handed over and not trained on are as many as steps that the scheduler counts as in training;
@@ -30,8 +33,9 @@ from transformers import AutoTokenizer
 
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
+from april.integrations.ranks import Job, last_words
 from april.integrations.requirement import require
-from april.integrations.trl import check_arguments, check_rows
+from april.integrations.trl import check_arguments, check_rows, how_to_go_on
 from april.integrations.trl_rollouts import (
     Checkpoint,
     PartialRollouts,
@@ -57,9 +61,13 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # no
 AHEAD = 2
 """Batches handed over and not trained on: the one the trainer works on, and the next."""
 
+NO_TRANSFER: Any = object()
+"""What processes other than 0 give TRL, which then asks no vLLM server, in any of them, whether it takes adapters."""
+
 
 class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
-    """TRL's asynchronous trainer; everything it takes but `rollout_worker` and `weight_transfer`.
+    """TRL's asynchronous trainer; everything it takes but `rollout_worker`, `weight_transfer`, `tools` and
+    `environment_factory`.
 
     Args:
         partial_rollouts: how rollouts are generated; the staleness bound is the config's `max_staleness`. The embedded
@@ -83,11 +91,19 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         settings = partial_rollouts_of(partial_rollouts)
         args = args or AsyncGRPOConfig(f"{Path(model).name}-AsyncGRPO")
         check_arguments(args)
-        if args.world_size != 1:
-            raise ValueError(f"{args.world_size} processes: april's AsyncGRPOTrainer runs in one process so far")
-        for name in ("peft_config", "tools", "environment_factory"):
+        if args.deepspeed_plugin is not None:
+            raise ValueError(
+                "DEEPSPEED: TRL's AsyncGRPOTrainer gathers weights of DDP and FSDP2 only; choose one of them, or "
+                "april's GRPOTrainer"
+            )
+        for name in ("tools", "environment_factory"):
             if more.get(name) is not None:
-                raise ValueError(f"{name}: not supported with april yet; leave it out, or use TRL's AsyncGRPOTrainer")
+                raise ValueError(
+                    f"{name}: not supported with april's AsyncGRPOTrainer yet; use april's GRPOTrainer, or TRL's own"
+                )
+        adapter = more.get("peft_config")
+        if adapter is not None and adapter.peft_type != "LORA":
+            raise ValueError(f"peft_config: {adapter.peft_type.value} was not run with april; only LoRA is supported")
         if args.token_budget is not None and args.token_budget > 0:
             raise ValueError(
                 f"token_budget = {args.token_budget}: april counts the samples of an update, which a token budget "
@@ -97,7 +113,8 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         check_rows(train_dataset)
-        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings)
+        self.job = Job()
+        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings) if self.job.leads else None
         try:
             super().__init__(
                 model,
@@ -106,21 +123,29 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
                 train_dataset,
                 tokenizer,
                 rollout_worker=worker,
-                weight_transfer=worker,
+                weight_transfer=worker or NO_TRANSFER,
                 **more,
             )
         except BaseException:
-            worker.stop()
+            if worker is not None:
+                worker.stop()
             raise
         self.rollouts = worker
-        self.add_callback(Checkpoint(worker))
+        if worker is not None:
+            self.add_callback(Checkpoint(worker))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a checkpoint brings back what waited when it was written."""
-        state = read_state(resume_from_checkpoint, self.args.output_dir)
-        if state is not None:
-            self.rollouts.load_state_dict(state)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        """As TRL's; a checkpoint brings back what waited when it was written.
+
+        Raises:
+            SystemExit: another process of the job has ended; the first to see it says how to go on.
+        """
+        with last_words(self.job, lambda what: how_to_go_on(Path(str(self.args.output_dir)), what)):
+            if self.rollouts is not None:
+                state = read_state(resume_from_checkpoint, self.args.output_dir)
+                if state is not None:
+                    self.rollouts.load_state_dict(state)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
 
 class AsyncRollouts:
@@ -136,6 +161,7 @@ class AsyncRollouts:
         settings: PartialRollouts,
     ) -> None:
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
+        samples *= args.world_size
         if samples % args.num_generations:
             raise ValueError(
                 f"num_generations = {args.num_generations}: must divide the {samples} samples that are trained on "
