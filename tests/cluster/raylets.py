@@ -41,10 +41,11 @@ class Raylets:
 
     Args:
         reaped: it ends with this process, however that ends; then nodes are added in its main thread alone.
+        network: the third number of its addresses, so that several are apart.
     """
 
-    def __init__(self, reaped: bool = True) -> None:
-        self._added = 0
+    def __init__(self, reaped: bool = True, network: int = 0) -> None:
+        self._added, self._network = 0, network
         self._cluster = Cluster(
             initialize_head=True,
             shutdown_at_exit=reaped,
@@ -54,7 +55,8 @@ class Raylets:
     def _settings(self, cpus: int) -> dict[str, Any]:
         self._added += 1
         # Ray takes 127.0.0.1 for the machine's outer address.
-        return {"num_cpus": cpus, "object_store_memory": 80_000_000, "node_ip_address": f"127.0.0.{1 + self._added}"}
+        address = f"127.0.{self._network}.{1 + self._added}"
+        return {"num_cpus": cpus, "object_store_memory": 80_000_000, "node_ip_address": address}
 
     @property
     def address(self) -> str:
@@ -116,12 +118,18 @@ class Raylets:
 
     def kill_head(self) -> None:
         """The head is gone at once, and what Ray keeps there."""
-        for each in [one for kind in self.head.all_processes.values() for one in kind]:
+        self.signal_head(signal.SIGKILL)
+
+    def signal_head(self, number: int, *kinds: str) -> None:
+        """To these kinds of the head's processes, as Ray names them; to all, if none are named."""
+        running = self.head.all_processes
+        for each in [one for kind in kinds or tuple(running) for one in running[kind]]:
             for pid in below(each.process.pid):
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
 
     def close(self) -> None:
+        self.signal_head(signal.SIGCONT)
         for node in self._cluster.list_all_nodes():
             self.signal(node, signal.SIGCONT)
         self._cluster.shutdown()

@@ -120,15 +120,20 @@ def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Pa
     assert not raylets.engines()
 
 
-def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hangs", [False, True], ids=["killed", "hung"])
+def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Path, hangs: bool) -> None:
     lost = Raylets()
     try:
         lost.add(2)
         run = april("train", a_recipe(tmp_path, lost.address), "--steps", 2000, "--save-interval", 5)
         until(lambda: len(steps(tmp_path)) >= 2, run)
-        lost.kill_head()
+        if hangs:
+            lost.signal_head(signal.SIGSTOP, "gcs_server")
+        else:
+            lost.kill_head()
         said, _ = run.communicate(timeout=GENEROUS)
         assert run.returncode != 0, said
+        assert not hangs or "the head of the Ray cluster has not answered for 20 s" in said
     finally:
         lost.close()
     done = len(steps(tmp_path))

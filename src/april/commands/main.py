@@ -16,6 +16,7 @@ from importlib import import_module
 from april import __version__
 from april.commands.failure import fail
 from april.config.error import ConfigError
+from april.engines.cluster.head import leave
 from april.extras import missing_package
 
 COMMANDS = {
@@ -47,6 +48,7 @@ def main() -> None:
             fail("nobody reads what the run prints, so it has ended; april resume DIR goes on with it")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
         status = 1
+    leave(status)
     raise SystemExit(status)
 
 

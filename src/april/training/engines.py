@@ -109,9 +109,10 @@ async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[
     """Engines on the nodes of a cluster, as one pool."""
     from april.engines.cluster.cluster import Cluster
     from april.engines.cluster.connection import connected
+    from april.engines.cluster.head import ask
 
     await stack.enter_async_context(connected(recipe.cluster.address))
-    cluster = Cluster(wanted_of(recipe, logs))
+    cluster = Cluster(await ask(wanted_of, recipe, logs))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)

@@ -13,12 +13,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from april.engines.cluster.head import ask
 from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers, nodes_now
 from april.engines.cluster.placement import Node
@@ -163,21 +165,22 @@ class NodeCalls:
         if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
             del self._callers[caller.node.id]
             log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
-            await asyncio.to_thread(caller.end)
+            await ask(caller.end)
 
     async def _look(self) -> None:
         """Use the nodes that there are."""
         async with self._looking:
             if time.monotonic() - self._looked < LOOK and self._callers:
                 return
-            nodes = {node.id: node for node in await asyncio.to_thread(nodes_now)}
+            nodes = {node.id: node for node in await ask(nodes_now)}
             new = [node for node in nodes.values() if node.id not in self._callers]
             able = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in new))
             self._callers |= {n.id: NodeCaller(n, self._make) for n, answer in zip(new, able, strict=True) if answer}
             self._looked = time.monotonic()
 
     async def close(self) -> None:
-        await asyncio.to_thread(self.end)
+        with suppress(EngineError):  # the head hangs: Ray ends them once this process has ended
+            await ask(self.end)
 
     def end(self) -> None:
         for caller in self._callers.values():

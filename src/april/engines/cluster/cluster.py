@@ -3,7 +3,7 @@
 Invariants:
 - engines end with the run that started them;
 - a node that joins is looked at within `WATCH` seconds;
-- a head that does not answer stops the run within `nodes.HEAD_SILENCE` seconds, with what is on disk.
+- a head that does not answer stops the run within `head.HEAD_SILENCE` seconds, with what is on disk.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from april.engines.cluster.actor import EngineActor
+from april.engines.cluster.head import ask
 from april.engines.cluster.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.cluster.placement import Demand, Node, Placement, place
 from april.engines.cluster.replica import ClusterReplica
@@ -86,6 +87,7 @@ class Cluster:
                 ):
                     on_status(f"starting {left} of {len(replicas)} engines, {time.monotonic() - began:.0f} s")
                     await asyncio.wait(opening, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
+                    await alive_nodes()  # the head may hang meanwhile
         except BaseException as failed:
             await asyncio.gather(*(replica.close() for replica in replicas))
             if isinstance(failed, ExceptionGroup):
@@ -132,7 +134,7 @@ class Cluster:
                 silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
-            site = await asyncio.to_thread(Site, node, _actor(wanted.engine, name), wanted.demand, name)
+            site = await ask(Site, node, _actor(wanted.engine, name), wanted.demand, name)
             if not await site.reserved(RESERVING):
                 await self._give_up(site)
                 raise EngineError(f"the node at {node.address} has not reserved {wanted.demand} in {RESERVING} s")
@@ -140,7 +142,7 @@ class Cluster:
 
     async def _give_up(self, site: Site) -> None:
         self._suspects[site.node.id] = time.monotonic() + SUSPECT
-        await asyncio.to_thread(site.end)
+        await ask(site.end)
 
     def _no_room(self, nodes: list[Node]) -> str:
         where = {"spread": "no node", "apart": "no node but those that train", "beside": "no node that trains"}

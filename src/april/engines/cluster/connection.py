@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
-from april.engines.cluster.nodes import HEAD_SILENCE
+from april.engines.cluster.head import HEAD_SILENCE, ask
 from april.engines.cluster.placement import Demand
 from april.rollout.engine import EngineError
 
+CONNECTING = 60.0
+"""Seconds in which a head lets this process in, or says why not. Ray tries a wrong token for some 25."""
 TOKEN = "put that of the cluster into RAY_AUTH_TOKEN, or the file's name into RAY_AUTH_TOKEN_PATH"
 
 
@@ -53,11 +54,12 @@ def disconnect() -> None:
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[None]:
     """`connect`; disconnected afterwards."""
-    await asyncio.to_thread(connect, address)
+    await ask(connect, address, seconds=CONNECTING)
     try:
         yield
     finally:
-        await asyncio.to_thread(disconnect)
+        with suppress(EngineError):  # it hangs: Ray ends what this process has started once it has ended
+            await ask(disconnect)
 
 
 def _require_head(address: str) -> None:

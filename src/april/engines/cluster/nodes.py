@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import closing
 
 import grpc
@@ -10,16 +9,14 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import available_resources_per_node
 
+from april.engines.cluster.head import ask
 from april.engines.cluster.placement import Node
-from april.rollout.engine import EngineError
 
 ANSWERING = 8.0
 """Seconds that a node may take to answer, before it is asked for an engine."""
 
 WATCH = 1.0
 """Seconds between two looks at the nodes."""
-HEAD_SILENCE = 20.0
-"""Seconds that the head may take to answer."""
 SUSPECT = 90.0
 """Seconds that a node is avoided on which something hung. Ray itself takes a little over a minute to call it dead."""
 
@@ -57,11 +54,7 @@ async def alive_nodes() -> list[Node]:
     Raises:
         EngineError: the head does not answer.
     """
-    try:
-        async with asyncio.timeout(HEAD_SILENCE):
-            return await asyncio.to_thread(nodes_now)
-    except TimeoutError:
-        raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
+    return await ask(nodes_now)
 
 
 def answers(node: Node) -> bool:

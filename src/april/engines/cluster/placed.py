@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
+from april.engines.cluster.head import ask
 from april.engines.cluster.site import Site
+from april.rollout.engine import EngineError
 
 
 class Placed:
@@ -61,4 +64,5 @@ class Placed:
         if self._opening is not None:
             self._opening.cancel()
         if self.site is not None:
-            await asyncio.to_thread(self.site.end)
+            with suppress(EngineError):  # the head hangs: Ray ends it once this process has ended
+                await ask(self.site.end)

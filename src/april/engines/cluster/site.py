@@ -20,6 +20,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from april.engines.cluster.head import ask
 from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers
 from april.engines.cluster.placement import Demand, Node
@@ -94,7 +95,7 @@ class Site:
     async def reserved(self, seconds: float) -> bool:
         """Whether its resources are reserved within so long. Whoever waits may be cancelled: no thread waits on."""
         until = time.monotonic() + seconds
-        while not (found := await asyncio.to_thread(self.group.wait, 1)) and time.monotonic() < until:
+        while not (found := await ask(self.group.wait, 1)) and time.monotonic() < until:
             pass
         return bool(found)
 

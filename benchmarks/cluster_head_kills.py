@@ -1,0 +1,345 @@
+"""The head of a real Ray cluster on one machine, and the driver, are killed and hung; another cluster goes on.
+
+    .frameworks/cluster/bin/python benchmarks/cluster_head_kills.py     writes cluster_head_kills.json beside it
+
+A run of 12 steps in the process of `april train`, its engine on a node of a cluster whose head it is connected to. At
+random moments, also while it starts: SIGKILL or SIGSTOP of all of the head's processes or of Ray's GCS alone, SIGKILL
+of the driver, or of both. The run must end without an operator, and leave no process behind, on nodes neither; `april
+resume` goes on on a new cluster. When a run is through the next one begins, until there were so many blows. Steps are
+collected synchronously, so what they are trained on does not depend on time.
+
+Compared with a run that nothing disturbs: the groups of every step, each as often as it was trained on, with all their
+tokens, the versions of these and the rewards, exactly; and metrics that do not depend on the clock, to 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from tests.ranks.losses import LEDGER, STEPS, outcome  # noqa: E402
+
+KINDS = (
+    "head killed",
+    "head hung",
+    "its GCS killed",
+    "its GCS hung",
+    "driver killed",
+    "driver and head killed",
+)
+LONGEST = 40.0
+"""Seconds from a start to the blow at most: about what a start and some steps take."""
+HUNG = 120.0
+"""Seconds after which a driver that has lost its head, or a process that it left behind, counts as hung."""
+GROUPS = 4
+
+
+def drive(arguments: list[str]) -> None:
+    """`april` with these arguments; what each step is trained on is noted in a file for each time."""
+    from april.commands.main import main
+    from april.rollout.step import Step
+    from april.training.local import LocalLearner
+
+    train, ledger = LocalLearner.train, Path(os.environ[LEDGER])
+
+    def noted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+        content = [
+            [group.id, [[s.index, s.response_ids, s.versions.tolist(), s.reward, str(s.finish)] for s in group.samples]]
+            for group in step.groups
+        ]
+        unfinished = ledger.with_suffix(".part")
+        unfinished.write_text(json.dumps(content))
+        names = (ledger / f"{number}-{life}.json" for life in itertools.count())
+        unfinished.rename(next(name for name in names if not name.exists()))
+        return train(self, step, number)
+
+    LocalLearner.train = noted  # type: ignore[method-assign]
+    sys.argv[1:] = arguments
+    main()
+
+
+class Clusters:
+    """Each of a head and a node. One that is done with is watched until no engine is left on it."""
+
+    def __init__(self) -> None:
+        self._networks = itertools.cycle(range(1, 250))
+        self._leaving: list[threading.Thread] = []
+        self.engines_gone: list[float] = []
+        """Seconds from the driver's end until none was left, of each cluster that lost its head or driver."""
+        self.left: list[str] = []
+
+    def another(self) -> Any:
+        from tests.cluster.raylets import Raylets
+
+        while True:
+            cluster = None
+            try:
+                cluster = Raylets(reaped=False, network=next(self._networks))
+                cluster.add()
+                return cluster
+            except Exception as error:  # Ray raises no less: a machine with much other work takes it too long
+                print(f"a cluster has not started: {error}", flush=True)
+                if cluster is not None:
+                    cluster.close()
+
+    def leave(self, cluster: Any, known: set[int]) -> None:
+        """End what is left of a cluster, once its engines have ended by themselves; `known` are these."""
+        thread = threading.Thread(target=self._leave, args=(cluster, known))
+        thread.start()
+        self._leaving.append(thread)
+
+    def _leave(self, cluster: Any, known: set[int]) -> None:
+        began = time.monotonic()
+        with suppress(TimeoutError):
+            wait(lambda: not engines_among(known | set(cluster.engines())))
+        if left := engines_among(known | set(cluster.engines())):
+            self.left.append(f"{len(left)} engines after {HUNG:g} s")
+        else:
+            self.engines_gone.append(time.monotonic() - began)
+        cluster.close()
+
+    def join(self) -> None:
+        for thread in self._leaving:
+            thread.join()
+
+
+def wait(condition: Callable[[], Any]) -> None:
+    given_up = time.monotonic() + HUNG
+    while not condition():
+        if time.monotonic() > given_up:
+            raise TimeoutError
+        time.sleep(0.1)
+
+
+def engines_among(pids: set[int]) -> set[int]:
+    from tests.cluster.raylets import ENGINES, processes
+
+    alive = processes()
+    return {pid for pid in pids if alive.get(pid, (0, ""))[1].startswith(ENGINES)}
+
+
+def started_by(ledger: Path) -> set[int]:
+    """The processes that a driver of this run has started, and itself."""
+    mark, found = f"{LEDGER}={ledger}".encode(), set()
+    for directory in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (directory / "environ").read_bytes().split(b"\0"):
+                found.add(int(directory.name))
+    return found
+
+
+class Run:
+    """A run of `STEPS` steps in `base`, on one cluster after the other."""
+
+    def __init__(self, base: Path, name: str, clusters: Clusters) -> None:
+        self.base, self.name, self.clusters = base, name, clusters
+        self.ledger = base / f"{name}-ledger"
+        self.ledger.mkdir()
+        self.log = base / f"{name}.log"
+        self.blows: list[dict[str, Any]] = []
+        self.starts = 0
+
+    def go_on(self, kind: str | None, after: float) -> bool:
+        """A life on a new cluster, struck after so many seconds; whether the run has come to its end."""
+        cluster = self.clusters.another()
+        began, before = time.monotonic(), self._trained()
+        process = self._start(cluster.address)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(after if kind else 1200)
+        if process.poll() is None and kind:
+            known = set(cluster.engines())
+            self._strike(kind, cluster, process, began, self._trained() - before)
+            self.clusters.leave(cluster, known)
+            return False
+        assert process.returncode == 0, self.log.read_text()
+        self.clusters.leave(cluster, set())
+        return True
+
+    def _start(self, address: str) -> subprocess.Popen[bytes]:
+        begun = (self.base / self.name / "recipe.json").exists()
+        what = ["resume", self.base / self.name] if begun else ["train", recipe_in(self.base, self.name)]
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": path, LEDGER: str(self.ledger)}
+        command = [sys.executable, __file__, "--drive", *map(str, what), "--cluster.address", address]
+        self.starts += 1
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def _strike(self, kind: str, cluster: Any, process: Any, began: float, steps: int) -> None:
+        struck = time.monotonic()
+        if "head" in kind or "GCS" in kind:
+            number = signal.SIGSTOP if kind.endswith("hung") else signal.SIGKILL
+            cluster.signal_head(number, *(["gcs_server"] if "GCS" in kind else []))
+        if "driver" in kind:
+            process.kill()
+        try:
+            status = process.wait(HUNG)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"{kind}: the driver has not ended in {HUNG:g} s:\n{self.log.read_text()}") from None
+        ended = time.monotonic() - struck
+        if kind.endswith("hung"):
+            cluster.signal_head(signal.SIGKILL)
+        with suppress(TimeoutError):
+            wait(lambda: not started_by(self.ledger))
+        if left := started_by(self.ledger):
+            self.clusters.left.append(f"{kind}: {len(left)} processes of the driver")
+        blow = {"kind": kind, "after": round(struck - began, 1), "steps_since_start": steps}
+        self.blows.append({**blow, "driver_ended": round(ended, 1), "status": status})
+        print(self.blows[-1], flush=True)
+
+    def _trained(self) -> int:
+        return len(list(self.ledger.iterdir()))
+
+
+RECIPE = """
+[model]
+path = "{model}"
+device = "cpu"
+[task]
+kind = "records"
+path = "{data}"
+eval_size = 2
+reward = "tests.ranks.rewards:even_characters"
+[rollout]
+rollout_batch_size = {groups}
+over_sampling_batch_size = {groups}
+n_samples_per_prompt = 4
+max_response_length = 200
+max_staleness = 0
+reward_workers = 1
+[engine]
+context_length = 256
+[cluster]
+replicas = 1
+[algorithm]
+kl_coef = 0.0
+[training]
+steps = {steps}
+threads = 1
+learning_rate = 1e-3
+eval_interval = 0
+save_interval = 3
+[reporting]
+output = "{output}"
+trackers = []
+"""
+
+
+def recipe_in(base: Path, name: str) -> Path:
+    from tests import tiny
+
+    if not (base / "policy").exists():
+        tiny.save(base / "policy", sharpness=1.0)
+        prompts = (json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11))
+        (base / "data.jsonl").write_text("\n".join(prompts))
+    path = base / f"{name}.toml"
+    places = {"model": base / "policy", "data": base / "data.jsonl", "output": base / name}
+    path.write_text(RECIPE.format(**places, groups=GROUPS, steps=STEPS))
+    return path
+
+
+def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What of a run's outcome is not that of the undisturbed one."""
+    wrong = [f"step {step}" for step, content in expected["steps"].items() if found["steps"].get(step) != content]
+    for row, other in zip(found["metrics"], expected["metrics"], strict=False):
+        far = [name for name, value in row.items() if not math.isclose(value, other[name], rel_tol=1e-4, abs_tol=1e-6)]
+        wrong += [f"{name} of step {row['step']}" for name in far]
+    if len(found["metrics"]) != STEPS or len(found["steps"]) != STEPS:
+        wrong.append(f"{len(found['steps'])} steps, {len(found['metrics'])} lines of metrics")
+    return wrong
+
+
+def strike(blows: int, seconds: float, seed: int, save: Callable[[dict[str, Any]], None]) -> bool:
+    """Strike so often, or as often as there is time for; whether all was well."""
+    rng, deadline = random.Random(seed), time.monotonic() + seconds
+    clusters = Clusters()
+    done: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        base = Path(place)
+        assert Run(base, "calm", clusters).go_on(None, 0)
+        expected = outcome(base, "calm")
+        assert len(expected["steps"]) == STEPS
+
+        try:
+            while len(done) < blows and time.monotonic() < deadline:
+                run, through = Run(base, f"run-{len(runs) + 1}", clusters), False
+                while not through:
+                    going_on = len(done) < blows and time.monotonic() < deadline
+                    through = run.go_on(rng.choice(KINDS) if going_on else None, rng.uniform(0, LONGEST))
+                    done.extend(run.blows[run.starts - 1 :])
+                again = len(list(run.ledger.iterdir())) - STEPS
+                wrong = unlike(outcome(base, run.name), expected)
+                found = {"blows": len(run.blows), "starts": run.starts, "steps_trained_again": again}
+                runs.append({**found, "unlike_undisturbed": wrong})
+                print(runs[-1], flush=True)
+                save(_found(clusters, done, runs))
+        finally:
+            clusters.join()
+    save(_found(clusters, done, runs))
+    return not clusters.left and not any(run["unlike_undisturbed"] for run in runs)
+
+
+def _found(clusters: Clusters, done: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    from record import machine
+
+    return {
+        "command": " ".join(["benchmarks/cluster_head_kills.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "blows": len(done),
+        "while_steps_went_on": sum(blow["steps_since_start"] > 0 for blow in done),
+        "by_kind": {kind: summary([blow for blow in done if blow["kind"] == kind]) for kind in KINDS},
+        "steps_of_each": STEPS,
+        "runs": len(runs),
+        "runs_equal": sum(not run["unlike_undisturbed"] for run in runs),
+        "left_behind": clusters.left,
+        "engines_gone_seconds_max": round(max(clusters.engines_gone, default=0.0), 1),
+        "each_run": runs,
+        "each_blow": done,
+    }
+
+
+def summary(blows: list[dict[str, Any]]) -> dict[str, Any]:
+    if not blows:
+        return {"count": 0}
+    ended = [blow["driver_ended"] for blow in blows]
+    times = {"driver_ended_median": statistics.median(ended), "driver_ended_max": max(ended)}
+    return {"count": len(blows), **times, "statuses": sorted({blow["status"] for blow in blows})}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--drive"]:
+        drive(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--blows", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=7200.0, help="no blow after that")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    options = parser.parse_args()
+
+    def save(found: dict[str, Any]) -> None:
+        options.output.write_text(json.dumps(found, indent=2) + "\n")
+
+    return int(not strike(options.blows, options.seconds, options.seed, save))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

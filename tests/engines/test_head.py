@@ -1,0 +1,54 @@
+"""A head of a cluster that hangs keeps nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from april.engines.cluster.head import ask, head_hangs
+from april.rollout.engine import EngineError
+
+HANGING = """
+import asyncio, atexit, threading
+from april.engines.cluster.head import ask, leave
+from april.rollout.engine import EngineError
+
+never = threading.Event()
+atexit.register(never.wait)  # as Ray does while it is connected
+try:
+    asyncio.run(ask(never.wait, seconds=0.01))
+except EngineError as error:
+    print(error)
+leave(3)
+"""
+
+
+def test_a_head_that_hangs_is_given_up_and_asked_briefly_from_then_on() -> None:
+    answers = threading.Event()
+
+    async def asks() -> None:
+        assert await ask(lambda: 7) == 7
+        with pytest.raises(ZeroDivisionError):
+            await ask(lambda: 1 // 0)
+        assert not head_hangs()
+        with pytest.raises(EngineError, match=r"has not answered for 0\.01 s"):
+            await ask(answers.wait, seconds=0.01)
+        assert head_hangs()
+        with pytest.raises(EngineError, match="has not answered for 1 s"):
+            await ask(answers.wait, seconds=3600)
+
+    hanging = set(threading.enumerate())
+    asyncio.run(asks())
+    answers.set()
+    for thread in set(threading.enumerate()) - hanging:
+        thread.join()
+    assert not head_hangs()
+
+
+def test_a_process_ends_though_its_head_hangs() -> None:
+    ended = subprocess.run([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True, timeout=600)
+    assert (ended.returncode, ended.stdout.strip()) == (3, "the head of the Ray cluster has not answered for 0.01 s")
