@@ -285,6 +285,25 @@ async def test_parked_samples_give_way_oldest_first() -> None:
     assert_behaviour(POLICY, [*parked, *others])
 
 
+@pytest.mark.parametrize("passes", [3, 15])
+async def test_another_engine_goes_on_with_the_same_tokens_and_rounds_their_logprobs_otherwise(passes: int) -> None:
+    """As after a crash: what was sampled is prefilled, where it had been decoded token by token."""
+    whole, done = await run(engine(), samples(max_tokens=24)), samples(max_tokens=24)
+    first = engine()
+    for sample in done:
+        first.submit(sample)
+    for _ in range(passes):
+        append(done, await first.poll())
+    append(done, await first.interrupt())
+    lengths = [sample.length for sample in done]
+    assert max(lengths) > 0
+    await run(engine(), [sample for sample in done if sample.finish is None])
+    for expected, found, length in zip(whole, done, lengths, strict=True):
+        assert found.response_ids == expected.response_ids
+        assert list(found.logprobs[:length]) == list(expected.logprobs[:length])
+        assert list(found.logprobs) == pytest.approx(list(expected.logprobs), rel=0, abs=1e-5)
+
+
 async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
     subject = engine()
     done = samples(groups=1)

@@ -83,3 +83,12 @@ def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
     layout = 'processes = 2\nbackend = "megatron"\ntensor_parallel = 2'
     recipe.write_text(recipe.read_text().replace("processes = 2", layout))
     survive_a_killed_rank(recipe, tmp_path / "run", modules=Path(__file__).parent / "megatron_site")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_most_that_a_rank_holds_is_near_what_was_planned(tensor: int, tmp_path: Path) -> None:
+    layout = {"tensor": tensor, "tensor_parallel": tensor, "backend": "megatron"}
+    where = str(tmp_path / "policy")
+    for said in run("tests.ranks.memory:peaks", 2, tmp_path, 900, directory=where, policy="model", **layout):
+        found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+        assert 0.75 < found["held"] / found["planned"] < 1.4, found

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from april.config.recipe import Recipe
 from april.training.memory_plan import planned
 from april.training.micro_batches import share
 from april.training.ranks import Ranks
@@ -45,25 +46,41 @@ def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     chosen.trainer.processes = ranks.world
     for name, value in trainer.items():
         setattr(chosen.trainer, name, value)
+    megatron = chosen.trainer.backend == "megatron"
     step = rollout(1, groups=4, longest=160)
     lengths = [len(sample.prompt_ids) + sample.length for group in step.groups for sample in group.samples]
     chosen.training.max_tokens_per_micro_batch = 4 * max(lengths)
-    passes = share(lengths, range(len(lengths)), 4 * max(lengths), True, *ranks.team)
-    largest = max(passes, key=lambda part: sum(lengths[row] for row in part))
+    passes = share(lengths, range(len(lengths)), 4 * max(lengths), not megatron, *ranks.team)
+    size = max(
+        (len(part) * max(lengths[row] for row in part) if megatron else sum(lengths[row] for row in part), len(part))
+        for part in passes
+        if part
+    )
     model = getattr(tiny, policy)(sharpness=1.0, hidden_size=64, intermediate_size=256, num_hidden_layers=6)
     if ranks.leads:
         model.save_pretrained(directory)
     ranks.wait()
     full = copy.deepcopy(chosen)
-    full.training.max_tokens_per_micro_batch = sum(lengths[row] for row in largest)
-    full.rollout.max_response_length = full.training.max_tokens_per_micro_batch // len(largest)
+    full.training.max_tokens_per_micro_batch, rows = size
+    full.rollout.max_response_length = full.training.max_tokens_per_micro_batch // rows
     plan = planned(full).rank
     chosen.engine.engine = "vllm"  # whose copy of the policy is elsewhere
-    learner = ShardedLearner(model, chosen, ranks)
+    learner = _learner(chosen)(model, chosen, ranks)
     learner.train(step, 1)
     learner.optimizer.zero_grad()
-    kept = [*learner.model.parameters(), *(t for s in learner.optimizer.state.values() for t in s.values())]
+    kept = [*learner.policy.parameters(), *(t for s in learner.optimizer.state.values() for t in s.values())]
     held = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in kept)
     with Held() as new:
         learner.train(step, 2)
     print(json.dumps({"held": held + new.peak, "planned": sum(plan.values()), "parts": plan}), flush=True)
+
+
+def _learner(recipe: Recipe) -> type[ShardedLearner]:
+    if recipe.trainer.backend == "fsdp2":
+        return ShardedLearner
+    from tests.integrations import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    from april.training.megatron_learner import MegatronLearner
+
+    return MegatronLearner

@@ -23,7 +23,8 @@ def main() -> int:
     lived = int(lives.read_text()) if lives.exists() else 0
     lives.write_text(str(lived + 1))
     with (run / "told.jsonl").open("a") as file:
-        file.write(json.dumps({"rank": rank, "resume": told["resume"], **told["recipe"]["training"]}) + "\n")
+        seen = {"rank": rank, "resume": told["resume"], "interface": os.environ.get("GLOO_SOCKET_IFNAME")}
+        file.write(json.dumps({**seen, **told["recipe"]["training"]}) + "\n")
     does = json.loads((run / "plan.json").read_text())[lived][int(rank)]
     if does == "trains":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a step that has begun is trained to its end

@@ -33,6 +33,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(agent, "GRACE_SECONDS", 1.0 if waiting else 120.0)
         return Agent(recipe).run()
 
+    run.recipe = recipe
     return run
 
 
@@ -98,6 +99,17 @@ def test_ranks_are_not_started_anew_for_ever(ends: Any, tmp_path: Path, capfd: p
 def test_a_step_between_two_losses_starts_the_count_again(ends: Any, tmp_path: Path) -> None:
     assert ends(*[["trains", "killed"]] * 3, [0, "done"], max_restarts=1) == 0
     assert len(told(tmp_path)) == 8
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface has another name")
+@pytest.mark.parametrize(("address", "interface"), [("", "lo"), ("127.0.0.1:6379", None)])
+def test_ranks_keep_to_this_machine_unless_engines_are_elsewhere(
+    ends: Any, address: str, interface: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    ends.recipe.cluster.address = address
+    assert ends([0, "done"]) == 0
+    assert [line["interface"] for line in told(tmp_path)] == [interface] * 2
 
 
 def test_a_run_that_has_begun_is_resumed(ends: Any, tmp_path: Path) -> None:

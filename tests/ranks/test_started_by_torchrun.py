@@ -104,12 +104,16 @@ def test_only_the_leader_checks_and_repairs_the_run(torchrun: Any, run: Path, ch
     assert checked == ["rewind"]
 
 
-def test_ranks_that_start_anew_repair_nothing_again(torchrun: Any, run: Path, checked: list[str]) -> None:
+def test_ranks_that_start_anew_repair_nothing_again_and_say_so(
+    torchrun: Any, run: Path, checked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     torchrun()
     assert status("resume", str(run), "--rewind") == 0
+    assert capsys.readouterr().err == ""
     note_beginning(run, saved_recipe(run))
     assert status("resume", str(run), "--rewind") == 0
     assert checked == ["rewind", "none"]
+    assert "--rewind is not done again; if this is another job, give it an id of its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

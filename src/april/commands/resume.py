@@ -15,7 +15,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
-from april.training.rank_process import leads
+from april.training.rank_process import job, leads
 from april.training.resume import Repair, began_here, check_run, check_unchanged, saved_recipe
 
 OPTION = "--resume"
@@ -77,7 +77,17 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe:
     check_recipe(recipe)
     check_ranks(recipe)
     if leads():
-        for line in check_run(run, "none" if began_here(run) else repair):  # ranks that start anew repair nothing again
-            print(f"april: {line}", file=sys.stderr)
+        if began_here(run) and repair != "none":  # ranks that start anew repair nothing again
+            _note(
+                f"torchrun's job {job()} has begun or resumed {run} before, so its ranks start anew and --{repair} is "
+                "not done again; if this is another job, give it an id of its own (--rdzv-id)"
+            )
+            repair = "none"
+        for line in check_run(run, repair):
+            _note(line)
         check_unchanged(run, before, recipe)
     return recipe
+
+
+def _note(message: str) -> None:
+    print(f"april: {message}", file=sys.stderr)

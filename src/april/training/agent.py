@@ -253,15 +253,21 @@ class Agent:
         return RankProcess(number, process, line, time.monotonic())
 
     def _environment(self, away: RanksOnNodes | None) -> dict[str, str]:
-        world, engine = self._recipe.trainer.processes, self._recipe.engine
+        world = self._recipe.trainer.processes
         here = world - self._recipe.ranks_on_nodes
         own = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here)}
         usual = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here))}
         if away:
             usual |= away.network
-        elif sys.platform == "linux" and not engine.urls and is_loopback(engine.server_host):
+        elif sys.platform == "linux" and self._all_is_here:
             usual["GLOO_SOCKET_IFNAME"] = "lo"  # nobody elsewhere has to reach the ranks
         return {**usual, **os.environ, **own}
+
+    @property
+    def _all_is_here(self) -> bool:
+        """Whether engines are on this machine, as the ranks are: those of a cluster get weights over its network."""
+        recipe = self._recipe
+        return not (recipe.cluster.enabled or recipe.engine.urls) and is_loopback(recipe.engine.server_host)
 
     def _waits_for_room(self) -> Callable[[str], bool]:
         """Whether to wait for nodes, asked with the reason that there are none: always where the run goes on."""

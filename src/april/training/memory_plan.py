@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.config.settings import TrainerSettings
 from april.training.local import checkpoint_layers, objective_of
 from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
 
@@ -51,15 +52,14 @@ def planned(recipe: Recipe) -> MemoryPlan:
     check_layout(recipe)
     own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.engine_dtype))
     megatron = trainer.backend == "megatron"
-    copies = trainer.processes // trainer.policy_replicas if trainer.sharded else 1
-    copies = trainer.tensor_parallel if megatron else copies  # every team holds all
+    holders = _holders(trainer)
     with FakeTensorMode():
         model = _model(recipe)
         model.requires_grad_(not recipe.lora.rank)
         count = sum(p.numel() for p in model.parameters())
         parts = trainer.tensor_parallel, trainer.expert_parallel
         divided = _matrices(model) if megatron else plans(model, *parts)
-        sizes = _sizes(model, copies, *parts, *divided)
+        sizes = _sizes(model, holders, *parts, *divided)
         shard = sum(held for held, _ in sizes.values())
         names = layers_of(model)
         of_layers = {layer: sum(part for n, (_, part) in sizes.items() if n.startswith(f"{layer}.")) for layer in names}
@@ -72,21 +72,28 @@ def planned(recipe: Recipe) -> MemoryPlan:
     critics = int(objective.algorithm.value_head)
     frozen = int(objective.regularised and not recipe.lora.rank)
     trained = 1 + critics if not recipe.lora.rank else critics
-    adapters = _adapters(model, recipe) // copies
+    adapters = _adapters(model, recipe) // holders
     rank = {
         "parameters": (1 + critics + frozen) * shard * own + adapters * own,
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
-        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if copies > 1 and not megatron else 0,
+        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if holders > 1 and not megatron else 0,
         "activations": activations // trainer.context_parallel,
         "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
     }
     tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
-    whole = copies > 1 or engine.engine != "embedded"
+    whole = holders > 1 or engine.engine != "embedded"
     devices = recipe.gpus_per_engine
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
     return MemoryPlan(rank, first, count)
+
+
+def _holders(trainer: TrainerSettings) -> int:
+    """Ranks that hold a copy of the policy together."""
+    if trainer.backend == "megatron":
+        return trainer.tensor_parallel  # the others hold copies
+    return trainer.processes // trainer.policy_replicas if trainer.sharded else 1
 
 
 def _matrices(model: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -95,18 +102,18 @@ def _matrices(model: Any) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _sizes(
-    model: Any, copies: int, tensor: int, expert: int, matrices: dict[str, str], experts: dict[str, str]
+    model: Any, holders: int, tensor: int, expert: int, matrices: dict[str, str], experts: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
     """Of each parameter: how much of it a rank holds, and how much while its layer computes; numbers."""
     layers = tuple(f"{name}." for name in layers_of(model))
     sizes = {}
     for name, parameter in model.named_parameters():
-        parts, over = 1, copies
+        parts, over = 1, holders
         if name in experts:
-            parts, over = expert, copies // expert
+            parts, over = expert, holders // expert
         elif tensor > 1 and name.startswith(layers):
             parts = tensor if matrices.get(name) in ("colwise", "rowwise") else 1
-            over = copies // tensor
+            over = holders // tensor
         part = parameter.numel() // parts
         rows = parameter.shape[0] // (1 if matrices.get(name) == "rowwise" else parts)
         sizes[name] = (-(-rows // over) * (part // rows), part)
