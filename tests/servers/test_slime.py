@@ -126,7 +126,7 @@ def response_ids(saved: dict[str, Any]) -> list[int]:
 
 def prompts_under_way(source: plugin.DataSource) -> dict[str, list[dict[str, Any]]]:
     """slime's samples of the groups that wait, by the prompt's id."""
-    state = run_on_slimes_loop(source.rollouts.state_dict())
+    state = run_on_slimes_loop(source.rollouts.state_dict(0))
     prompts = [group["prompt"] for group in state["scheduler"]["state"]["buffer"]["groups"]]
     return {prompt["id"]: prompt["metadata"]["slime"] for prompt in prompts}
 
@@ -203,15 +203,38 @@ def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Serv
     assert seen | under_way == set(range(len(seen) + len(under_way))), "a prompt was lost, or begun twice"
 
 
+def test_a_batch_that_was_handed_over_early_is_part_of_slimes_checkpoint(
+    routed: Namespace, server: Server, models: list[Path]
+) -> None:
+    """`train_async.py` saves after rollout k, and has asked for rollout k + 1 by then."""
+    source = plugin.DataSource(routed)
+    first = plugin.rollout(routed, 0, source)
+    ahead = plugin.rollout(routed, 1, source)
+    source.save(0)
+
+    load_weights(server.url, models[1], 1)
+    again = plugin.DataSource(routed)
+    again.load(0)
+    handed = plugin.rollout(routed, 1, again)
+    assert [[s.to_dict() for s in group] for group in handed.samples] == [
+        [s.to_dict() for s in group] for group in ahead.samples
+    ]
+    seen: set[int] = set()
+    for output in (first, handed, plugin.rollout(routed, 2, again)):
+        check(output.samples, seen)
+    source.save(1)
+    assert json.loads(plugin.state_path(routed.save, 1).read_text())["ahead"] is None, "it has been trained on"
+
+
 def test_evaluation_is_slimes_own(routed: Namespace, server: Server) -> None:
     source = plugin.DataSource(routed)
     plugin.rollout(routed, 0, source)
-    before = run_on_slimes_loop(source.rollouts.state_dict())
+    before = run_on_slimes_loop(source.rollouts.state_dict(0))
     output = plugin.rollout(routed, 0, source, evaluation=True)
     result = output.data["held-out"]
     assert [sample.label for sample in result["samples"]] == ["0", "1", "2", "3"]
     assert len(result["rewards"]) == len(result["truncated"]) == 4
-    after = run_on_slimes_loop(source.rollouts.state_dict())
+    after = run_on_slimes_loop(source.rollouts.state_dict(0))
     assert after["scheduler"] == before["scheduler"]
 
 

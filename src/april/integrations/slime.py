@@ -6,7 +6,8 @@ Invariants:
 - a sample is scored once, by slime's own reward models and hooks, with the tokens and log-probabilities it was drawn
   with; what slime's data source gave out is either waiting here, handed to training, or turned away by its filter;
 - after a rollout nothing runs on slime's servers, so its cache flushes and weight updates find them idle;
-- the buffer is saved and restored with slime's checkpoint, beside the state of its data source;
+- the buffer is saved and restored with slime's checkpoint, beside the state of its data source; so is a batch that was
+  handed over for a later rollout than the one that the checkpoint is of (slime's `train_async.py` is one ahead);
 - evaluation is slime's own and neither sees nor changes the buffer.
 
 slime updates the servers' weights and starts and stops the servers; april streams from each of them directly, because
@@ -21,6 +22,7 @@ import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 TRUSTED = True
 """Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
@@ -117,7 +119,7 @@ class DataSource(RolloutDataSourceWithBuffer):
         if self.rollouts is not None:
             path = state_path(self.args.save, rollout_id)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, as_json(run(self.rollouts.state_dict())))
+            write_whole(path, as_json(run(self.rollouts.state_dict(rollout_id))))
 
     def load(self, rollout_id: int | None = None) -> None:
         super().load(rollout_id)
@@ -173,6 +175,29 @@ class SlimeServer(ServerEngine):
         self._name_weights()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The groups that were handed over for a rollout, at a policy version."""
+
+    rollout_id: int
+    version: int
+    groups: list[Group]
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any] | None) -> Batch | None:
+        """What `to_dict` made."""
+        if saved is None:
+            return None
+        return cls(saved["rollout_id"], saved["version"], [Group.from_dict(group) for group in saved["groups"]])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rollout_id": self.rollout_id,
+            "version": self.version,
+            "groups": [group.to_dict() for group in self.groups],
+        }
+
+
 class SlimeRollouts:
     """The buffer between slime's calls: the scheduler's groups.
 
@@ -193,13 +218,30 @@ class SlimeRollouts:
         self.drawn = 0
         self._scheduler: RolloutScheduler | None = None
         self._label: str | None = None
-        self._saved = state
+        self._saved = opened(state, FORMAT, "slime's checkpoint") if state else None
+        self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
 
     async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """`rollout_batch_size` complete groups, scored, as slime trains on them."""
+        """`rollout_batch_size` complete groups, scored, as slime trains on them.
+
+        After a restart, first those that had been handed over for this rollout and not trained on.
+        """
+        again = self._scheduler is None and self._batch is not None and self._batch.rollout_id == rollout_id
+        metrics = {} if again else await self._generate(rollout_id)
+        assert self._batch is not None
+        groups = [self._hand_over(group, self._batch.version) for group in self._batch.groups]
+        if self.args.rollout_sample_filter_path is not None:
+            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+        if self.args.rollout_all_samples_process_path is not None:
+            process = load_function(self.args.rollout_all_samples_process_path)
+            process(self.args, [*groups, *self._rejected], self.data_source)
+        return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
+
+    async def _generate(self, rollout_id: int) -> dict[str, Any]:
+        """A new batch; returns april's metrics of it."""
         engine, label = await self._connect()
         try:
             scheduler = await self._go_on(engine, label)
@@ -209,23 +251,24 @@ class SlimeRollouts:
                 mark_begun(group, rollout_id)
         finally:
             await engine.close()
-        groups = [self._hand_over(group, step.version) for group in step.groups]
-        if self.args.rollout_sample_filter_path is not None:
-            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
-        if self.args.rollout_all_samples_process_path is not None:
-            process = load_function(self.args.rollout_all_samples_process_path)
-            process(self.args, [*groups, *self._rejected], self.data_source)
-        metrics = {f"rollout/april/{name}": value for name, value in step.metrics().items()}
-        return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
+        self._batch = Batch(rollout_id, step.version, step.groups)
+        return {f"rollout/april/{name}": value for name, value in step.metrics().items()}
 
-    async def state_dict(self) -> dict[str, Any]:
-        """The buffer as JSON types. Between calls, on slime's event loop, where rewards may still be computed."""
+    async def state_dict(self, rollout_id: int) -> dict[str, Any]:
+        """The buffer as JSON types. Between calls, on slime's event loop, where rewards may still be computed.
+
+        Args:
+            rollout_id: the last one that has been trained on; a batch of a later one is saved too.
+        """
+        batch = self._batch
+        ahead = batch.to_dict() if batch is not None and batch.rollout_id > rollout_id else None
         if self._scheduler is None:
-            return dict(self._saved or {})
+            return {**self._saved, "ahead": ahead} if self._saved is not None else {}
         return stamped(
             FORMAT,
             drawn=self.drawn,
             scheduler=self._scheduler.state_dict(),
+            ahead=ahead,
         )
 
     async def _connect(self) -> tuple[Engine, str | None]:
@@ -296,7 +339,6 @@ class SlimeRollouts:
         )
 
     def _restore(self, scheduler: RolloutScheduler, state: Mapping[str, Any]) -> None:
-        opened(state, FORMAT, "slime's checkpoint")
         scheduler.load_state_dict(state["scheduler"])
         self.drawn = state["drawn"]
 
