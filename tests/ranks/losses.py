@@ -51,16 +51,12 @@ def rank() -> int:
     train, ledger = Leader.train, Path(os.environ[LEDGER])
 
     def noted(self: Leader, step: Step, number: int) -> dict[str, float]:
-        content = {
-            "groups": [
-                {"id": group.id, "samples": [_content(sample) for sample in group.samples]} for group in step.groups
-            ],
-            "log-probabilities": [
-                [[float(p) for p in sample.logprobs] for sample in group.samples] for group in step.groups
-            ],
-        }
+        groups = [{"id": group.id, "samples": [_content(sample) for sample in group.samples]} for group in step.groups]
+        logprobs = [[[float(p) for p in sample.logprobs] for sample in group.samples] for group in step.groups]
         names = (ledger / f"{number}-{life}.json" for life in itertools.count())
-        write_whole(next(name for name in names if not name.exists()), json.dumps(content))
+        name = next(name for name in names if not name.exists())
+        write_whole(name.with_suffix(".logprobs"), json.dumps(logprobs))
+        write_whole(name, json.dumps(groups))
         return train(self, step, number)
 
     Leader.train = noted  # type: ignore[method-assign]
@@ -103,10 +99,21 @@ def start(base: Path, name: str, recipe: Recipe) -> subprocess.Popen[str]:
 
 
 def outcome(base: Path, name: str) -> dict[str, Any]:
-    """What a finished run was trained on, by step and how often that was trained on before, and its metrics."""
+    """What a finished run was trained on, the same as often as it was, and its metrics."""
+    steps: dict[str, Any] = {}
+    for path in sorted((base / f"{name}-ledger").glob("*.json")):
+        number, content = path.name.partition("-")[0], json.loads(path.read_text())
+        assert steps.setdefault(number, content) == content, f"{name}: step {number} was not the same again"
+    return {"steps": steps, "metrics": trained(base / name)}
+
+
+def passes(base: Path, name: str) -> dict[str, Any]:
+    """What a finished run was trained on, each time, and its metrics."""
     steps: dict[str, list[Any]] = {}
-    for path in sorted((base / f"{name}-ledger").iterdir(), key=lambda path: [*map(int, path.stem.split("-"))]):
-        steps.setdefault(f"step {path.stem.partition('-')[0]}", []).append(json.loads(path.read_text()))
+    for path in sorted((base / f"{name}-ledger").glob("*.json"), key=lambda path: [*map(int, path.stem.split("-"))]):
+        found = {"groups": path, "log-probabilities": path.with_suffix(".logprobs")}
+        content = {part: json.loads(file.read_text()) for part, file in found.items()}
+        steps.setdefault(f"step {path.stem.partition('-')[0]}", []).append(content)
     return {"steps": steps, "metrics": trained(base / name)}
 
 
@@ -168,7 +175,7 @@ def lose(losses: int, seconds: float, seed: int = 0, keep: Path | None = None) -
         calm = start(base, "calm", recipe_of(base, "calm"))
         assert calm.wait(1200) == 0, (base / "calm.log").read_text()
         whole = time.monotonic() - began  # a loss may come at any time of a run, on a busy machine, too
-        expected = outcome(base, "calm")
+        expected = passes(base, "calm")
         assert len(expected["steps"]) == STEPS
         while (left := losses - found["SIGKILL"] - found["SIGSTOP"]) > 0 and time.monotonic() < deadline:
             name = f"run-{found['runs']}"
@@ -180,7 +187,7 @@ def lose(losses: int, seconds: float, seed: int = 0, keep: Path | None = None) -
             assert status == 0, said
             found["runs"] += 1
             found["restarts"] += said.count("start anew")
-            ended = outcome(base, name)
+            ended = passes(base, name)
             differs, rounded = (difference(expected, ended, by) for by in (ROUNDING, 0.0))
             found["equal"] += differs is None
             found["equal_to_the_bit"] += rounded is None
