@@ -8,6 +8,10 @@ Synchronous steps hold as many samples as there are slots (at least one group of
 partial ones have twice as many groups under way. With and without drafts take turns, a step each, one thread; a ratio
 is the tokens sampled per processor second with drafts over those without, of the same round.
 
+The tail of a synchronous step is what is left of it when so few samples are unfinished that they take a quarter of the
+slots. No draft changes a token, so both arms have the same work there; its ratio is the processor seconds without
+drafts over those with them.
+
 What is measured is saved as it comes, in the place of what the file has of the same cells.
 
     OMP_NUM_THREADS=1 python benchmarks/drafts.py                        # more than an hour of one core
@@ -91,6 +95,8 @@ class Arm:
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
         )
         self.drafted = self.accepted = self.passes = 0
+        self.tail_seconds, self._few = 0.0, slots // 4
+        self._count_tail()
         drafter: Any = self.engine._drafter
         learn = drafter.learn
 
@@ -102,13 +108,26 @@ class Arm:
 
         drafter.learn = counted
 
+    def _count_tail(self) -> None:
+        """Add up the processor seconds of the engine's steps in which few samples are unfinished."""
+        engine: Any = self.engine
+        step = engine._step
+
+        def timed() -> bool:
+            few, began = len(engine._in_flight) <= self._few, time.process_time()
+            more: bool = step()
+            self.tail_seconds += (time.process_time() - began) * few
+            return more
+
+        engine._step = timed
+
     @staticmethod
     async def _reward(prompt: Any, sample: Any) -> float:
         return 0.0
 
     async def block(self) -> float:
         """Tokens sampled per processor second of one step, and of those before it that found their groups complete."""
-        seconds, tokens = 0.0, 0
+        seconds, tokens, self.tail_seconds = 0.0, 0, 0.0
         while not tokens:
             began = time.process_time()
             step = await self.scheduler.collect()
@@ -124,11 +143,14 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
         await arm.block()
     drafts.drafted = drafts.accepted = drafts.passes = without.passes = 0
     rounds: list[tuple[float, float]] = []
+    tails: list[float] = []
     began = time.process_time()
     for turn in itertools.count():
         arms = (without, drafts) if turn % 2 else (drafts, without)
         found = {id(arm): await arm.block() for arm in arms}
         rounds.append((found[id(without)], found[id(drafts)]))
+        if not partial and drafts.tail_seconds:
+            tails.append(without.tail_seconds / drafts.tail_seconds)
         if len(rounds) >= args.least and time.process_time() - began > args.seconds:
             break
     parameters = sum(weight.numel() for weight in policy[0].parameters())
@@ -136,7 +158,8 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
     print(
         f"{parameters / 1e6:5.0f}M  {slots:4} slots  {'partial' if partial else 'synchronous':11}  "
         f"x {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds), "
-        f"{drafts.accepted / max(1, drafts.drafted):.2f} of {drafts.drafted} drafted tokens drawn",
+        f"{drafts.accepted / max(1, drafts.drafted):.2f} of {drafts.drafted} drafted tokens drawn"
+        + (f"; its tail x {statistics.median(tails):.2f}" if tails else ""),
         flush=True,
     )
     return {
@@ -144,6 +167,7 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
         "slots": slots,
         "partial": partial,
         "ratio": spread(ratios),
+        **({"tail_ratio": spread(tails)} if tails else {}),
         "tokens_per_second_without": spread([before for before, _ in rounds]),
         "tokens_per_second_with": spread([after for _, after in rounds]),
         "passes_of_without": drafts.passes / max(1, without.passes),

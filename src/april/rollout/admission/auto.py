@@ -158,7 +158,7 @@ class AutoAdmission:
 
         rungs = ladder(batch_size, self._largest(batch_size), self._candidates)
         self._means.add({target: forecast(target) for target in rungs})
-        choice = Choice(self._means.forecasts, forecast, self.share)
+        choice = Choice(self._means.forecasts, forecast, self.share, self._means.plans)
         target, reason = choice.choose(self.current.target if self.current else None), ""
         if (off := self.observed.off) > FAR_OFF:
             target = min(2 * batch_size, self._largest(batch_size))

@@ -25,6 +25,11 @@ PRICE = 0.005
 little too hopeful, and fresher data is worth something."""
 NEAR = 1.25
 """How many times more or less than the best it may be."""
+FIRM, CLOSE = 3, 0.9
+"""Plans whose mean has to ask for staler data, where the N' in force brings that part of the best: single forecasts
+come and go by more than what staler data would bring there."""
+HOLD = 0.01
+"""How much further from the best, as a part of it, the N' in force may be before it is left for a staler one."""
 NEWEST = 0.2
 """Weight of the newest plan's forecasts in the mean, once there have been enough."""
 CHANGED = 0.1
@@ -67,12 +72,16 @@ class Choice:
         played: forecasts, by N'.
         forecast: what another N' would bring.
         share: the part of the best that is enough.
+        plans: how many the forecasts are the mean of.
     """
 
-    def __init__(self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], share: float) -> None:
+    def __init__(
+        self, played: Mapping[int, Forecast], forecast: Callable[[int], Forecast], share: float, plans: int
+    ) -> None:
         self.played = dict(played)
         self._forecast = forecast
         self.share = share
+        self.plans = plans
 
     @property
     def best(self) -> float:
@@ -95,10 +104,14 @@ class Choice:
     def choose(self, now: int | None) -> int:
         """The N' of least staleness, of those that are fast enough; the one in force if it is about as good."""
         chosen = self._freshest()
-        near = now is not None and max(now, chosen) <= NEAR * min(now, chosen)
-        if now is not None and near and self.enough(now):
-            return now if self.play(now).staleness <= self.play(chosen).staleness + STALER else chosen
-        return chosen
+        if now is None:
+            return chosen
+        staler = self.play(chosen).staleness - self.play(now).staleness
+        best = max(map(self.worth, self.played))
+        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share - HOLD) * best:
+            return now
+        near = max(now, chosen) <= NEAR * min(now, chosen)
+        return now if near and self.enough(now) and -staler <= STALER else chosen
 
     def _freshest(self) -> int:
         return min(filter(self.enough, sorted(self.played)), key=lambda target: self.played[target].staleness)
