@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import random
 import signal
@@ -34,7 +33,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.ranks.losses import LEDGER, STEPS, outcome  # noqa: E402
+from tests.ranks.losses import LEDGER, STEPS, note_steps, outcome, unlike  # noqa: E402
+from tests.ranks.runs import materials  # noqa: E402
 
 KINDS = (
     "head killed",
@@ -52,25 +52,11 @@ GROUPS = 4
 
 
 def drive(arguments: list[str]) -> None:
-    """`april` with these arguments; what each step is trained on is noted in a file for each time."""
+    """`april` with these arguments; what each step is trained on is noted."""
     from april.commands.main import main
-    from april.rollout.step import Step
     from april.training.local import LocalLearner
 
-    train, ledger = LocalLearner.train, Path(os.environ[LEDGER])
-
-    def noted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
-        content = [
-            [group.id, [[s.index, s.response_ids, s.versions.tolist(), s.reward, str(s.finish)] for s in group.samples]]
-            for group in step.groups
-        ]
-        unfinished = ledger.with_suffix(".part")
-        unfinished.write_text(json.dumps(content))
-        names = (ledger / f"{number}-{life}.json" for life in itertools.count())
-        unfinished.rename(next(name for name in names if not name.exists()))
-        return train(self, step, number)
-
-    LocalLearner.train = noted  # type: ignore[method-assign]
+    note_steps(LocalLearner)
     sys.argv[1:] = arguments
     main()
 
@@ -159,13 +145,13 @@ class Run:
     def go_on(self, kind: str | None, after: float) -> bool:
         """A life on a new cluster, struck after so many seconds; whether the run has come to its end."""
         cluster = self.clusters.another()
-        began, before = time.monotonic(), self._trained()
+        began, before = time.monotonic(), self.trained
         process = self._start(cluster.address)
         with suppress(subprocess.TimeoutExpired):
             process.wait(after if kind else 1200)
         if process.poll() is None and kind:
             known = set(cluster.engines())
-            self._strike(kind, cluster, process, began, self._trained() - before)
+            self._strike(kind, cluster, process, began, self.trained - before)
             self.clusters.leave(cluster, known)
             return False
         assert process.returncode == 0, self.log.read_text()
@@ -205,8 +191,10 @@ class Run:
         self.blows.append({**blow, "driver_ended": round(ended, 1), "status": status})
         print(self.blows[-1], flush=True)
 
-    def _trained(self) -> int:
-        return len(list(self.ledger.iterdir()))
+    @property
+    def trained(self) -> int:
+        """How often it has trained on a step."""
+        return len(list(self.ledger.glob("*.json")))
 
 
 RECIPE = """
@@ -244,27 +232,9 @@ trackers = []
 
 
 def recipe_in(base: Path, name: str) -> Path:
-    from tests import tiny
-
-    if not (base / "policy").exists():
-        tiny.save(base / "policy", sharpness=1.0)
-        prompts = (json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11))
-        (base / "data.jsonl").write_text("\n".join(prompts))
     path = base / f"{name}.toml"
-    places = {"model": base / "policy", "data": base / "data.jsonl", "output": base / name}
-    path.write_text(RECIPE.format(**places, groups=GROUPS, steps=STEPS))
+    path.write_text(RECIPE.format(**materials(base), output=base / name, groups=GROUPS, steps=STEPS))
     return path
-
-
-def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What of a run's outcome is not that of the undisturbed one."""
-    wrong = [f"step {step}" for step, content in expected["steps"].items() if found["steps"].get(step) != content]
-    for row, other in zip(found["metrics"], expected["metrics"], strict=False):
-        far = [name for name, value in row.items() if not math.isclose(value, other[name], rel_tol=1e-4, abs_tol=1e-6)]
-        wrong += [f"{name} of step {row['step']}" for name in far]
-    if len(found["metrics"]) != STEPS or len(found["steps"]) != STEPS:
-        wrong.append(f"{len(found['steps'])} steps, {len(found['metrics'])} lines of metrics")
-    return wrong
 
 
 def strike(blows: int, seconds: float, seed: int, save: Callable[[dict[str, Any]], None]) -> bool:
@@ -286,7 +256,7 @@ def strike(blows: int, seconds: float, seed: int, save: Callable[[dict[str, Any]
                     going_on = len(done) < blows and time.monotonic() < deadline
                     through = run.go_on(rng.choice(KINDS) if going_on else None, rng.uniform(0, LONGEST))
                     done.extend(run.blows[run.starts - 1 :])
-                again = len(list(run.ledger.iterdir())) - STEPS
+                again = run.trained - STEPS
                 wrong = unlike(outcome(base, run.name), expected)
                 found = {"blows": len(run.blows), "starts": run.starts, "steps_trained_again": again}
                 runs.append({**found, "unlike_undisturbed": wrong})

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -40,7 +39,7 @@ sys.path.insert(0, str(ROOT))
 from april.config.recipe import Recipe  # noqa: E402
 from april.reporting.metrics_log import last_step  # noqa: E402
 from tests.cluster.raylets import Raylets, processes  # noqa: E402
-from tests.ranks.losses import STEPS, outcome, recipe_of, start  # noqa: E402
+from tests.ranks.losses import STEPS, outcome, recipe_of, start, unlike  # noqa: E402
 from tests.ranks.runs import rank_of  # noqa: E402
 
 KINDS = (
@@ -142,17 +141,6 @@ def recipe_on(raylets: Raylets, base: Path, name: str) -> Recipe:
     recipe.trainer.rank_timeout = SILENCE
     recipe.cluster.address, recipe.cluster.ranks, recipe.cluster.replicas = raylets.address, "nodes", 1
     return recipe
-
-
-def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """What of a run's outcome is not that of the undisturbed one."""
-    wrong = [f"step {step}" for step, content in expected["steps"].items() if found["steps"].get(step) != content]
-    for row, other in zip(found["metrics"], expected["metrics"], strict=False):
-        far = [name for name, value in row.items() if not math.isclose(value, other[name], rel_tol=1e-4, abs_tol=1e-6)]
-        wrong += [f"{name} of step {row['step']}" for name in far]
-    if len(found["metrics"]) != STEPS or len(found["steps"]) != STEPS:
-        wrong.append(f"{len(found['steps'])} steps, {len(found['metrics'])} lines of metrics")
-    return wrong
 
 
 def run(raylets: Raylets, base: Path, name: str, blows: Blows, most: int, deadline: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -42,25 +43,32 @@ ROUNDING = 1e-5
 
 
 def rank() -> int:
-    """One of the ranks; the first one notes what each step is trained on, in a file for each time."""
+    """One of the ranks; the first one notes what each step is trained on."""
     from april.commands.rank import main as rank_main
-    from april.rollout.disk import write_whole
-    from april.rollout.step import Step
     from april.training.leader import Leader
 
-    train, ledger = Leader.train, Path(os.environ[LEDGER])
+    note_steps(Leader)
+    return rank_main()
 
-    def noted(self: Leader, step: Step, number: int) -> dict[str, float]:
+
+def note_steps(trains: Any) -> None:
+    """Have the method `train` of a class note what each step is trained on, in two files for each time."""
+    from april.rollout.disk import write_whole
+    from april.rollout.step import Step
+
+    train, ledger = trains.train, Path(os.environ[LEDGER])
+
+    def noted(self: Any, step: Step, number: int) -> dict[str, float]:
         groups = [{"id": group.id, "samples": [_content(sample) for sample in group.samples]} for group in step.groups]
         logprobs = [[[float(p) for p in sample.logprobs] for sample in group.samples] for group in step.groups]
         names = (ledger / f"{number}-{life}.json" for life in itertools.count())
         name = next(name for name in names if not name.exists())
         write_whole(name.with_suffix(".logprobs"), json.dumps(logprobs))
         write_whole(name, json.dumps(groups))
-        return train(self, step, number)
+        found: dict[str, float] = train(self, step, number)
+        return found
 
-    Leader.train = noted  # type: ignore[method-assign]
-    return rank_main()
+    trains.train = noted
 
 
 def _content(sample: Sample) -> dict[str, Any]:
@@ -98,15 +106,6 @@ def start(base: Path, name: str, recipe: Recipe) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, text=True, **pipes)
 
 
-def outcome(base: Path, name: str) -> dict[str, Any]:
-    """What a finished run was trained on, the same as often as it was, and its metrics."""
-    steps: dict[str, Any] = {}
-    for path in sorted((base / f"{name}-ledger").glob("*.json")):
-        number, content = path.name.partition("-")[0], json.loads(path.read_text())
-        assert steps.setdefault(number, content) == content, f"{name}: step {number} was not the same again"
-    return {"steps": steps, "metrics": trained(base / name)}
-
-
 def passes(base: Path, name: str) -> dict[str, Any]:
     """What a finished run was trained on, each time, and its metrics."""
     steps: dict[str, list[Any]] = {}
@@ -115,6 +114,27 @@ def passes(base: Path, name: str) -> dict[str, Any]:
         content = {part: json.loads(file.read_text()) for part, file in found.items()}
         steps.setdefault(f"step {path.stem.partition('-')[0]}", []).append(content)
     return {"steps": steps, "metrics": trained(base / name)}
+
+
+def outcome(base: Path, name: str) -> dict[str, Any]:
+    """What a finished run was trained on, the same as often as it was, and its metrics."""
+    found = passes(base, name)
+    steps = {}
+    for step, (once, *again) in found["steps"].items():
+        steps[step] = once["groups"]
+        assert all(each["groups"] == once["groups"] for each in again), f"{name}: {step} was not the same again"
+    return {**found, "steps": steps}
+
+
+def unlike(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """What of a run's `outcome` is not that of the undisturbed one; metrics to 1e-4."""
+    wrong = [step for step, content in expected["steps"].items() if found["steps"].get(step) != content]
+    for row, other in zip(found["metrics"], expected["metrics"], strict=False):
+        far = [name for name, value in row.items() if not math.isclose(value, other[name], rel_tol=1e-4, abs_tol=1e-6)]
+        wrong += [f"{name} of step {row['step']}" for name in far]
+    if len(found["metrics"]) != STEPS or len(found["steps"]) != STEPS:
+        wrong.append(f"{len(found['steps'])} steps, {len(found['metrics'])} lines of metrics")
+    return wrong
 
 
 def difference(expected: dict[str, Any], found: dict[str, Any], rounding: float) -> dict[str, Any] | None:

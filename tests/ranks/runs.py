@@ -55,13 +55,19 @@ trackers = []
 
 def recipe_in(base: Path, name: str) -> Path:
     """A recipe in `base`, whose run is in the folder `name` there."""
-    if not (base / "policy").exists():
-        tiny.save(base / "policy", sharpness=1.0)
-        prompts = (json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11))
-        (base / "data.jsonl").write_text("\n".join(prompts))
     path = base / f"{name}.toml"
-    path.write_text(RECIPE.format(model=base / "policy", data=base / "data.jsonl", output=base / name))
+    path.write_text(RECIPE.format(**materials(base), output=base / name))
     return path
+
+
+def materials(base: Path) -> dict[str, Path]:
+    """A small policy and its prompts in `base`, made if they are not there."""
+    made = {"model": base / "policy", "data": base / "data.jsonl"}
+    if not made["model"].exists():
+        tiny.save(made["model"], sharpness=1.0)
+        prompts = (json.dumps({"prompt": "ab" * n, "answer": "a"}) for n in range(1, 11))
+        made["data"].write_text("\n".join(prompts))
+    return made
 
 
 def april(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:

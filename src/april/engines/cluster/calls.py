@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april.engines.cluster.head import ask
 from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
-from april.engines.cluster.nodes import answers, nodes_now
+from april.engines.cluster.nodes import alive_nodes, answers
 from april.engines.cluster.placement import Node
 from april.rollout.engine import EngineError
 
@@ -172,7 +172,7 @@ class NodeCalls:
         async with self._looking:
             if time.monotonic() - self._looked < LOOK and self._callers:
                 return
-            nodes = {node.id: node for node in await ask(nodes_now)}
+            nodes = {node.id: node for node in await alive_nodes()}
             new = [node for node in nodes.values() if node.id not in self._callers]
             able = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in new))
             self._callers |= {n.id: NodeCaller(n, self._make) for n, answer in zip(new, able, strict=True) if answer}

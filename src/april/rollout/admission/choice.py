@@ -98,8 +98,13 @@ class Choice:
         forecast = self.play(target)
         return forecast.consumed_tokens_per_second * (1 - PRICE * forecast.staleness)
 
+    @property
+    def most(self) -> float:
+        """What the N' is worth that is worth most."""
+        return max(map(self.worth, self.played))
+
     def enough(self, target: int) -> bool:
-        return self.worth(target) >= self.share * max(map(self.worth, self.played))
+        return self.worth(target) >= self.share * self.most
 
     def choose(self, now: int | None) -> int:
         """The N' of least staleness, of those that are fast enough; the one in force if it is about as good."""
@@ -107,8 +112,7 @@ class Choice:
         if now is None:
             return chosen
         staler = self.play(chosen).staleness - self.play(now).staleness
-        best = max(map(self.worth, self.played))
-        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share - HOLD) * best:
+        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share - HOLD) * self.most:
             return now
         near = max(now, chosen) <= NEAR * min(now, chosen)
         return now if near and self.enough(now) and -staler <= STALER else chosen
