@@ -39,6 +39,7 @@ import signal
 import sqlite3
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -152,6 +153,8 @@ class Points:
         self.failing = False
         self.synced: dict[int, int] = {}
         self.torn = 0
+        self._one_at_a_time = threading.RLock()
+        """What another thread writes beside a point would not be in the copy of this process that loses power."""
         for owner, name in (
             (os, "rename"),
             (os, "replace"),
@@ -170,17 +173,18 @@ class Points:
         database = write.__qualname__.startswith(("Journal", "Points.committed"))
 
         def point(*args: Any, **kwargs: Any) -> Any:
-            self.torn = 0
-            self.reached()
-            if self.failing and write is not rmtree:  # removing takes no space
-                raise (
-                    sqlite3.OperationalError("database or disk is full")
-                    if database
-                    else OSError(errno.ENOSPC, "No space left on device")
-                )
-            result = write(*args, **kwargs)
-            self.reached()
-            return result
+            with self._one_at_a_time:
+                self.torn = 0
+                self.reached()
+                if self.failing and write is not rmtree:  # removing takes no space
+                    raise (
+                        sqlite3.OperationalError("database or disk is full")
+                        if database
+                        else OSError(errno.ENOSPC, "No space left on device")
+                    )
+                result = write(*args, **kwargs)
+                self.reached()
+                return result
 
         return point
 
