@@ -18,15 +18,13 @@ import json
 import os
 import re
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from record import machine, spread
+from turns import take_turns
 
 SECTIONS: dict[str, tuple[list[str], str]] = {
     "scheduler_throughput": (["scheduler_throughput.py", "--runs", "3", "--steps", "4"], r"^(.+?): ([\d,]+) chunks/s"),
@@ -46,12 +44,10 @@ sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-TURN = 0.1
-"""Seconds for which one of a pair works and the other is stopped."""
 
 
 class Run:
-    """A section's command on the sources of a checkout, stopped until its first `turn`."""
+    """A section's command on the sources of a checkout."""
 
     def __init__(self, tree: Path, name: str, directory: Path) -> None:
         command, self._pattern = SECTIONS[name]
@@ -65,57 +61,26 @@ class Run:
         else:
             arguments = [*command, "--output", str(directory / "run")]
         self._output = directory / "output"
-        with self._output.open("w") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(tree / "src")},
-                cwd=tree,
-            )
-        os.kill(self._process.pid, signal.SIGSTOP)
-        self.seconds = 0.0
-        """Of processor time, once it has ended."""
+        self.command = {
+            "args": [sys.executable, *arguments],
+            "stdout": self._output.open("w"),
+            "env": {**os.environ, "PYTHONPATH": str(tree / "src")},
+            "cwd": tree,
+        }
 
-    def turn(self) -> bool:
-        """Let it work for a while; whether it has more to do."""
-        os.kill(self._process.pid, signal.SIGCONT)
-        until = time.monotonic() + TURN
-        while time.monotonic() < until:
-            ended, status, usage = os.wait4(self._process.pid, os.WNOHANG)
-            if ended:
-                self._process.returncode = os.waitstatus_to_exitcode(status)
-                self.seconds = usage.ru_utime + usage.ru_stime
-                return False
-            time.sleep(0.005)
-        os.kill(self._process.pid, signal.SIGSTOP)
-        return True
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def figures(self) -> dict[str, float]:
-        printed = self._output.read_text()
-        if self._process.returncode:
-            raise SystemExit(f"{self._process.args}: exit status {self._process.returncode}\n{printed}")
+    def figures(self, seconds: float) -> dict[str, float]:
         if not self._pattern:
-            return {"runs": 1 / self.seconds}
-        return {kind: float(rate.replace(",", "")) for kind, rate in re.findall(self._pattern, printed, re.MULTILINE)}
+            return {"runs": 1 / seconds}
+        rates = re.findall(self._pattern, self._output.read_text(), re.MULTILINE)
+        return {kind: float(rate.replace(",", "")) for kind, rate in rates}
 
 
 def pair(before: Path, after: Path, name: str) -> dict[str, dict[str, float]]:
     """The figures of a section's command on both sources."""
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         runs = {"before": Run(before, name, Path(one)), "after": Run(after, name, Path(other))}
-        working = list(runs.values())
-        try:
-            while working:
-                working = [run for run in working if run.turn()]
-        finally:
-            for run in working:
-                run.kill()
-        return {which: run.figures() for which, run in runs.items()}
+        seconds = take_turns([run.command for run in runs.values()])
+        return {which: run.figures(took) for (which, run), took in zip(runs.items(), seconds, strict=True)}
 
 
 def section(before: Path, after: Path, name: str, pairs: int) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted. And what drafts bring.
 
-The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed,
-in turn. A fourth arm is the first with tokens drafted while samples decode. Reported of each run: tokens trained on per
-processor second (training and rollouts, one thread), staleness, held-out accuracy, and of drafts how many tokens there
-were and how many the new weights kept.
+The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed.
+A fourth arm is the first with tokens drafted while samples decode. The runs of a seed take turns of a tenth of a second
+(`turns.py`). Reported of each: tokens trained on per processor second (start, training and rollouts, one thread),
+staleness, held-out accuracy, and of drafts how many tokens there were and how many the new weights kept.
 
     python benchmarks/redraft.py          # about half an hour of one core; --steps 2 --seeds 1 to try it
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from record import save, spread
+from turns import take_turns
 
 ARMS: dict[str, dict[str, Any]] = {
     "recompute": {},
@@ -30,25 +30,26 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def run(args: argparse.Namespace, arm: str, seed: int) -> dict[str, Any]:
+def measured(args: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
+    """What came of the arms, which take turns."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "april", "train", args.recipe, "--output", f"{directory}/run"]
-        settings = {"on-update": "recompute", "over-sampling-batch-size": 48, "steps": args.steps, "seed": seed}
-        settings |= {"threads": 1, "eval-interval": args.steps, **ARMS[arm]}
-        began = processor_seconds()
-        subprocess.run(
-            [*command, *(f"--{name}={value}" for name, value in settings.items())],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
-        seconds = processor_seconds() - began
-        lines = Path(directory, "run", "metrics.jsonl").read_text().splitlines()
+        seconds = take_turns([command(args, arm, seed, Path(directory, arm)) for arm in args.arms])
+        return [result(args, arm, seed, Path(directory, arm), seconds[i]) for i, arm in enumerate(args.arms)]
+
+
+def command(args: argparse.Namespace, arm: str, seed: int, output: Path) -> dict[str, Any]:
+    settings = {"on-update": "recompute", "over-sampling-batch-size": 48, "steps": args.steps, "seed": seed}
+    settings |= {"threads": 1, "eval-interval": args.steps, **ARMS[arm]}
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    return {
+        "args": [sys.executable, "-m", "april", "train", args.recipe, "--output", str(output), *flags],
+        "stdout": subprocess.DEVNULL,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    }
+
+
+def result(args: argparse.Namespace, arm: str, seed: int, output: Path, seconds: float) -> dict[str, Any]:
+    lines = (output / "metrics.jsonl").read_text().splitlines()
     steps = [line for line in map(json.loads, lines) if "step_consumed_tokens" in line]
     assert len(steps) == args.steps
 
@@ -78,19 +79,22 @@ def main() -> None:
     parser.add_argument("--recipe", default="examples/gcd/recipe.toml")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="the first is compared with")
+    parser.add_argument("--name", default="", help="of the measurement, if its figures are kept in a file of their own")
     args = parser.parse_args()
     runs: list[dict[str, Any]] = []
     for seed in range(1, args.seeds + 1):
-        for turn in range(len(ARMS)):
-            runs.append(run(args, list(ARMS)[(turn + seed) % len(ARMS)], seed))
-            shown = {name: value for name, value in runs[-1].items() if name not in ("consumed_tokens", "draft_tokens")}
+        for run in measured(args, seed):
+            runs.append(run)
+            shown = {name: value for name, value in run.items() if name not in ("consumed_tokens", "draft_tokens")}
             print(json.dumps(shown), flush=True)
-        by_seed = {name: [r["tokens_per_processor_second"] for r in runs if r["arm"] == name] for name in ARMS}
+        by_arm = {arm: [r["tokens_per_processor_second"] for r in runs if r["arm"] == arm] for arm in args.arms}
+        first, *others = args.arms
         ratios = {
-            f"{arm} to recompute": spread([a / b for a, b in zip(by_seed[arm], by_seed["recompute"], strict=True)])
-            for arm in list(ARMS)[1:]
+            f"{arm} to {first}": spread([a / b for a, b in zip(by_arm[arm], by_arm[first], strict=True)])
+            for arm in others
         }
-        save(__file__, {"steps": args.steps, "tokens_per_processor_second": ratios, "runs": runs})
+        save(__file__, {"steps": args.steps, "tokens_per_processor_second": ratios, "runs": runs}, args.name)
     print(json.dumps(ratios, indent=2))
 
 

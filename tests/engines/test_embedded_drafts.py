@@ -3,34 +3,52 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from april import Prompt, RolloutParams, RolloutScheduler, Sample, SamplingParams
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.drafts import PassCosts
-from april.rollout.trajectory import Sample
-from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
+from april.engines.embedded.drafts import PassCosts, Past
+from april.rollout.journal import Journal
+from tests.engines.architectures import (
+    DEVICE,
+    append,
+    assert_behaviour,
+    cached,
+    continuation,
+    model,
+    perturb,
+    reference,
+    responses,
+    run,
+    samples,
+)
+from tests.engines.test_redraft import Counted
+from tests.rollout.test_journal import cut, numbers
 
-POLICY = model()
+pytestmark = pytest.mark.usefixtures("drafts_whatever_they_cost")
+
+POLICY = model().double()
+"""In float64: what a token shares a pass with changes the rounding of its log-probability, in float32 by up to 1e-5."""
 SETTINGS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def worth_it_whatever_they_cost() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("april.engines.embedded.drafts.WORTH", 0.0)
-        patch.setattr("april.engines.embedded.drafts.FEWEST", 0.0)
-        yield
-
-
 def engine(**config: Any) -> EmbeddedEngine:
-    return EmbeddedEngine(POLICY, **{"kv_cache_bytes": 1 << 24, "max_running": 8, **config})
+    return EmbeddedEngine(POLICY, **{"kv_cache_bytes": 1 << 25, "max_running": 8, **config})
 
 
-UNDRAFTED = responses(asyncio.run(run(engine(), samples(**SETTINGS))))
+PLAIN = asyncio.run(run(engine(), samples(**SETTINGS)))
+UNDRAFTED = responses(PLAIN)
 
 
 async def polls(subject: EmbeddedEngine, done: list[Sample]) -> int:
@@ -63,7 +81,7 @@ async def test_fewer_passes_sample_the_same_tokens() -> None:
 @given(
     rounds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.booleans()), max_size=3),
     max_running=st.integers(1, 9),
-    kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
+    kv_cache_bytes=st.sampled_from([1 << 25, 400_000, 220_000]),
     on_update=st.sampled_from(["keep", "recompute"]),
     stream_interval=st.integers(1, 4),
 )
@@ -82,9 +100,96 @@ def test_no_schedule_changes_a_token(rounds: list[tuple[int, int, bool]], **conf
                 await subject.update_weights(version)
         await run(subject, [sample for sample in done if sample.finish is None])
         assert responses(done) == UNDRAFTED
-        assert_behaviour(POLICY, done)
+        for sample, plain in zip(done, PLAIN, strict=True):
+            np.testing.assert_allclose(sample.logprobs, plain.logprobs, rtol=0, atol=1e-5)
 
     asyncio.run(schedule())
+
+
+async def test_keep_goes_on_with_the_old_keys_and_values() -> None:
+    """As without drafts: what follows an update is drawn by the new weights, on what the old ones left in the cache."""
+    policy = copy.deepcopy(POLICY)
+    subject = EmbeddedEngine(policy, kv_cache_bytes=1 << 25, max_running=9, on_update="keep", draft_tokens=8)
+    for seed in (7, 8):
+        await run(subject, samples(**SETTINGS, seed=seed))
+    done = samples(**SETTINGS)
+    for sample in done:
+        subject.submit(sample)
+    while min(sample.length for sample in done) < 10:
+        append(done, await subject.poll())
+    append(done, await subject.interrupt())
+    lengths = {sample.id: sample.length for sample in done}
+    old = copy.deepcopy(policy)
+    perturb(policy, 1)
+    await subject.update_weights(1)
+    unfinished = [sample for sample in done if sample.finish is None]
+    before = drafted_passes(subject)
+    await run(subject, unfinished)
+    assert drafted_passes(subject) > before
+    assert unfinished
+    for sample in unfinished:
+        cut = lengths[sample.id]
+        assert sample.versions.tolist() == [0] * cut + [1] * (sample.length - cut)
+        cache = cached(old, sample, len(sample.prompt_ids) + cut - 1)
+        expected = torch.cat((reference(old, sample)[:cut], continuation(policy, sample, cache)))
+        assert (expected - torch.from_numpy(sample.logprobs)).abs().max() < 1e-4
+
+
+def drafted_passes(subject: EmbeddedEngine) -> int:
+    return sum(subject._drafter._costs._tried.values())
+
+
+def rollouts(subject: EmbeddedEngine, target: int, journal: Journal | None = None) -> RolloutScheduler:
+    async def score(prompt: Prompt, sample: Sample) -> float:
+        return float(sample.length)
+
+    return RolloutScheduler(
+        subject,
+        Counted(),
+        score,
+        RolloutParams(rollout_batch_size=2, n_samples_per_prompt=3, over_sampling_batch_size=target),
+        sampling=SamplingParams(**SETTINGS),
+        journal=journal,
+    )
+
+
+async def trained(scheduler: RolloutScheduler, steps: int) -> dict[str, Sample]:
+    found: dict[str, Sample] = {}
+    async with scheduler:
+        for _ in range(steps):
+            found |= {each.id: each for group in (await scheduler.collect()).groups for each in group.samples}
+            await scheduler.update_weights()
+    return found
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    where=st.floats(0, 1),
+    target=st.integers(2, 5),
+    max_running=st.integers(2, 9),
+    kv_cache_bytes=st.sampled_from([1 << 25, 400_000, 220_000]),
+    on_update=st.sampled_from(["keep", "recompute"]),
+)
+def test_a_run_that_dies_goes_on_with_its_journal(where: float, target: int, **config: Any) -> None:
+    """It drafts before and after; what it trains on is what a synchronous run without drafts trains on."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "journal.sqlite"
+        with closing(Journal(path, delay=0)) as journal:
+            asyncio.run(trained(rollouts(engine(draft_tokens=8, **config), target, journal), 2))
+        records = [0, *numbers(path)]
+        cut(path, records[round(where * (len(records) - 1))])
+        with closing(Journal(path, delay=0)) as journal:
+            journal.seek(None)
+            subject = engine(draft_tokens=8, **config)
+            found = asyncio.run(trained(rollouts(subject, target, journal), 4))
+    assert drafted_passes(subject)
+    assert len(found) == 24
+    for id, sample in found.items():
+        assert sample.response_ids == UNDISTURBED[id].response_ids
+        np.testing.assert_allclose(sample.logprobs, UNDISTURBED[id].logprobs, rtol=0, atol=1e-5)
+
+
+UNDISTURBED = asyncio.run(trained(rollouts(engine(), 2), 8))
 
 
 async def test_a_stop_token_inside_a_draft_ends_the_response() -> None:
@@ -129,7 +234,12 @@ async def test_drafts_that_do_not_pay_are_not_made() -> None:
     subject = await experienced(max_running=9)
     drafter: Any = subject._drafter
     drafter._costs = PassCosts()
-    observe, drafted = drafter._costs.observe, []
+    observe, drafted, looked_for = drafter._costs.observe, [], []
+    propose = Past.propose
+
+    def counted(past: Past, *asked: Any) -> tuple[int, list[int]]:
+        looked_for.append(past)
+        return propose(past, *asked)
 
     def dear(decoding: int, tokens: int, seconds: float) -> None:
         drafted.append(tokens)
@@ -138,8 +248,73 @@ async def test_drafts_that_do_not_pay_are_not_made() -> None:
     drafter._costs.observe = dear
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("april.engines.embedded.drafts.WORTH", 1.5)
+        patch.setattr(Past, "propose", counted)
         for _ in range(6):
+            looked_for.clear()
             done = samples(**SETTINGS)
             await run(subject, done)
             assert responses(done) == UNDRAFTED
     assert sum(map(bool, drafted)) < 0.15 * len(drafted)
+    assert len(looked_for) < 0.1 * sum(sample.length for sample in done), "nor looked for, once that is known"
+
+
+def test_drafts_that_did_not_pay_are_looked_for_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.engines.embedded.drafts.WORTH", 1.5)
+    costs = PassCosts()
+    for i in range(40):
+        costs.observe(32, 8 * (i % 2), 3e-3 if i % 2 else 2e-3)  # a drafted token takes as much as two others
+    looked_for = []
+    for number in range(1000):
+        if costs.try_drafts(32):
+            looked_for.append(number)
+            assert not costs.paid(32, 8, expected=4.0)
+    assert 10 < len(looked_for) < 25
+    while not costs.try_drafts(32):
+        pass
+    assert costs.paid(32, 8, expected=100.0), "as soon as they are expected to bring enough, they are made"
+    assert not costs.paid(32, 8, expected=4.0)
+    assert sum(costs.try_drafts(32) for _ in range(100)) > 85, "and pauses are short again"
+
+
+def test_a_large_batch_on_trial_drafts_for_a_few() -> None:
+    costs = PassCosts()
+    costs.observe(128, 0, 1e-2)
+    asked = []
+    while costs.on_trial(128):
+        asked.append(costs.trial(128, 8))
+        costs.observe(128, asked[-1], 2e-2)
+    assert len(set(asked)) > 2, "a line's slope needs different numbers"
+    assert max(asked) <= 128 / 8
+
+
+async def test_a_pass_on_trial_that_prefills_besides_drafts_nothing() -> None:
+    """It would say nothing about what drafts take."""
+    subject = engine(draft_tokens=8, max_running=3, stream_interval=1)
+    drafter: Any = subject._drafter
+    draft, prefilled = drafter.draft, []
+
+    def watched(decoding: list[Any], prefilling: int, most: int) -> None:
+        on_trial = bool(decoding) and drafter._costs.on_trial(len(decoding))
+        draft(decoding, prefilling, most)
+        if prefilling and on_trial:
+            prefilled.append(prefilling)
+            assert not any(sequence.draft for sequence in decoding)
+
+    drafter.draft = watched
+    await run(subject, samples(**SETTINGS, prompt=9))
+    assert prefilled
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's time passes while the processor waits")
+async def test_what_other_programs_do_is_not_taken_for_what_a_pass_costs() -> None:
+    subject = engine(draft_tokens=8)
+    model: Any = subject._model
+    logits = model.logits
+
+    def waiting(*asked: Any) -> Any:
+        time.sleep(0.2)
+        return logits(*asked)
+
+    model.logits = waiting
+    await run(subject, samples(max_tokens=4))
+    assert 0 < subject._drafter._costs.plain(8) < 0.1

@@ -8,8 +8,9 @@ Invariants:
 - a draft decides how many tokens a pass samples, never which;
 - what a sequence said itself under older weights is its draft before all others, and is always verified;
 - a draft never takes a response past its budget, nor past the row of its KV cache;
-- where drafts are expected to gain nothing, as in a batch that fills the machine, none is made; what a drafted token
-  costs is measured, for each size of batch against passes without drafts.
+- where drafts are expected to gain nothing, as in a batch that fills the machine, none is made, and they are seldom
+  looked for; texts are indexed where a draft is looked for, and not before;
+- what a drafted token costs is measured, for each size of batch against passes without drafts.
 """
 
 from __future__ import annotations
@@ -33,9 +34,13 @@ RELAX = 0.9995
 """How fast a high cost of a drafted token is doubted again, from pass to pass without drafts."""
 PLAIN_EVERY = 16
 """One pass of so many goes without drafts."""
-COLD, TRIALS = 4, 12
-"""The first passes with drafts at a size of batch: some only warm up the kernels, some draft a little whatever
-it costs."""
+COLD, TRIALS, PROBED = 4, 12, 8
+"""The first passes with drafts at a size of batch: some only warm up the kernels, some draft a little whatever it
+costs: in large batches at most a token for one sequence of so many."""
+PAUSES = 6
+"""How many times the passes are doubled in which drafts are not looked for, once those that were found do not pay."""
+STRIDE = 1 << 32
+"""More than a text has tokens."""
 SPREAD = 0.01
 """How far apart places have to be, as a share of their squares, for a line's slope to be taken from them."""
 OUTLIER, SMOOTH = 2.0, 0.9
@@ -48,31 +53,48 @@ PRIOR, RECOVERY = 0.5, 0.001
 class Past:
     """The responses to one prompt, and where each run of tokens last stood in them."""
 
-    texts: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt and response by sample, as far as known."""
-    known: dict[str, int] = field(default_factory=dict)
-    """Tokens of each that `places` has seen."""
-    places: dict[tuple[int, ...], tuple[list[int], int]] = field(default_factory=dict)
-    """What followed a run of tokens: a text, and the place in it."""
+    texts: list[list[int]] = field(default_factory=list)
+    """Prompts and responses, as far as known."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """Which of the texts is a sample's newest."""
+    known: list[int] = field(default_factory=list)
+    """Tokens of each text that `places` has seen."""
+    growing: dict[int, Sequence] = field(default_factory=dict)
+    """The samples that had not ended when their texts were last seen."""
+    places: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """What followed a run of tokens: the number of a text times `STRIDE`, and the place in it. (A tuple here would be
+    one object more for the garbage collector, and quadruple what it takes to index a token.)"""
+
+    def follow(self, sequence: Sequence) -> None:
+        """Its sample goes on, or begins: anew, where it holds less than before, and then its old text stays beside."""
+        number = self.numbers.get(sequence.id)
+        if number is None or len(sequence.tokens) < self.known[number]:
+            number = self.numbers[sequence.id] = len(self.texts)
+            self.texts.append(sequence.tokens)
+            self.known.append(0)
+        self.texts[number] = sequence.tokens
+        self.growing[number] = sequence
 
     def observe(self) -> None:
         """Index what the texts have grown by; the run a text ends with has no continuation yet, and waits."""
-        for id, text in self.texts.items():
-            begin, end = self.known[id], len(text)
-            if begin == end:
-                continue
-            self.known[id] = end
-            for order in ORDERS:
-                for place in range(max(begin, order), end):
-                    self.places[tuple(text[place - order : place])] = (text, place)
+        for number, sequence in list(self.growing.items()):
+            text = self.texts[number]
+            begin, end = self.known[number], len(text)
+            if begin < end:
+                self.known[number], base = end, number * STRIDE
+                for order in ORDERS:
+                    for place in range(max(begin, order), end):
+                        self.places[tuple(text[place - order : place])] = base + place
+            if sequence.finish is not None:
+                del self.growing[number]
 
     def propose(self, tokens: list[int], count: int) -> tuple[int, list[int]]:
         """At most `count` tokens that may follow `tokens`, and the length of the run they were found by."""
         for order in ORDERS:
             found = self.places.get(tuple(tokens[-order:]))
             if found is not None:
-                text, place = found
-                return order, text[place : place + count]
+                number, place = divmod(found, STRIDE)
+                return order, self.texts[number][place : place + count]
         return 0, []
 
 
@@ -99,8 +121,7 @@ class Drafter:
             return
         past = self._pasts.setdefault(sequence.prompt, Past())
         self._pasts.move_to_end(sequence.prompt)
-        past.texts[sequence.id] = sequence.tokens
-        past.known[sequence.id] = min(past.known.get(sequence.id, 0), len(sequence.tokens))
+        past.follow(sequence)
         while len(self._pasts) > PROMPTS or (self._places > PLACES and len(self._pasts) > 1):
             _, oldest = self._pasts.popitem(last=False)
             self._places -= len(oldest.places)
@@ -121,11 +142,16 @@ class Drafter:
         count = len(decoding)
         if not self.longest or not count or not self._costs.try_drafts(count):
             return
-        longest = self._lengths(count)
-        expected, drafted = 0.0, []
+        on_trial = self._costs.on_trial(count)
+        if on_trial and prefilling:
+            return  # nothing would be learned from it
+        budget = self._costs.trial(count, self.longest) if on_trial else count * self.longest
+        longest, expected, drafted = self._lengths(count), 0.0, []
         for sequence in decoding if longest else ():
             if sequence.replay:
                 continue
+            if not budget:
+                break
             past = self._pasts.get(sequence.prompt)
             room = min(sequence.room, sequence.left)
             if past is None or room <= 0:
@@ -134,12 +160,12 @@ class Drafter:
             past.observe()
             self._places += len(past.places) - before
             order, draft = past.propose(sequence.tokens, room)
-            if draft := draft[: longest.get(order, 0)]:
+            if draft := draft[: min(longest.get(order, 0), budget)]:
+                budget -= len(draft)
                 sequence.order, sequence.draft = order, draft
                 expected += sum(self._accepted[order] ** (j + 1) for j in range(len(draft)))
                 drafted.append(sequence)
-        tokens = sum(len(sequence.draft) for sequence in drafted)
-        if WORTH * self._costs.drafts(count, tokens) > expected * self._costs.plain(count) / count:
+        if not self._costs.paid(count, sum(len(sequence.draft) for sequence in drafted), expected):
             for sequence in drafted:
                 sequence.draft = []
 
@@ -149,12 +175,12 @@ class Drafter:
         A pass without drafts brings `decoding` tokens in so many seconds, so a second is worth so many tokens. The j-th
         token of a draft is drawn with probability share^j, and takes what a drafted token takes.
         """
-        price, longest = WORTH * self._costs.token(decoding) * decoding / self._costs.plain(decoding), self.longest
+        price = WORTH * self._costs.token(decoding) * decoding / self._costs.plain(decoding)
         if self._costs.on_trial(decoding):
-            price, longest = 0.0, self._costs.trial(decoding, self.longest)
+            price = 0.0
         found = {}
         for order, share in self._accepted.items():
-            length = next((j for j in range(longest) if share ** (j + 1) < max(price, FEWEST)), longest)
+            length = next((j for j in range(self.longest) if share ** (j + 1) < max(price, FEWEST)), self.longest)
             if length:
                 found[order] = length
         return found
@@ -195,6 +221,10 @@ class PassCosts:
         self._passes: Counter[int] = Counter()
         self._tried: Counter[int] = Counter()
         """Passes with drafts."""
+        self._refused: Counter[int] = Counter()
+        """How often in a row drafts did not pay, `PAUSES` at most."""
+        self._again: Counter[int] = Counter()
+        """The pass from which on they are looked for again."""
 
     def observe(self, decoding: int, drafted: int, seconds: float) -> None:
         size = decoding.bit_length()
@@ -213,18 +243,31 @@ class PassCosts:
             drafts.observe(drafted, seconds - self.plain(decoding))
 
     def try_drafts(self, decoding: int) -> bool:
-        """Whether the pass that begins may have drafts; some go without, to learn what that takes."""
+        """Whether drafts are looked for in the pass that begins; some go without, to learn what that takes."""
         size = decoding.bit_length()
         self._passes[size] += 1
-        return self._plain.weight > 0 and self._passes[size] % PLAIN_EVERY != 1
+        due = self._passes[size] % PLAIN_EVERY != 1 and self._passes[size] >= self._again[size]
+        return due and self._plain.weight > 0
+
+    def paid(self, decoding: int, tokens: int, expected: float) -> bool:
+        """Whether drafts of so many `tokens` are worth the tokens that are `expected` of them. If not, none are looked
+        for in the next passes, twice as many each time."""
+        size = decoding.bit_length()
+        if WORTH * self.drafts(decoding, tokens) > expected * self.plain(decoding) / decoding:
+            self._refused[size] = min(self._refused[size] + 1, PAUSES)
+            self._again[size] = self._passes[size] + 2 ** self._refused[size]
+            return False
+        if tokens:
+            self._refused[size] = 0
+        return True
 
     def on_trial(self, decoding: int) -> bool:
         """Whether what drafts take in a batch of this size is not known yet."""
         return self._tried[decoding.bit_length()] < TRIALS
 
     def trial(self, decoding: int, longest: int) -> int:
-        """Tokens of a draft on trial: of different lengths, in large batches one, so that it does not cost much."""
-        return max(1, (longest >> self._tried[decoding.bit_length()] % 4) // decoding)
+        """Tokens that a pass on trial drafts in all: sometimes more and sometimes less, never many."""
+        return max(1, max(longest, decoding // PROBED) >> self._tried[decoding.bit_length()] % 4)
 
     def plain(self, decoding: int) -> float:
         """Seconds of a pass without drafts."""
