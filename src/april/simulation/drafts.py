@@ -9,9 +9,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from april.config.error import ConfigError
+from april.config.settings import EngineSettings
 from april.simulation.cost_model import CostModel
 
 LONGEST = 8
+
+
+def refuse_drafts(engine: EngineSettings) -> None:
+    """Neither a simulated engine nor a measured cost model has drafts.
+
+    Raises:
+        ConfigError: this one has.
+    """
+    because = "how many drafts are accepted depends on the policy, and no cost model says it (docs/simulation.md)"
+    if engine.draft_tokens:
+        raise ConfigError(f"engine.draft_tokens = {engine.draft_tokens}: {because}; add --draft-tokens 0")
+    if option := engine.speculative_option:
+        raise ConfigError(f"engine.server_args names {option}: {because}; take a recipe without")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.simulation.cluster import Cluster
+from april.simulation.drafts import refuse_drafts
 from april.simulation.run import Outcome, simulate
 from april.simulation.turns import Turns
 from april.simulation.workload import Workload
@@ -121,16 +122,7 @@ def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
             'engine.on_update = "redraft" is not simulated: how much of a draft is kept depends on the policy; add '
             "--on-update recompute"
         )
-    if recipe.engine.draft_tokens:
-        raise ConfigError(
-            f"engine.draft_tokens = {recipe.engine.draft_tokens} is not simulated: how many drafted tokens are "
-            "accepted depends on the policy (docs/simulation.md has a forecast); add --draft-tokens 0"
-        )
-    if option := recipe.engine.speculative_option:
-        raise ConfigError(
-            f"engine.server_args names {option}, and drafts are not simulated: how many of them are accepted depends "
-            "on the policy (docs/simulation.md has a forecast); simulate a recipe without"
-        )
+    refuse_drafts(recipe.engine)
     params = recipe.rollout_params(partial_rollout=True)
     policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
