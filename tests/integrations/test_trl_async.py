@@ -17,6 +17,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from april.integrations.trl_async import AsyncGRPOTrainer
 from april.integrations.trl_rollouts import STATE, PartialRollouts
 from tests import tiny
+from tests.integrations import trl_tools
 from tests.integrations.trl_launch import launch
 from tests.integrations.trl_on_cpu import without_a_gpu
 from tests.integrations.trl_trainer import TEMPLATE, Reward
@@ -28,8 +29,15 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer(
-    folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, adapter: Any = None, **settings: Any
+    folder: Path,
+    reward: Any = None,
+    rollouts: dict[str, Any] | None = None,
+    adapter: Any = None,
+    kind: type[AsyncGRPOConfig] = AsyncGRPOConfig,
+    given: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
+    """What of the settings is not the config's, `given` has."""
     model = folder / f"model-{os.environ.get('RANK', 0)}"
     if not model.exists():
         tokenizer = tiny.tokenizer()
@@ -55,12 +63,13 @@ def trainer(
     return AsyncGRPOTrainer(
         str(model),
         reward or Reward(),
-        AsyncGRPOConfig(**{**config, **settings}),
+        kind(**{**config, **settings}),
         Dataset.from_dict(data),
         partial_rollouts=PartialRollouts(
             **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
         ),
         peft_config=adapter,
+        **(given or {}),
     )
 
 
@@ -112,16 +121,62 @@ def test_adapters_are_trained_and_merged_for_the_engine(tmp_path: Path) -> None:
         torch.testing.assert_close(own, merged[name])
 
 
+def test_tools_are_called_beside_generation_and_what_they_answer_is_not_trained_on(tmp_path: Path) -> None:
+    given = {"tools": [trl_tools.look], "processing_class": trl_tools.tokenizer()}
+    tiny.model(vocab_size=len(trl_tools.WORDS), sharpness=2.0).save_pretrained(tmp_path / "model-0")
+    trained = trainer(tmp_path, trl_tools.reward, given=given, max_steps=2, save_strategy="steps", save_steps=1)
+    rows, made = [], trained.rollouts._rows
+
+    def kept(group: Any) -> Any:
+        rows.extend(zip(group.samples, made(group), strict=True))
+        return (row for _, row in rows[-len(group.samples) :])
+
+    trained.rollouts._rows = kept
+    trained.train()
+    logged = [entry for entry in trained.state.log_history if "loss" in entry]
+    assert logged[0]["ratio"] == pytest.approx(1, abs=1e-4), "what tools answered is before the tokens that follow"
+    assert logged[0]["tools/call_frequency"] > 0
+    tokenizer, answers = given["processing_class"], 0
+    for sample, row in rows:
+        assert row.input_ids.tolist() == [*sample.prompt_ids, *sample.response_ids]
+        own = row.completion_mask[len(sample.prompt_ids) :]
+        answered = [transition for transition in sample.transitions[1:] if transition.tokens]
+        for transition in answered:
+            at = slice(transition.start, transition.start + transition.tokens)
+            assert not own[at].any()
+            for message in transition.info["messages"]:
+                written = tokenizer.decode(tokenizer(text=message["content"])["input_ids"])
+                assert written in tokenizer.decode(sample.response_ids[at])
+        answers += len(answered)
+        assert own.sum() == sum(len(sample.turn_ids(turn)) for turn, _ in enumerate(sample.transitions))
+        assert trl_tools.called(row.completion) == sum(len(transition.info["messages"]) for transition in answered)
+    assert answers
+    state = json.loads((tmp_path / "run" / "checkpoint-1" / STATE).read_text())
+    begun = {group["id"] for group in state["rollout"]["state"]["buffer"]["groups"]}
+    resumed = trainer(tmp_path, trl_tools.reward, given=given, max_steps=4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert begun
+    assert begun & resumed._trained_groups
+
+
 @pytest.mark.slow
-def test_two_processes_train_adapters_on_what_one_generates(tmp_path: Path) -> None:
-    done = launch("--multi_gpu", "trl_async_job", str(tmp_path))
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [
+        ("adapters", "--multi_gpu"),
+        ("fsdp2", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"),
+    ],
+)
+def test_two_processes_train_on_what_one_generates(tmp_path: Path, how: str, options: str) -> None:
+    done = launch(options, "trl_async_job", str(tmp_path), how)
     seen = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
     assert all(path.exists() for path in seen), done.stderr[-3000:]
     first, second = (json.loads(path.read_text()) for path in seen)
-    assert first["merged"] == second["merged"], "the processes train different policies"
+    assert first["trained"] == second["trained"], "the processes train different policies"
     assert not second["generates"]
+    assert first["changed"], "no weight was trained: the test saw nothing"
     for name, total in first["generates"].items():
-        assert first["merged"][name] == pytest.approx(total, abs=1e-3)
+        assert first["trained"][name] == pytest.approx(total, abs=1e-3)
     assert len(first["logs"]) == 4
     assert all(entry["batch/samples_per_step"] == 16 for entry in first["logs"])
     assert first["logs"][0]["ratio"] == pytest.approx(1, abs=1e-4)
@@ -207,6 +262,7 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
             {"rollouts": {"over_sampling_batch_size": 40}},
             "over_sampling_batch_size = 40 cannot keep max_staleness = 4",
         ),
+        ({"given": {"environment_factory": trl_tools.Box}}, "environment_factory: april's AsyncGRPOTrainer asks no"),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april draws from the policy itself"),
     ],
 )

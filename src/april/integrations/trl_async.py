@@ -20,11 +20,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import queue
+import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,6 +39,7 @@ from april.config.settings import ModelSettings
 from april.integrations.ranks import Job, last_words
 from april.integrations.requirement import require
 from april.integrations.trl import check_arguments, check_rows, how_to_go_on
+from april.integrations.trl_episodes import TRLEpisodes
 from april.integrations.trl_rollouts import (
     Checkpoint,
     PartialRollouts,
@@ -54,6 +58,7 @@ from april.training.weights import transfer_of
 
 require("trl", "1.16", extra="trl")
 
+from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving  # noqa: E402
 from trl.experimental.async_grpo import async_grpo_trainer  # noqa: E402
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig  # noqa: E402
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample  # noqa: E402
@@ -66,10 +71,10 @@ NO_TRANSFER: Any = object()
 
 
 class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
-    """TRL's asynchronous trainer; everything it takes but `rollout_worker`, `weight_transfer`, `tools` and
-    `environment_factory`.
+    """TRL's asynchronous trainer; what it takes but `rollout_worker`, `weight_transfer` and `environment_factory`.
 
     Args:
+        tools: as TRL's own; they are called in this process, and need not be picklable.
         partial_rollouts: how rollouts are generated; the staleness bound is the config's `max_staleness`. The embedded
             engine generates from a copy of the model of its own.
 
@@ -85,6 +90,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         train_dataset: Any = None,
         processing_class: Any = None,
         *,
+        tools: Sequence[Callable[..., Any]] | None = None,
         partial_rollouts: PartialRollouts | None = None,
         **more: Any,
     ) -> None:
@@ -96,11 +102,11 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
                 "DEEPSPEED: TRL's AsyncGRPOTrainer gathers weights of DDP and FSDP2 only; choose one of them, or "
                 "april's GRPOTrainer"
             )
-        for name in ("tools", "environment_factory"):
-            if more.get(name) is not None:
-                raise ValueError(
-                    f"{name}: not supported with april's AsyncGRPOTrainer yet; use april's GRPOTrainer, or TRL's own"
-                )
+        if more.get("environment_factory") is not None:
+            raise ValueError(
+                "environment_factory: april's AsyncGRPOTrainer asks no environment for its reward; use tools, april's "
+                "GRPOTrainer, or TRL's own"
+            )
         adapter = more.get("peft_config")
         if adapter is not None and adapter.peft_type != "LORA":
             raise ValueError(f"peft_config: {adapter.peft_type.value} was not run with april; only LoRA is supported")
@@ -114,7 +120,9 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         check_rows(train_dataset)
         self.job = Job()
-        worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings) if self.job.leads else None
+        worker = None
+        if self.job.leads:
+            worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings, tools or ())
         try:
             super().__init__(
                 model,
@@ -159,6 +167,7 @@ class AsyncRollouts:
         dataset: Any,
         tokenizer: Any,
         settings: PartialRollouts,
+        tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
         samples *= args.world_size
@@ -177,6 +186,12 @@ class AsyncRollouts:
         dtype: Any = args.dtype if args.dtype == "bfloat16" else "float32"
         recipe = Recipe(model=ModelSettings(path=model, dtype=dtype), engine=settings)
         self.model, _ = load_policy(recipe.model)
+        stops = stop_tokens(self.model, tokenizer)
+        self.episodes: TRLEpisodes | None = None
+        if tools:
+            if settings.on_update == "redraft":
+                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
+            self.episodes = TRLEpisodes(_asked(tools, args, dataset, tokenizer, stops), True)
         directory = Path(args.output_dir)
         self._transfer = transfer_of(recipe, self.model, tokenizer, directory)
         self._batches: deque[list[Group]] = deque()
@@ -191,12 +206,18 @@ class AsyncRollouts:
         self._stack = AsyncExitStack()
         try:
             self.engine = self._run(self._stack.enter_async_context(engine_of(recipe, self.model, directory)))
+            encode = encoder(tokenizer, None, args.chat_template_kwargs or {})
+            sampling, episodes = sampling_of(args, stops), None
+            if self.episodes is not None:
+                encode, episodes = self.episodes.encode, self.episodes.episodes(self.engine.capacity.context_length)
+                sampling = replace(sampling, max_turns=self.episodes.most_calls + 1, observations_count=True)
             self.scheduler = RolloutScheduler(
                 self.engine,
-                ShuffledRows(dataset, encoder(tokenizer, None, args.chat_template_kwargs or {}), args.seed),
+                ShuffledRows(dataset, encode, args.seed),
                 self._score,
                 settings.params(batch_size, args.num_generations, args.max_staleness),
-                sampling=sampling_of(args, stop_tokens(self.model, tokenizer)),
+                sampling=sampling,
+                episodes=episodes,
                 reward_scope="group",
                 seed=args.seed,
                 on_progress=self._beat,
@@ -228,6 +249,8 @@ class AsyncRollouts:
                 self._progress = time.monotonic()
                 step = await self.scheduler.take()
                 self._hand_over(step.groups)
+                if self.episodes is not None:
+                    self.episodes.keep(set())
             self.metrics_queue.put({f"april/{name}": value for name, value in step.metrics().items()})
 
     def _hand_over(self, groups: list[Group]) -> None:
@@ -240,15 +263,18 @@ class AsyncRollouts:
         """A group as TRL trains on it, with GRPO's advantages as TRL's own worker computes them."""
         rewards = np.array([sample.reward for sample in group.samples], dtype=float)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-        for sample, advantage in zip(group.samples, advantages, strict=True):
+        calls = [_calls(sample) for sample in group.samples]
+        for sample, advantage, (made, failed) in zip(group.samples, advantages, calls, strict=True):
             assert group.first_version is not None
             prompt = len(sample.prompt_ids)
             said = {f"rewards/{name}": value for name, value in sample.reward_info.items()}
+            if any(count for count, _ in calls):
+                said |= {"tools/call_frequency": float(made), "tools/failure_frequency": failed / max(made, 1)}
             yield RolloutSample(
                 prompt=_messages(group.prompt.metadata["prompt"]),
                 completion=_messages(self._completion(group.prompt, sample), role="assistant"),
                 input_ids=np.array([*sample.prompt_ids, *sample.response_ids], dtype=np.int64),
-                completion_mask=np.array([0] * prompt + [1] * sample.length, dtype=np.int64),
+                completion_mask=np.concatenate([np.zeros(prompt, dtype=np.int64), sample.loss_mask.astype(np.int64)]),
                 old_log_probs=np.concatenate([np.zeros(prompt, dtype=np.float32), sample.logprobs]),
                 advantage=float(advantage),
                 model_version=group.first_version + self._offset,
@@ -258,6 +284,8 @@ class AsyncRollouts:
             )
 
     def _completion(self, prompt: Prompt, sample: Sample) -> Any:
+        if self.episodes is not None:
+            return self.episodes.conversation(sample)
         text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         conversation = not isinstance(prompt.metadata["prompt"], str)
         return [{"role": "assistant", "content": text}] if conversation else text
@@ -267,7 +295,9 @@ class AsyncRollouts:
         row = prompt.metadata
         given: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
         given["completions"] = [self._completion(prompt, sample) for sample in samples]
-        given["completion_ids"] = [sample.response_ids for sample in samples]
+        given["completion_ids"] = [
+            [id for id, own in zip(sample.response_ids, sample.loss_mask, strict=True) if own] for sample in samples
+        ]
         given["prompts"] = given.pop("prompt")
         columns = await asyncio.gather(*(_call(function, given) for function in self.reward_funcs))
         names = [getattr(function, "__name__", type(function).__name__) for function in self.reward_funcs]
@@ -349,6 +379,29 @@ class AsyncRollouts:
         self._offset = 1 - self.scheduler.version
         for batch in state["batches"]:
             self._hand_over([Group.from_dict(saved) for saved in batch])
+
+
+def _asked(tools: Sequence[Callable[..., Any]], args: Any, dataset: Any, tokenizer: Any, stops: Sequence[int]) -> Any:
+    """What april's episodes ask a trainer of TRL's for, as its asynchronous one has it."""
+    exact, most = is_chat_template_prefix_preserving(tokenizer), args.max_tool_calling_iterations
+    return SimpleNamespace(
+        tools=list(tools),
+        environment_factories=None,
+        _multi_environment=False,
+        _standalone_tools=tools,
+        max_tool_calling_iterations=sys.maxsize if most is None else most,
+        processing_class=tokenizer,
+        chat_template=None if exact else get_training_chat_template(tokenizer),
+        chat_template_kwargs=args.chat_template_kwargs or {},
+        eos_token_ids=stops,
+        train_dataset=dataset,
+    )
+
+
+def _calls(sample: Sample) -> tuple[int, int]:
+    """Of tools, and how many of them failed."""
+    steps = [transition.info for transition in sample.transitions]
+    return sum(len(info.get("messages", ())) for info in steps), sum(info.get("failures", 0) for info in steps)
 
 
 def _messages(text: Any, role: str = "user") -> list[dict[str, str]]:
