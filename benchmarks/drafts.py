@@ -9,8 +9,8 @@ partial ones have twice as many groups under way. With and without drafts take t
 is the tokens sampled per processor second with drafts over those without, of the same round.
 
 The tail of a synchronous step is what is left of it when so few samples are unfinished that they take a quarter of the
-slots. No draft changes a token, so both arms have the same work there; its ratio is the processor seconds without
-drafts over those with them.
+slots; its ratio is that of tokens per processor second, as for the whole step. (With drafts more of the tokens may be
+left for it: long responses are often those that are drafted badly, and lag behind.)
 
 What is measured is saved as it comes, in the place of what the file has of the same cells.
 
@@ -95,7 +95,7 @@ class Arm:
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
         )
         self.drafted = self.accepted = self.passes = 0
-        self.tail_seconds, self._few = 0.0, slots // 4
+        self.tail_seconds, self.tail_tokens, self._few = 0.0, 0, slots // 4
         self._count_tail()
         drafter: Any = self.engine._drafter
         learn = drafter.learn
@@ -109,14 +109,18 @@ class Arm:
         drafter.learn = counted
 
     def _count_tail(self) -> None:
-        """Add up the processor seconds of the engine's steps in which few samples are unfinished."""
+        """Add up the processor seconds and the tokens of the engine's steps in which few samples are unfinished."""
         engine: Any = self.engine
         step = engine._step
 
         def timed() -> bool:
-            few, began = len(engine._in_flight) <= self._few, time.process_time()
+            left = list(engine._in_flight.values())
+            if len(left) > self._few:
+                return bool(step())
+            before, began = sum(len(sequence.tokens) for sequence in left), time.process_time()
             more: bool = step()
-            self.tail_seconds += (time.process_time() - began) * few
+            self.tail_seconds += time.process_time() - began
+            self.tail_tokens += sum(len(sequence.tokens) for sequence in left) - before
             return more
 
         engine._step = timed
@@ -125,9 +129,14 @@ class Arm:
     async def _reward(prompt: Any, sample: Any) -> float:
         return 0.0
 
+    @property
+    def tail_rate(self) -> float:
+        """Tokens per processor second in the tail of the last step."""
+        return self.tail_tokens / self.tail_seconds
+
     async def block(self) -> float:
         """Tokens sampled per processor second of one step, and of those before it that found their groups complete."""
-        seconds, tokens, self.tail_seconds = 0.0, 0, 0.0
+        seconds, tokens, self.tail_seconds, self.tail_tokens = 0.0, 0, 0.0, 0
         while not tokens:
             began = time.process_time()
             step = await self.scheduler.collect()
@@ -149,8 +158,8 @@ async def cell(args: argparse.Namespace, recipe: Recipe, policy: Any, task: Any,
         arms = (without, drafts) if turn % 2 else (drafts, without)
         found = {id(arm): await arm.block() for arm in arms}
         rounds.append((found[id(without)], found[id(drafts)]))
-        if not partial and drafts.tail_seconds:
-            tails.append(without.tail_seconds / drafts.tail_seconds)
+        if not partial and drafts.tail_tokens and without.tail_tokens:
+            tails.append(drafts.tail_rate / without.tail_rate)
         if len(rounds) >= args.least and time.process_time() - began > args.seconds:
             break
     parameters = sum(weight.numel() for weight in policy[0].parameters())

@@ -3,9 +3,10 @@
 The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed.
 A fourth arm is the first with tokens drafted while samples decode. The runs of a seed take turns of a tenth of a second
 (`turns.py`). Reported of each: tokens trained on per processor second (start, training and rollouts, one thread),
-staleness, held-out accuracy, and of drafts how many tokens there were and how many the new weights kept.
+staleness, held-out accuracy, and of drafts how many tokens there were and how many the new weights kept. What is
+measured takes the place of what the file has of the same seeds, if that is of as many steps.
 
-    python benchmarks/redraft.py          # about half an hour of one core; --steps 2 --seeds 1 to try it
+    python benchmarks/redraft.py          # about half an hour of one core; --steps 2 --seeds 1 --name try to try it
 """
 
 from __future__ import annotations
@@ -78,22 +79,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="examples/gcd/recipe.toml")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="the first is compared with")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="compared with the first")
     parser.add_argument("--name", default="", help="of the measurement, if its figures are kept in a file of their own")
     args = parser.parse_args()
-    runs: list[dict[str, Any]] = []
-    for seed in range(1, args.seeds + 1):
+    path = Path(__file__).with_name(f"redraft{args.name and '_'}{args.name}.json")
+    held = json.loads(path.read_text()) if path.exists() else {}
+    found = {(run["seed"], run["arm"]): run for run in held.get("runs", []) if held["steps"] == args.steps}
+    for seed in args.seeds:
         for run in measured(args, seed):
-            runs.append(run)
+            found[seed, run["arm"]] = run
             shown = {name: value for name, value in run.items() if name not in ("consumed_tokens", "draft_tokens")}
             print(json.dumps(shown), flush=True)
-        by_arm = {arm: [r["tokens_per_processor_second"] for r in runs if r["arm"] == arm] for arm in args.arms}
+        rates = {which: run["tokens_per_processor_second"] for which, run in found.items()}
         first, *others = args.arms
         ratios = {
-            f"{arm} to {first}": spread([a / b for a, b in zip(by_arm[arm], by_arm[first], strict=True)])
+            f"{arm} to {first}": spread([rates[s, a] / rates[s, first] for s, a in sorted(rates) if a == arm])
             for arm in others
         }
+        runs = [found[which] for which in sorted(found)]
         save(__file__, {"steps": args.steps, "tokens_per_processor_second": ratios, "runs": runs}, args.name)
     print(json.dumps(ratios, indent=2))
 

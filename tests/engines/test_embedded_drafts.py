@@ -258,22 +258,29 @@ async def test_drafts_that_do_not_pay_are_not_made() -> None:
     assert len(looked_for) < 0.1 * sum(sample.length for sample in done), "nor looked for, once that is known"
 
 
-def test_drafts_that_did_not_pay_are_looked_for_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_large_batches_drafts_that_did_not_pay_are_looked_for_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("april.engines.embedded.drafts.WORTH", 1.5)
     costs = PassCosts()
     for i in range(40):
-        costs.observe(32, 8 * (i % 2), 3e-3 if i % 2 else 2e-3)  # a drafted token takes as much as two others
-    looked_for = []
-    for number in range(1000):
-        if costs.try_drafts(32):
-            looked_for.append(number)
-            assert not costs.paid(32, 8, expected=4.0)
-    assert 10 < len(looked_for) < 25
-    while not costs.try_drafts(32):
+        for decoding in (1, 128):
+            costs.observe(decoding, 8 * (i % 2), 4e-3 if i % 2 else 2e-3)
+
+    def looked_for(decoding: int) -> int:
+        """Of a thousand passes."""
+        count = 0
+        for _ in range(1000):
+            if costs.try_drafts(decoding):
+                count += 1
+                assert not costs.paid(decoding, 8, expected=0.5)
+        return count
+
+    assert 10 < looked_for(128) < 25
+    assert looked_for(1) > 900, "where looking takes nothing"
+    while not costs.try_drafts(128):
         pass
-    assert costs.paid(32, 8, expected=100.0), "as soon as they are expected to bring enough, they are made"
-    assert not costs.paid(32, 8, expected=4.0)
-    assert sum(costs.try_drafts(32) for _ in range(100)) > 85, "and pauses are short again"
+    assert costs.paid(128, 8, expected=300.0), "as soon as they are expected to bring enough, they are made"
+    assert not costs.paid(128, 8, expected=0.5)
+    assert sum(costs.try_drafts(128) for _ in range(100)) > 85, "and pauses are short again"
 
 
 def test_a_large_batch_on_trial_drafts_for_a_few() -> None:

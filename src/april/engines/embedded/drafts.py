@@ -37,8 +37,9 @@ PLAIN_EVERY = 16
 COLD, TRIALS, PROBED = 4, 12, 8
 """The first passes with drafts at a size of batch: some only warm up the kernels, some draft a little whatever it
 costs: in large batches at most a token for one sequence of so many."""
-PAUSES = 6
-"""How many times the passes are doubled in which drafts are not looked for, once those that were found do not pay."""
+PAUSE = 2
+"""Drafts that were found and did not pay are not looked for again in one pass, then three, seven, ..., and at most one
+for so many sequences: looking takes the longer the more there are, and the next draft may be a better one."""
 STRIDE = 1 << 32
 """More than a text has tokens."""
 SPREAD = 0.01
@@ -221,8 +222,8 @@ class PassCosts:
         self._passes: Counter[int] = Counter()
         self._tried: Counter[int] = Counter()
         """Passes with drafts."""
-        self._refused: Counter[int] = Counter()
-        """How often in a row drafts did not pay, `PAUSES` at most."""
+        self._pauses: Counter[int] = Counter()
+        """The passes in which drafts were not looked for, the last time that they did not pay."""
         self._again: Counter[int] = Counter()
         """The pass from which on they are looked for again."""
 
@@ -251,14 +252,14 @@ class PassCosts:
 
     def paid(self, decoding: int, tokens: int, expected: float) -> bool:
         """Whether drafts of so many `tokens` are worth the tokens that are `expected` of them. If not, none are looked
-        for in the next passes, twice as many each time."""
+        for in the next passes."""
         size = decoding.bit_length()
         if WORTH * self.drafts(decoding, tokens) > expected * self.plain(decoding) / decoding:
-            self._refused[size] = min(self._refused[size] + 1, PAUSES)
-            self._again[size] = self._passes[size] + 2 ** self._refused[size]
+            self._pauses[size] = min(2 * self._pauses[size] + 1, decoding // PAUSE)
+            self._again[size] = self._passes[size] + self._pauses[size] + 1
             return False
         if tokens:
-            self._refused[size] = 0
+            self._pauses[size] = 0
         return True
 
     def on_trial(self, decoding: int) -> bool:
