@@ -63,7 +63,6 @@ def test_a_group_put_back_is_begun_again(args: Namespace) -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("rollout_top_p", 0.9, "set it to 1"),
         ("rollout_stop", ["###"], "--rollout-stop-token-ids"),
         ("custom_generate_function_path", "my.generate", "one turn a sample"),
         ("use_rollout_routing_replay", True, "routed experts"),
@@ -108,6 +107,16 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         setattr(args, name, value)
     with pytest.raises(ValueError, match=message):
         plugin.DataSource(args)
+
+
+@pytest.mark.parametrize(("kept", "top_p"), [(None, 0.9), ({}, 1.0)])
+def test_what_top_p_kept_must_be_known_of_a_checkpoints_samples(
+    args: Namespace, kept: dict[str, object] | None, top_p: float
+) -> None:
+    args.rollout_top_p = top_p
+    saved = {"format": plugin.FORMAT, "ahead": None, "kept": kept}
+    with pytest.raises(ValueError, match=f"--rollout-top-p {top_p}: the unfinished samples .* set it as it was"):
+        plugin.SlimeRollouts(args, plugin.DataSource(args), saved)
 
 
 def test_what_holds_for_evaluation_alone_is_said(args: Namespace, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,6 +40,7 @@ from tests import tiny  # noqa: E402
 from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
 
 N, G, OVER = 3, 2, 6
+TOP_P = 0.9
 EXACT = 1e-4
 """Largest difference of log-probabilities between SGLang and Hugging Face, both in float32."""
 
@@ -119,6 +120,26 @@ def logprobs(model: Path, sample: Sample) -> Any:
     return rows.gather(1, tokens[-sample.response_length :, None])[:, 0].numpy()
 
 
+def nuclei(model: Path, sample: Sample) -> Any:
+    """Of each response token, whether what is recorded is this policy's: the tokens that TOP_P keeps, up to those at
+    its very edge, and the log-probability among them; shape [response_length]."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens, offsets = torch.tensor(sample.tokens), sample.rollout_top_p_token_offsets
+    with torch.no_grad():
+        rows = policy(tokens[None]).logits[0, -sample.response_length - 1 : -1].softmax(-1)
+    agree = []
+    for place, (row, drawn) in enumerate(zip(rows, tokens[-sample.response_length :].tolist(), strict=True)):
+        kept = sample.rollout_top_p_token_ids[offsets[place] : offsets[place + 1]]
+        likeliest = row.sort(descending=True)
+        above = likeliest.values.cumsum(0) - likeliest.values
+        inside = set(likeliest.indices[above < TOP_P - EXACT].tolist())
+        possible = set(likeliest.indices[above < TOP_P + EXACT].tolist())
+        logprob = float(row[drawn].log() - row[kept].sum().log())
+        exact = abs(logprob - sample.rollout_log_probs[place]) < EXACT
+        agree.append(inside <= set(kept) <= possible and drawn in kept and exact)
+    return np.array(agree)
+
+
 def response_ids(saved: dict[str, Any]) -> list[int]:
     """Of a sample in a saved state."""
     return [token for _, token_ids, _ in saved["segments"] for token in token_ids]
@@ -166,6 +187,28 @@ def test_rollouts_go_on_across_weight_updates(routed: Namespace, server: Server,
                 assert np.min(older, axis=0)[~own].max() < EXACT
                 assert sample.weight_versions == sorted(set(sample.weight_versions))
                 mixed += own.any()
+    assert mixed, "no sample was interrupted and resumed: the test saw nothing"
+
+
+def test_top_p_brings_the_tokens_that_it_kept(routed: Namespace, server: Server, models: list[Path]) -> None:
+    """At every place they are the nucleus of the policy that drew the token, also after a restart."""
+    routed.rollout_top_p = TOP_P
+    source = plugin.DataSource(routed)
+    seen: set[int] = set()
+    mixed = 0
+    for step, model in enumerate(models):
+        if step:
+            load_weights(server.url, model, step + 1)
+            source.save(step - 1)
+            source = plugin.DataSource(routed)
+            source.load(step - 1)
+        output = plugin.rollout(routed, step, source)
+        check(output.samples, seen)
+        for sample in (sample for group in output.samples for sample in group):
+            sample._validate_response_metadata_lengths()
+            agree = np.array([nuclei(model, sample) for model in models[: step + 1]])
+            assert agree.any(0).all(), "the tokens that were kept are no policy's nucleus"
+            mixed += not agree.all(1).any()
     assert mixed, "no sample was interrupted and resumed: the test saw nothing"
 
 

@@ -23,16 +23,19 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from april.engines.pool import EnginePool
-from april.engines.servers.client import RequestError
+from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.dialect import local_vocab_size
+from april.engines.servers.interval import StreamInterval
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.integrations.saved import opened, stamped
+from april.integrations.slime_kept import Kept
 from april.integrations.slime_settings import check_settings, params_of
 from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import Engine, EngineError
@@ -68,7 +71,7 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 
 TRUSTED = True
 """Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
@@ -142,12 +145,18 @@ class OneVersion(SGLang):
     expected: str | None = None
     """slime's name for the weights."""
 
+    def __init__(self, http: HTTPClient, kept: Kept | None = None) -> None:
+        super().__init__(http)
+        self._kept = kept
+
     def read(self, event: bytes, stream: Stream) -> Delta | None:
         delta = super().read(event, stream)
         if delta is None:
             return None
         if delta.version not in (None, self.expected):
             raise RequestError(f"its weights went from {self.expected!r} to {delta.version!r} during a rollout")
+        if self._kept is not None and delta.token_ids:
+            self._kept.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
         return delta._replace(version=None, spans=())
 
 
@@ -198,6 +207,22 @@ class Batch:
         }
 
 
+def kept_of(args: Namespace, saved: Mapping[str, Any] | None) -> Kept | None:
+    """The tokens that were kept, where slime trains on them; as they were saved.
+
+    Raises:
+        ValueError: those of the unfinished samples are not known.
+    """
+    wanted, known = args.rollout_top_p != 1, saved and saved["kept"]
+    if saved is not None and wanted != (known is not None):
+        was = "1" if known is None else "not 1"
+        raise ValueError(
+            f"--rollout-top-p {args.rollout_top_p}: the unfinished samples of slime's checkpoint were begun while it "
+            f"was {was}: set it as it was"
+        )
+    return Kept(known) if wanted else None
+
+
 class SlimeRollouts:
     """The buffer between slime's calls: the scheduler's groups.
 
@@ -218,8 +243,10 @@ class SlimeRollouts:
         self.drawn = 0
         self._scheduler: RolloutScheduler | None = None
         self._label: str | None = None
+        self._interval = StreamInterval("auto")
         self._saved = opened(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
+        self._kept = kept_of(args, self._saved)
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
@@ -249,6 +276,8 @@ class SlimeRollouts:
             step = await scheduler.collect()
             for group in scheduler.buffer:
                 mark_begun(group, rollout_id)
+            if self._kept is not None:
+                self._kept.leave({sample.id for g in (*scheduler.buffer, *step.groups) for sample in g.samples})
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, step.version, step.groups)
@@ -269,6 +298,7 @@ class SlimeRollouts:
             drawn=self.drawn,
             scheduler=self._scheduler.state_dict(),
             ahead=ahead,
+            kept=None if self._kept is None else self._kept.state_dict(),
         )
 
     async def _connect(self) -> tuple[Engine, str | None]:
@@ -284,9 +314,10 @@ class SlimeRollouts:
         if split:
             raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
         vocab_size = local_vocab_size(self.args.hf_checkpoint)
+        dialect = partial(OneVersion, kept=self._kept)
         found = await asyncio.gather(
             *(
-                SlimeServer.connect(worker["url"], OneVersion, vocab_size=vocab_size, stream_interval="auto")
+                SlimeServer.connect(worker["url"], dialect, vocab_size=vocab_size, stream_interval=self._interval)
                 for worker in workers
             ),
             return_exceptions=True,
@@ -330,6 +361,7 @@ class SlimeRollouts:
             sampling=SamplingParams(
                 max_tokens=args.rollout_max_response_len,
                 temperature=args.rollout_temperature,
+                top_p=args.rollout_top_p,
                 top_k=max(args.rollout_top_k, 0),
                 stop_token_ids=self._stop_tokens(),
             ),
@@ -423,6 +455,10 @@ class SlimeRollouts:
 
     def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
         samples = scored(group)
+        if self._kept is not None:
+            for theirs, sample in zip(samples, group.samples, strict=True):
+                kept = self._kept.of(sample.id, len(sample.prompt_ids))
+                theirs.rollout_top_p_token_ids, theirs.rollout_top_p_token_offsets = kept
         if self.args.mask_offpolicy_in_partial_rollout:
             for theirs, sample in zip(samples, group.samples, strict=True):
                 current = (sample.versions == version).tolist()

@@ -16,7 +16,6 @@ from april.rollout.params import RolloutParams
 log = logging.getLogger(__name__)
 
 UNSUPPORTED = {
-    "rollout-top-p": (1.0, "slime trains on the tokens that top-p kept, which april does not record: set it to 1"),
     "rollout-stop": (None, "april stops at token ids and never looks at text: use --rollout-stop-token-ids"),
     "custom-generate-function-path": (None, "april generates itself, one turn a sample: leave it out"),
     "use-rollout-routing-replay": (False, "april does not record routed experts: leave it out"),

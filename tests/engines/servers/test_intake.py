@@ -291,6 +291,8 @@ def test_the_interval_is_a_second_of_a_stream(speed: float, tokens: int) -> None
     assert interval.tokens == 8
     interval.ended("a server", 8, tokens, tokens // 8, tokens / speed)
     assert interval.tokens == max(1, min(MOST, round(speed)))
+    assert StreamInterval.of(interval).tokens == interval.tokens, "who connects again knows the speed"
+    assert StreamInterval.of("auto").tokens == 8
 
 
 def test_a_server_that_sends_single_tokens_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,11 @@ class StreamInterval:
         self._speed: float | None = None
         self._warned = False
 
+    @classmethod
+    def of(cls, setting: Interval | StreamInterval) -> StreamInterval:
+        """A setting's; one that is there already goes on from what it has measured."""
+        return setting if isinstance(setting, StreamInterval) else cls(setting)
+
     @property
     def tokens(self) -> int:
         if self._setting != "auto":

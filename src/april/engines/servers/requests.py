@@ -65,7 +65,7 @@ class ReadingSettings(NamedTuple):
     on_update: KVPolicy
     stall_timeout: float
     patience: float
-    stream_interval: Interval
+    stream_interval: Interval | StreamInterval
     backlog: int
 
 
@@ -96,7 +96,7 @@ class Requests:
         self._patience = settings.patience
         self._why = why
         # What a frozen server has not sent yet would be taken for the new weights'.
-        self._interval = StreamInterval(1 if self._keep else settings.stream_interval)
+        self._interval = StreamInterval.of(1 if self._keep else settings.stream_interval)
         self._version, self._salt = 0, ""
         self._streams: dict[str, Stream] = {}
         self._frozen: dict[str, Stream] = {}

@@ -20,7 +20,7 @@ from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, describe
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.intake import Intake, RemoteRequests
-from april.engines.servers.interval import Interval
+from april.engines.servers.interval import Interval, StreamInterval
 from april.engines.servers.launch import Server
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.engines.weights import Receiver
@@ -42,8 +42,8 @@ class ServerEngine:
         update_timeout: seconds that taking up weights may take.
         stream_interval: tokens of a sample that the server sends together, which costs this machine less for each. They
             come with an interrupt, but are lost with a connection, and are sampled again. "auto": as many as a stream
-            samples in a second. 1 with "keep": what a frozen server has not sent yet would be taken for the new
-            weights'.
+            samples in a second; a `StreamInterval` of one's own keeps what it has measured from one connection to the
+            next. 1 with "keep": what a frozen server has not sent yet would be taken for the new weights'.
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
         process: the server, if april started it: then its death is known, and said, at once.
@@ -59,7 +59,7 @@ class ServerEngine:
         stall_timeout: float = 300.0,
         patience: float = 30.0,
         update_timeout: float = 600.0,
-        stream_interval: Interval = 1,
+        stream_interval: Interval | StreamInterval = 1,
         backlog: int = 4096,
         api_key: str | None = None,
         process: Server | None = None,

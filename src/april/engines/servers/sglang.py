@@ -125,10 +125,11 @@ class SGLang:
         top_k = self._top_k(sampling)
         if top_k is None or top_k <= self._mask_tokens:
             return None
+        raise_limit = f"set top_k to at most {self._mask_tokens} (or raise the server's --sampling-mask-max-tokens)"
         return (
             "cannot report log-probabilities of the distribution tokens are drawn from with "
-            f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, min_p = {sampling.min_p:g}: set top_k to at most "
-            f"{self._mask_tokens} (or raise the server's --sampling-mask-max-tokens), or sample without truncation"
+            f"top_p = {sampling.top_p:g}, top_k = {sampling.top_k}, min_p = {sampling.min_p:g}: "
+            f"{raise_limit if self._mask_tokens else 'use a newer SGLang'}, or sample without truncation"
         )
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
