@@ -42,9 +42,10 @@ class Flight:
         if not silent:
             return []
         begun = []
-        for id, token_ids, *_ in [chunk for chunk in chunks if chunk[0] in silent]:
-            if token_ids and (span := silent.pop(id, None)):
-                span.queued, span.first_tokens = now - span.start, len(token_ids)
+        for chunk in [chunk for chunk in chunks if chunk[0] in silent]:
+            id, tokens = chunk[0], len(chunk[1])
+            if tokens and (span := silent.pop(id, None)):
+                span.queued, span.first_tokens = now - span.start, tokens
                 begun.append(id)
         return begun
 

@@ -299,8 +299,9 @@ class Pump:
             for sample, group in finished:
                 self.rewards.finished(group, sample)
         else:
-            for group in {group.id: group for _, group in finished if group.complete}.values():
-                self.rewards.finished(group, group.samples[-1])
+            for group in {group.id: group for _, group in finished}.values():
+                if group.complete:
+                    self.rewards.finished(group, group.samples[-1])
 
     def _failed(self, chunk: Chunk, now: float) -> EngineError | None:
         """A request failed: the sample goes on from its last token after a while, or its group is quarantined.

@@ -175,6 +175,8 @@ def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Rewa
 
 
 def _check_reward(given: float | Reward) -> Reward:
+    if given.__class__ is float and math.isfinite(given):  # the common case
+        return Reward(given)
     value, info = (given.value, given.info) if isinstance(given, Reward) else (given, None)
     try:
         finite = not isinstance(value, str) and math.isfinite(value)

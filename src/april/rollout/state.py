@@ -191,7 +191,12 @@ class RolloutState:
         for group in step.groups:
             self.ready.pop(group.id, None)
             self._drop(group)
-        self._lengths = {id: tokens for id, (sample, _) in self.samples.items() if (tokens := sample.policy_tokens)}
+        self._lengths = {
+            sample.id: sample.length - sample.environment_tokens
+            for group in self.buffer
+            for sample in group.samples
+            if sample.length > sample.environment_tokens
+        }
         self._left = []
         self._sampled = self.buffer.sampled_tokens
         self.buffer.check()

@@ -374,13 +374,16 @@ class Group:
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
         if self._begun is None:  # versions never go back, so what came first stays first
-            self._begun = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
+            first = min([s.segments[0].version for s in self.samples if s.segments], default=None)
+            if first == ENVIRONMENT:
+                first = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
+            self._begun = first
         return self._begun
 
     @property
     def tokens(self) -> int:
         """Response tokens that policies sampled, over all samples."""
-        return sum([sample.policy_tokens for sample in self.samples])
+        return sum([sample.length - sample.environment_tokens for sample in self.samples])
 
     @property
     def environment_tokens(self) -> int:

@@ -15,7 +15,8 @@ class BlankSegment(Segment):
     __slots__ = ()
 
     def __init__(self, version: int) -> None:
-        super().__init__(version, cast(Any, blank := Blank()), cast(Any, blank))
+        self.version = version
+        self.token_ids = self.logprobs = cast(Any, Blank())
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         own: Any = self.token_ids
