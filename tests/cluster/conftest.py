@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+os.environ["RAY_AUTH_MODE"] = "disabled"  # where this machine's user has a token, Ray asks for it
 
 
 @pytest.fixture(scope="session")
@@ -22,5 +25,5 @@ def raylets(head: Any) -> Iterator[Any]:
     """A head alone: a test adds the nodes that it needs, and they end with it."""
     yield head
     for node in head.nodes:
-        head.kill(node)
+        head.remove(node)
     head.settle()

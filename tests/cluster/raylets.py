@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 RANK = "-m april.commands.rank"
 ENGINES = ("ray::EngineActor", "ray::ServerActor")
 CALLS = ("ray::CallActor",)
+ATTEMPTS = 5
 
 
 def processes() -> dict[int, tuple[int, str]]:
@@ -36,6 +37,26 @@ def below(pid: int) -> Iterator[int]:
     yield from tree
 
 
+def started(start: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
+    """What `start` returns, in several attempts: Ray gives a raylet half a minute, which is little on a machine with
+    much other work."""
+
+    def children() -> set[int]:
+        return {pid for pid, (parent, _) in processes().items() if parent == os.getpid()}
+
+    for _ in range(ATTEMPTS):
+        before = children()
+        try:
+            return start()
+        except Exception as error:  # Ray raises no less
+            failed = error
+            for pid in children() - before:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            undo()
+    raise failed
+
+
 class Raylets:
     """A cluster. Its head has no CPUs, so that engines are on the nodes that are added.
 
@@ -46,10 +67,12 @@ class Raylets:
 
     def __init__(self, reaped: bool = True, network: int = 0) -> None:
         self._added, self._network = 0, network
-        self._cluster = Cluster(
-            initialize_head=True,
-            shutdown_at_exit=reaped,
-            head_node_args={**self._settings(0), "include_dashboard": False, "dashboard_agent_listen_port": 0},
+        self._cluster = started(
+            lambda: Cluster(
+                initialize_head=True,
+                shutdown_at_exit=reaped,
+                head_node_args={**self._settings(0), "include_dashboard": False, "dashboard_agent_listen_port": 0},
+            )
         )
 
     def _settings(self, cpus: int) -> dict[str, Any]:
@@ -73,8 +96,15 @@ class Raylets:
 
     def add(self, cpus: int = 1) -> Any:
         """A node that joins."""
-        node = self._cluster.add_node(**self._settings(cpus))
-        self._cluster.wait_for_nodes()
+        known = self.nodes
+
+        def undo() -> None:
+            for node in self.nodes:
+                if node not in known:
+                    self._cluster.remove_node(node, allow_graceful=False)
+
+        node = started(lambda: self._cluster.add_node(**self._settings(cpus)), undo)
+        self._cluster.wait_for_nodes(timeout=180)
         return node
 
     def engines(self, *nodes: Any) -> list[int]:
@@ -111,6 +141,11 @@ class Raylets:
         """The node is gone at once, with all that ran there."""
         self.signal(node, signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
+
+    def remove(self, node: Any) -> None:
+        """The node leaves in good order, which Ray sees at once; one that hangs goes on before."""
+        self.signal(node, signal.SIGCONT)
+        self._cluster.remove_node(node, allow_graceful=True)
 
     def settle(self) -> None:
         """Wait until Ray calls dead what is."""

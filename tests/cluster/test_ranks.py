@@ -78,6 +78,21 @@ def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets
         assert row == pytest.approx(other_row, rel=1e-4, abs=1e-6)
 
 
+def test_a_run_whose_head_hangs_ends_and_takes_its_ranks_with_it(tmp_path: Path) -> None:
+    lost = Raylets()
+    try:
+        node = lost.add(2)
+        process = april("train", one_rank_elsewhere(tmp_path, lost.address), "--steps", 2000)
+        until(lambda: last_step(tmp_path / "run") >= 1, process)
+        lost.signal_head(signal.SIGSTOP, "gcs_server")
+        said, _ = process.communicate(timeout=GENEROUS)
+        assert process.returncode == 1, said
+        assert "the head of the Ray cluster has not answered for" in said
+        until(lambda: not lost.ranks(node))
+    finally:
+        lost.close()
+
+
 def test_where_ranks_fit_is_said_before_anything_starts(raylets: Raylets, tmp_path: Path) -> None:
     raylets.add(2)
     recipe = one_rank_elsewhere(tmp_path, raylets.address)
@@ -157,7 +172,7 @@ async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_place
         assert "on the node at 127.0.0" in left.lost
         until(lambda: gone(pid))
         for process in (ends, killed, left):
-            process.kill()
+            await asyncio.to_thread(process.kill)
             os.close(process.line)
 
         # All is free again; but now the nodes do not see what the trainer writes.

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from april.engines.cluster.head import ask, head_hangs
+from april.engines.cluster.head import ask, give_back, head_hangs
 from april.rollout.engine import EngineError
 
 HANGING = """
@@ -34,12 +34,16 @@ def test_a_head_that_hangs_is_given_up_and_asked_briefly_from_then_on() -> None:
         assert await ask(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
             await ask(lambda: 1 // 0)
+        given_back: list[int] = []
+        await give_back(given_back.append, 7)
+        assert given_back == [7]
         assert not head_hangs()
         with pytest.raises(EngineError, match=r"has not answered for 0\.01 s"):
             await ask(answers.wait, seconds=0.01)
         assert head_hangs()
         with pytest.raises(EngineError, match="has not answered for 1 s"):
             await ask(answers.wait, seconds=3600)
+        await give_back(answers.wait)  # not done, and nobody waits
 
     hanging = set(threading.enumerate())
     asyncio.run(asks())

@@ -17,7 +17,8 @@ from itertools import groupby
 from pathlib import Path
 
 from april.config.recipe import Recipe
-from april.engines.cluster.connection import connect, demand_of, disconnect
+from april.engines.cluster.connection import demand_of, disconnect, join
+from april.engines.cluster.head import give_back
 from april.engines.cluster.interface import interfaces
 from april.engines.cluster.needs import Needs, marked
 from april.engines.cluster.node_process import NodeProcess
@@ -45,12 +46,12 @@ class RankNodes:
         self._sites: ProcessSites
 
     def __enter__(self) -> RankNodes:
-        asyncio.run(asyncio.to_thread(connect, self._recipe.cluster.address))  # in the main thread Ray takes SIGTERM
+        asyncio.run(join(self._recipe.cluster.address))
         self._sites = ProcessSites(demand_of_rank(self._recipe))
         return self
 
     def __exit__(self, *_: object) -> None:
-        disconnect()
+        asyncio.run(give_back(disconnect))
 
     @contextmanager
     def taken(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[RanksOnNodes]:
@@ -81,8 +82,7 @@ class RankNodes:
                     if process.lost:
                         self._sites.suspect(site.node.id)
         finally:
-            for site in sites:
-                site.end()
+            asyncio.run(give_back(_end, sites))
 
 
 class RanksOnNodes:
@@ -129,6 +129,11 @@ class RanksOnNodes:
                 f"rank{'s' * (first != last)} {first}{f' to {last}' * (first != last)} on the node at {address}"
             )
         return ", ".join(parts)
+
+
+def _end(sites: list[Site]) -> None:
+    for site in sites:
+        site.end()
 
 
 def demand_of_rank(recipe: Recipe) -> Demand:

@@ -13,14 +13,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from april.engines.cluster.head import ask
+from april.engines.cluster.head import ask, give_back
 from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import alive_nodes, answers
 from april.engines.cluster.placement import Node
@@ -179,8 +178,7 @@ class NodeCalls:
             self._looked = time.monotonic()
 
     async def close(self) -> None:
-        with suppress(EngineError):  # the head hangs: Ray ends them once this process has ended
-            await ask(self.end)
+        await give_back(self.end)
 
     def end(self) -> None:
         for caller in self._callers.values():

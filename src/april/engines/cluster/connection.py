@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
-from april.engines.cluster.head import HEAD_SILENCE, ask
+from april.engines.cluster.head import HEAD_SILENCE, ask, give_back
 from april.engines.cluster.placement import Demand
 from april.rollout.engine import EngineError
 
@@ -46,6 +48,14 @@ def connect(address: str) -> None:
         ) from None
 
 
+async def join(address: str) -> None:
+    """`connect`, with the time that a head may take."""
+    await ask(connect, address, seconds=CONNECTING)
+    if threading.current_thread() is threading.main_thread():
+        # Ray has put its own handler before this process's, and would abort it three seconds after a SIGTERM.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+
+
 def disconnect() -> None:
     """End what this process has started on the cluster."""
     ray.shutdown()
@@ -53,13 +63,12 @@ def disconnect() -> None:
 
 @asynccontextmanager
 async def connected(address: str) -> AsyncIterator[None]:
-    """`connect`; disconnected afterwards."""
-    await ask(connect, address, seconds=CONNECTING)
+    """`join`; disconnected afterwards."""
+    await join(address)
     try:
         yield
     finally:
-        with suppress(EngineError):  # it hangs: Ray ends what this process has started once it has ended
-            await ask(disconnect)
+        await give_back(disconnect)
 
 
 def _require_head(address: str) -> None:

@@ -2,6 +2,7 @@
 
 Invariants:
 - nobody waits for the head longer than `HEAD_SILENCE` seconds, and only briefly once it has been given up;
+- what cannot be given back, since the head hangs, keeps nobody either: Ray takes it once this process has ended;
 - a thread in which Ray still waits keeps nobody from going on, and a process that ends by `leave` from ending.
 """
 
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from april.rollout.engine import EngineError
@@ -53,6 +55,12 @@ async def ask(work: Callable[..., T], *args: object, seconds: float = HEAD_SILEN
             raise
         thread.name = GIVEN_UP
         raise EngineError(f"the head of the Ray cluster has not answered for {seconds:g} s") from None
+
+
+async def give_back(work: Callable[..., object], *args: object) -> None:
+    """`work(*args)`, which ends what this process has on the cluster; not done where the head hangs."""
+    with suppress(EngineError):
+        await ask(work, *args)
 
 
 def head_hangs() -> bool:

@@ -6,6 +6,7 @@ actor.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from april.engines.cluster.head import give_back
 from april.engines.cluster.link import BEAT, PINGS, SILENCE, reason_of
 from april.engines.cluster.site import Site
 
@@ -53,7 +55,7 @@ class NodeProcess:
                 ray.get(self._site.actor.kill.remote(), timeout=SILENCE)
             if self.returncode is None:
                 self.returncode = -signal.SIGKILL
-        self._site.end()
+        asyncio.run(give_back(self._site.end))
         self._watching.join()
 
     def wait(self) -> int:

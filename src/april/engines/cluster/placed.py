@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
-from april.engines.cluster.head import ask
+from april.engines.cluster.head import give_back
 from april.engines.cluster.site import Site
-from april.rollout.engine import EngineError
 
 
 class Placed:
@@ -64,5 +62,4 @@ class Placed:
         if self._opening is not None:
             self._opening.cancel()
         if self.site is not None:
-            with suppress(EngineError):  # the head hangs: Ray ends it once this process has ended
-                await ask(self.site.end)
+            await give_back(self.site.end)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from april.engines.cluster.head import ask, give_back
 from april.engines.cluster.nodes import SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.cluster.placement import Demand, Node, pack
 from april.engines.cluster.process_actor import ProcessActor, ProcessSettings
@@ -91,14 +92,14 @@ class ProcessSites:
         """Sites on these nodes; none if something is in the way, which is noted."""
         named, actor = enumerate(nodes, 1), (ProcessActor, [settings])
         sites = await asyncio.gather(
-            *(asyncio.to_thread(Site, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
+            *(ask(Site, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
         )
         found = ["stopped"]
         try:
             found = await asyncio.gather(*(self._problem(site) for site in sites))
         finally:
             if any(found):
-                await asyncio.gather(*(asyncio.to_thread(site.end) for site in sites))
+                await asyncio.gather(*(give_back(site.end) for site in sites))
         if not any(found):
             return sites
         for site, problem in zip(sites, found, strict=True):
