@@ -136,9 +136,8 @@ class Blows:
 
 
 def recipe_on(raylets: Raylets, base: Path, name: str) -> Recipe:
-    recipe = recipe_of(base, name)
+    recipe = recipe_of(base, name, SILENCE)
     recipe.rollout.over_sampling_batch_size, recipe.rollout.max_staleness = recipe.rollout.rollout_batch_size, 0
-    recipe.trainer.rank_timeout = SILENCE
     recipe.cluster.address, recipe.cluster.ranks, recipe.cluster.replicas = raylets.address, "nodes", 1
     return recipe
 

@@ -37,7 +37,8 @@ from tests.ranks.runs import rank_of, recipe_in, trained
 LEDGER = "APRIL_LEDGER"
 STEPS = 12
 SILENCE = 30.0
-"""Seconds without a sign of life after which a rank has hung. One that starts on a busy machine is silent for long."""
+"""Seconds without a sign of life after which a rank has hung; more where the undisturbed run takes longer altogether:
+a rank that starts on a busy machine is silent for long."""
 ROUNDING = 1e-5
 """By which log-probabilities and metrics may differ."""
 
@@ -88,11 +89,15 @@ def run_agent(recipe: dict[str, Any]) -> int:
     return agent.Agent(recipe_from_dict(recipe)).run()
 
 
-def recipe_of(base: Path, name: str) -> Recipe:
-    """A run's, which ranks may be lost in as often as one likes."""
+def recipe_of(base: Path, name: str, silence: float) -> Recipe:
+    """A run's, which ranks may be lost in as often as one likes.
+
+    Args:
+        silence: seconds without a sign of life after which a rank has hung.
+    """
     recipe = load_recipe(recipe_in(base, name))
     recipe.training.steps, recipe.training.save_interval = STEPS, 3
-    recipe.trainer.rank_timeout, recipe.trainer.max_restarts = SILENCE, 1000
+    recipe.trainer.rank_timeout, recipe.trainer.max_restarts = silence, 1000
     return recipe
 
 
@@ -192,14 +197,14 @@ def lose(losses: int, seconds: float, seed: int = 0, keep: Path | None = None) -
         base = keep or Path(place)
         base.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
-        calm = start(base, "calm", recipe_of(base, "calm"))
+        calm = start(base, "calm", recipe_of(base, "calm", 1200.0))
         assert calm.wait(1200) == 0, (base / "calm.log").read_text()
         whole = time.monotonic() - began  # a loss may come at any time of a run, on a busy machine, too
         expected = passes(base, "calm")
         assert len(expected["steps"]) == STEPS
         while (left := losses - found["SIGKILL"] - found["SIGSTOP"]) > 0 and time.monotonic() < deadline:
             name = f"run-{found['runs']}"
-            process = start(base, name, recipe_of(base, name))
+            process = start(base, name, recipe_of(base, name, max(SILENCE, whole)))
             lost = disturb(process, base / name, left, whole, deadline)
             for each in lost:
                 found[each["signal"]] += 1

@@ -46,7 +46,7 @@ journal_delay = 0
 max_tokens_per_micro_batch = 512
 [trainer]
 processes = 2
-rank_timeout = 60
+rank_timeout = 600
 [reporting]
 output = "{output}"
 trackers = []
