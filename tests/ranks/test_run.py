@@ -1,12 +1,34 @@
-"""A run on two ranks from the command line, one of which is killed."""
+"""Runs on two ranks from the command line: one of them is killed, or is not like the other."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.ranks.runs import recipe_in, survive_a_killed_rank
+from tests.ranks.runs import april, recipe_in, survive_a_killed_rank
+
+OTHER_VERSION = """
+import importlib.metadata, os
+
+version = importlib.metadata.version
+if os.environ.get("RANK") == "1":
+    importlib.metadata.version = lambda name: "99" if name == "safetensors" else version(name)
+"""
 
 
 def test_a_rank_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     rows = survive_a_killed_rank(recipe_in(tmp_path, "run"), tmp_path / "run")
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+def test_ranks_with_different_versions_are_refused_in_one_line(tmp_path: Path) -> None:
+    """Before the policy is loaded: it has no weights."""
+    recipe, modules = recipe_in(tmp_path, "run"), tmp_path / "modules"
+    modules.mkdir()
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    (modules / "sitecustomize.py").write_text(OTHER_VERSION)
+    process = april("train", recipe, modules=modules)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 2, said
+    (line,) = said.splitlines()
+    assert line.startswith("april: rank 1 has safetensors 99, not ")
+    assert line.endswith("ranks must be alike; start all from the same environment")

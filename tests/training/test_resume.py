@@ -22,7 +22,7 @@ from april.commands.main import main
 from april.reporting.metrics_log import read_metrics
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
-from april.training import run_state
+from april.training import build, run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
 from april.training.output import locked
@@ -183,6 +183,28 @@ def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_agai
     assert (run / "journal.sqlite.1").exists()
     assert json.loads((run / "summary.json").read_text())["recipe"]["training"]["learning_rate"] == 1e-4
     assert steps(run) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--algorithm", "ppo"), "these settings need critic, critic_optimizer, policy_optimizer, random"),
+        (("--lora.rank", "2"), "these settings need adapters, policy_optimizer, random"),
+    ],
+)
+def test_a_checkpoint_of_another_algorithm_is_refused_before_a_model_is_loaded(
+    flags: tuple[str, ...],
+    problem: str,
+    saved_often: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "load_policy", None)
+    assert resume(copy(saved_often, tmp_path), "--rewind", *flags) != 0
+    said = capsys.readouterr().err
+    assert problem in said
+    assert "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with" in said
 
 
 @pytest.mark.parametrize("other", [FORMAT - 1, FORMAT + 1])

@@ -32,7 +32,7 @@ from april.training.environment import World
 from april.training.episode_reward import EpisodeRewards
 from april.training.evaluation import Evaluation, held_out
 from april.training.learner import Learner
-from april.training.local import LocalLearner, objective_of
+from april.training.local import LocalLearner, check_checkpoint_of, objective_of
 from april.training.output import locked
 from april.training.policy import load_policy, policy_at
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
@@ -148,6 +148,8 @@ def _task(recipe: Recipe) -> Task:
 
 def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
     """The learner, and the tokenizer of its policy."""
+    if checkpoint:
+        check_checkpoint_of(recipe, checkpoint)
     model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint))
     return LocalLearner(model, recipe, tokenizer, directory), tokenizer
 

@@ -21,6 +21,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.installed import MEGATRON, check_megatron
 from april.training.leader import Leader, dismissing, follow
+from april.training.local import check_checkpoint_of
 from april.training.model_parallel import check_layout
 from april.training.policy import load_policy, policy_at
 from april.training.rank_process import is_rank
@@ -76,6 +77,8 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
     check_megatron(recipe)
     _check_alike(recipe, ranks)
     check_layout(recipe)
+    if checkpoint:
+        check_checkpoint_of(recipe, checkpoint)
     model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
     kind: type[ShardedLearner] = ShardedLearner

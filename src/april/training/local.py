@@ -33,12 +33,13 @@ from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
+from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import AlgorithmSettings, RolloutSettings
 from april.engines.weights import WeightTransfer
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Sample
-from april.training.checkpoint import ADAPTER, TRAINING
+from april.training.checkpoint import ADAPTER, TRAINING, load_state
 from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
@@ -50,6 +51,9 @@ from april.training.recovery import Memory, SkippedUpdates
 from april.training.schedule import share_of_peak
 from april.training.shards import read, stored, write
 from april.training.weights import transfer_of
+
+AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
+"""What to do where a checkpoint does not go with the settings."""
 
 
 class LocalLearner:
@@ -297,17 +301,10 @@ class LocalLearner:
 
     def load(self, directory: Path) -> None:
         state = self.state()
-        parts, saved = (
-            {name.partition(".")[0] for name in names} for names in (state, stored(directory / TRAINING, "state"))
-        )
-        remedy = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
-        if parts != saved:
-            have, need = (", ".join(sorted(names)) for names in (saved, parts))
-            raise ValueError(f"the checkpoint holds {have}, but these settings need {need}: {remedy}")
         try:
             self._read_state(directory / TRAINING, state)
         except ValueError as error:
-            raise ValueError(f"the checkpoint is of other settings ({error}): {remedy}") from None
+            raise ValueError(f"the checkpoint is of other settings ({error}): {AS_BEGUN}") from None
         torch.set_rng_state(state["random"])
 
     def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
@@ -334,6 +331,26 @@ class LocalLearner:
                         own = moments(optimizer, parameter)
                         held |= {f"{kind}.{name}.{key}": moment for key, moment in own.items()}
         return held
+
+
+def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
+    """See that a run's checkpoint has what the recipe trains, before anything is loaded.
+
+    Raises:
+        ConfigError: it is of another algorithm, or of other adapters.
+    """
+    objective, lora = objective_of(recipe.algorithm, recipe.rollout.max_response_length), recipe.lora
+    needed = {"random", "policy_optimizer"}
+    needed |= {"critic", "critic_optimizer"} if objective.algorithm.value_head else set()
+    needed |= {"adapters"} if lora.rank else {"reference"} if objective.regularised else set()
+    saved = {name.partition(".")[0] for name in stored(checkpoint / TRAINING, "state")}
+    if needed != saved:
+        have, need = (", ".join(sorted(names)) for names in (saved, needed))
+        raise ConfigError(f"{checkpoint} holds {have}, but these settings need {need}: {AS_BEGUN}")
+    before = load_state(checkpoint)["recipe"]["lora"]
+    for name in ("rank", "target_modules") if lora.rank else ():
+        if (asked := getattr(lora, name)) != type(asked)(before[name]):
+            raise ConfigError(f"lora.{name} = {asked}, but {checkpoint} has adapters of {before[name]}: {AS_BEGUN}")
 
 
 def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:

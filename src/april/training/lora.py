@@ -94,9 +94,16 @@ class Adapters:
         }
         return copy.deepcopy(self._wrapped, shared).merge_and_unload()
 
-    def save(self, directory: Path) -> None:
-        """Write the adapters alone, as peft reads them."""
-        self._wrapped.save_pretrained(directory)
+    def save(self, directory: Path, writes: bool = True) -> None:
+        """Write the adapters alone, as peft reads them.
+
+        Args:
+            writes: of ranks, which all have to call this, one does.
+        """
+        named = self._wrapped.state_dict().items()
+        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named if "lora_" in n}
+        if writes:
+            self._wrapped.save_pretrained(directory, state_dict=whole)
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: p.detach() for name, p in self._model.named_parameters() if "lora_" in name}

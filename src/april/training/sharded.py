@@ -29,7 +29,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training.checkpoint import TRAINING
+from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
@@ -224,6 +224,8 @@ class ShardedLearner(LocalLearner):
             (directory / TRAINING).mkdir(exist_ok=True)
         self.ranks.wait()
         self._write_policy(directory)
+        if self.adapters:
+            self.adapters.save(directory / ADAPTER, self.ranks.leads)
         self.save_state(directory, self.ranks.rank)
         self.ranks.wait()
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from april.training.checkpoint import ADAPTER
 from april.training.local import LocalLearner
 from tests import tiny
 from tests.ranks.checkpoints import fingerprint, policy
@@ -36,6 +37,11 @@ def test_a_checkpoint_goes_on_to_the_bit_on_another_number_of_ranks(case: str, t
     other = LocalLearner(policy(case, str(saved)), settings(case), tiny.tokenizer())
     other.load(saved)
     other.save(there)
+    assert (saved / ADAPTER).exists() == (case == "lora")
+    if case == "lora":
+        ours, own = (load_file(place / ADAPTER / "adapter_model.safetensors") for place in (saved, there))
+        assert ours.keys() == own.keys()
+        assert all(torch.equal(ours[name], own[name]) for name in own)
     (there / "fingerprint.json").write_text((saved / "fingerprint.json").read_text())
     run("tests.ranks.checkpoints:load", 3, tmp_path, case=case, directory=str(there))
 
