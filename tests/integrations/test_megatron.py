@@ -56,25 +56,23 @@ def test_a_policy_goes_into_megatron_and_back(parts: int, tmp_path: Path) -> Non
 def test_two_updates_of_every_algorithm_are_those_of_one_process(tensor: int, tmp_path: Path) -> None:
     """With one part of the layers, two ranks have tokens of their own each."""
     cases = ["grpo", "dapo", "gspo", "m2po", "reference", "penalty"]
-    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, 900, cases=cases, tensor=tensor):
+    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, cases=cases, tensor=tensor):
         assert [f"{case}: ok" in said for case in cases] == [True] * len(cases), said
 
 
 def test_ranks_that_divide_layers_and_ranks_that_divide_tokens_go_together(tmp_path: Path) -> None:
-    for said in run(
-        "tests.integrations.megatron_updates:compare", 4, tmp_path, 900, cases=["grpo"], tensor=2, tied=False
-    ):
+    for said in run("tests.integrations.megatron_updates:compare", 4, tmp_path, cases=["grpo"], tensor=2, tied=False):
         assert "grpo: ok" in said, said
 
 
 def test_activations_are_computed_again(tmp_path: Path) -> None:
     options = {"tensor": 2, "checkpointing": True}
-    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, 900, cases=["grpo"], **options):
+    for said in run("tests.integrations.megatron_updates:compare", 2, tmp_path, cases=["grpo"], **options):
         assert "grpo: ok" in said, said
 
 
 def test_a_checkpoint_goes_on_in_megatron_and_without_it(tmp_path: Path) -> None:
-    for said in run("tests.integrations.megatron_updates:resume", 2, tmp_path, 900, tensor=2, directory=str(tmp_path)):
+    for said in run("tests.integrations.megatron_updates:resume", 2, tmp_path, tensor=2, directory=str(tmp_path)):
         assert "resumed" in said, said
 
 
@@ -89,6 +87,6 @@ def test_a_run_whose_rank_is_killed_loses_nothing(tmp_path: Path) -> None:
 def test_the_most_that_a_rank_holds_is_near_what_was_planned(tensor: int, tmp_path: Path) -> None:
     layout = {"tensor": tensor, "tensor_parallel": tensor, "backend": "megatron"}
     where = str(tmp_path / "policy")
-    for said in run("tests.ranks.memory:peaks", 2, tmp_path, 900, directory=where, policy="model", **layout):
+    for said in run("tests.ranks.memory:peaks", 2, tmp_path, directory=where, policy="model", **layout):
         found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-        assert 0.75 < found["held"] / found["planned"] < 1.4, found
+        assert 0.8 < found["held"] / found["planned"] < 1.1, found

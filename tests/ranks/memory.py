@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,19 +23,25 @@ from tests.training.steps import recipe, rollout
 
 
 class Held(TorchDispatchMode):
-    """The most bytes at a time of the tensors that were made inside."""
+    """The most bytes at a time of the tensors that were made inside.
 
-    def __init__(self) -> None:
+    Args:
+        before: those that were there, of which views are made inside.
+    """
+
+    def __init__(self, before: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.peak = 0
+        self._before = {tensor.untyped_storage()._cdata for tensor in before}
         self._made = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, torch.Tensor):
-                local = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
-                self._made[local.untyped_storage()] = None
+                storage = _local(leaf).untyped_storage()
+                if storage._cdata not in self._before:
+                    self._made[storage] = None
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made))
         return made
 
@@ -42,7 +49,7 @@ class Held(TorchDispatchMode):
 def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     """Print what this rank held at most in a training step, and what was planned, by part."""
     chosen = recipe()
-    chosen.model.path = directory
+    chosen.model.path, chosen.model.device = directory, "cpu"
     chosen.trainer.processes = ranks.world
     for name, value in trainer.items():
         setattr(chosen.trainer, name, value)
@@ -68,15 +75,20 @@ def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     learner = _learner(chosen)(model, chosen, ranks)
     learner.train(step, 1)
     learner.optimizer.zero_grad()
-    kept = [*learner.policy.parameters(), *(t for s in learner.optimizer.state.values() for t in s.values())]
-    held = sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in kept)
-    with Held() as new:
+    state = (moment for moments in learner.optimizer.state.values() for moment in moments.values())
+    kept = [_local(tensor.detach()) for tensor in (*learner.policy.parameters(), *state)]
+    with Held(kept) as new:
         learner.train(step, 2)
+    held = sum(tensor.nbytes for tensor in kept)
     print(json.dumps({"held": held + new.peak, "planned": sum(plan.values()), "parts": plan}), flush=True)
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 def _learner(recipe: Recipe) -> type[ShardedLearner]:
-    if recipe.trainer.backend == "fsdp2":
+    if recipe.trainer.backend != "megatron":
         return ShardedLearner
     from tests.integrations import megatron_on_cpu
 

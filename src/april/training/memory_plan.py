@@ -65,8 +65,11 @@ def planned(recipe: Recipe) -> MemoryPlan:
         of_layers = {layer: sum(part for n, (_, part) in sizes.items() if n.startswith(f"{layer}.")) for layer in names}
         layer = max(of_layers.values(), default=0)
         root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
-        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype))
-        activations = _activations(part, recipe, computed, len(names))
+        unfused = megatron and recipe.model.device == "cpu"  # Megatron's own layers, without Transformer Engine
+        attention = "eager" if unfused else None  # which holds the scores of every pair of tokens
+        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype), attention)
+        width = part.config.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
+        activations = _activations(part, recipe, computed, len(names), width)
         cache = _cache_bytes(model.config, computed)
     objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
@@ -137,11 +140,12 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
-def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None) -> Any:
+def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
     """The policy without values, or what one of so many ranks that divide its matrices computes with.
 
     Args:
         dtype: in the place of the recipe's own; a mixture of experts has bfloat16 then, or its kernels have no shapes.
+        attention: how transformers is to compute it; by a kernel that holds no scores if None.
     """
     try:
         config: Any = AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), trust_remote_code=False)
@@ -151,19 +155,24 @@ def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None) -> 
                 setattr(config, name, getattr(config, name) // parts)
         mixed = any(getattr(config, name, None) for name in EXPERTS)
         own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, recipe.model.dtype)
-        return AutoModelForCausalLM.from_config(config, dtype=own)
+        return AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation=attention)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}") from None
 
 
-def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int) -> int:
-    """Bytes that a micro-batch keeps for its backward pass; of a layer that is recomputed, while it is."""
+def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, more: int) -> int:
+    """Bytes that a micro-batch keeps for its backward pass; of a layer that is recomputed, while it is.
+
+    Args:
+        more: numbers that a layer keeps of a token beside what transformers keeps.
+    """
     length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
     ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
     trunk: Any = model.base_model
     trunk.requires_grad_(True)
     whole, hidden = _saved(trunk, ids)
+    whole += layers * ids.numel() * more * hidden.element_size()
     scale = computed / hidden.element_size()
     if not recipe.training.gradient_checkpointing or not layers:
         return int(whole * scale)

@@ -60,30 +60,43 @@ def _scores(
     hidden: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    first, count = columns
-    logits = head(hidden).float() / temperature
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= count
-    logits = logits.masked_fill(padding, torch.finfo(logits.dtype).min)
-    largest = logits.detach().amax(-1, keepdim=True)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - largest
-    weights = shifted.exp()
-    here = (targets >= first) & (targets < first + count)
-    chosen = shifted.gather(-1, torch.where(here, targets - first, 0)[:, None])[:, 0]
-    own = torch.stack([weights.sum(-1), (weights * shifted).sum(-1), torch.where(here, chosen, 0.0)])
-    total, weighted, target = _Sum.apply(own, group)
-    return target - total.log(), total.log() - weighted / total
+    logp, entropy = _Scores.apply(head(hidden), targets, columns, group, temperature)
+    return logp, entropy
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, of which each computes the same loss."""
+class _Scores(torch.autograd.Function):
+    """Of a chunk of logits, of which each rank has its columns; all of them compute the same loss of the result."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, columns: tuple[int, int], group: Any, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        first, count = columns
+        # Overwritten in place until it is log p: a chunk is held once, and once more for its exponential.
+        shifted = logits.to(torch.float32, copy=True).div_(temperature)
+        shifted[:, count:] = torch.finfo(torch.float32).min
+        largest = shifted.amax(-1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted -= largest
+        here = (targets >= first) & (targets < first + count)
+        column = torch.where(here, targets - first, 0)[:, None]
+        weights = shifted.exp()
+        chosen = torch.where(here, shifted.gather(-1, column)[:, 0], 0.0)
+        sums = torch.stack([weights.sum(-1), torch.einsum("nv,nv->n", weights, shifted), chosen])
+        dist.all_reduce(sums, group=group)
+        total, weighted, target = sums
+        entropy = total.log() - weighted / total
+        ctx.save_for_backward(shifted.sub_(total.log()[:, None]), entropy, here, column)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        return target - total.log(), entropy
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_logp: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        log_p, entropy, here, column = ctx.saved_tensors
+        p = log_p.exp()
+        # d logp / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
+        grad = log_p.add_(entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+        grad.addcmul_(p, grad_logp[:, None], value=-1)
+        grad.scatter_add_(-1, column, torch.where(here, grad_logp, 0.0)[:, None])
+        return grad.div_(ctx.temperature).to(ctx.dtype), None, None, None, None
