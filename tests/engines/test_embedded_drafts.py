@@ -296,19 +296,19 @@ def test_a_large_batch_on_trial_drafts_for_a_few() -> None:
 
 async def test_a_pass_on_trial_that_prefills_besides_drafts_nothing() -> None:
     """It would say nothing about what drafts take."""
-    subject = engine(draft_tokens=8, max_running=3, stream_interval=1)
+    subject = await experienced(max_running=3)
     drafter: Any = subject._drafter
+    drafter._costs.on_trial = lambda decoding: True
     draft, prefilled = drafter.draft, []
 
     def watched(decoding: list[Any], prefilling: int, most: int) -> None:
-        on_trial = bool(decoding) and drafter._costs.on_trial(len(decoding))
         draft(decoding, prefilling, most)
-        if prefilling and on_trial:
+        if prefilling and decoding:
             prefilled.append(prefilling)
             assert not any(sequence.draft for sequence in decoding)
 
     drafter.draft = watched
-    await run(subject, samples(**SETTINGS, prompt=9))
+    await run(subject, samples(**SETTINGS))
     assert prefilled
 
 
