@@ -163,10 +163,12 @@ class VLLMServer(ModelServer):
 
 
 class SGLangServer(ModelServer):
-    """Takes weights from a model's directory, as SGLang does."""
+    """Takes weights from a model's directory, and their name, as SGLang does."""
+
+    weight_version = "default"
 
     def _routes(self, router: web.UrlDispatcher) -> None:
-        self._get(router, "/model_info", {"model_path": str(self.path), "weight_version": "default"})
+        router.add_get("/model_info", self._model_info)
         server = {
             "internal_states": [{}],
             "max_running_requests": self.slots,
@@ -182,6 +184,9 @@ class SGLangServer(ModelServer):
         router.add_post("/generate", self._generate)
         router.add_post("/abort_request", self._abort)
 
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": str(self.path), "weight_version": self.weight_version})
+
     async def _pause(self, request: web.Request) -> web.Response:
         """As AReaL has it: whatever runs is aborted."""
         self.aborted |= self.running
@@ -189,7 +194,8 @@ class SGLangServer(ModelServer):
 
     async def _load(self, request: web.Request) -> web.Response:
         assert not self.running, "weights change while requests run"
-        path = Path((await request.json())["model_path"])
+        call = await request.json()
+        path, self.weight_version = Path(call["model_path"]), call.get("weight_version", self.weight_version)
         self.model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
         return web.json_response({"success": True})
 
@@ -208,7 +214,7 @@ class SGLangServer(ModelServer):
             "output_ids": [id for id, _ in new],
             "meta_info": {
                 "completion_tokens": len(drawn),
-                "weight_version": "default",
+                "weight_version": self.weight_version,
                 "finish_reason": None
                 if reason is None
                 else {"type": reason, "matched": drawn[-1][0] if reason == "stop" else None},

@@ -1,4 +1,5 @@
-"""What each process of a sharded job does: `accelerate launch ... -m tests.integrations.trl_sharded_job FOLDER HOW`.
+"""What each process of a sharded job does: `accelerate launch ... tests.integrations.trl_sharded_job FOLDER HOW [URL]`,
+of an SGLang server that generates in the place of the processes' own engines.
 
 accelerate 1.15 heeds `--use_fsdp` where it finds accelerators, and trains whole models (DDP) on a CPU without a word.
 It is told here that it has found some; all else is its own, on gloo. `--use_deepspeed` it heeds. DeepSpeed would
@@ -24,6 +25,7 @@ from tests import tiny
 from tests.integrations.trl_trainer import Reward, Watched, rows
 
 FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
+ENGINE: dict[str, Any] = {"engine": "sglang", "urls": tuple(sys.argv[3:])} if sys.argv[3:] else {"max_running": 8}
 
 
 class Compared(Watched):
@@ -83,7 +85,7 @@ def trainer(model: Any) -> Compared:
         args=args,
         train_dataset=rows(),
         processing_class=tiny.tokenizer(),
-        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, max_running=8, stream_interval=2),
+        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, stream_interval=2, **ENGINE),
     )
 
 
