@@ -1,0 +1,163 @@
+"""SkyRL's own loops and april's plug-in in SkyRL, on one engine that costs what a real one does (`passes.py`).
+
+SkyRL's trainers, dataloader, generator, environments, client and staleness manager are its own; a training step is a
+wait of so many passes, and new weights are SkyRL's pause and resume, as in its own simulated trainer. Arms:
+
+- `synchronous`: its `RayPPOTrainer`;
+- `fully_async_2N`, `fully_async_4N`: its `FullyAsyncRayPPOTrainer`, which generates while it trains, with 2 N and 4 N
+  generation workers;
+- `april_2N`, `april_4N`: its `RayPPOTrainer` with april's generator, at N' = 2 N and 4 N. (`auto` plans by the clock,
+  and this engine's time is its passes.)
+
+Trainer and engine of the synchronous arms take turns: a training step adds its passes to theirs.
+
+    .frameworks/skyrl/bin/python benchmarks/integrations/skyrl_rollouts.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "skyrl_stand_ins"))
+
+import skyrl_gym
+from pass_server import VLLMPasses
+from passes import BOUND, GROUP, LONGEST, OVER, STEPS, TRAIN, N, Passes, Steps, beside, figures, report
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
+from skyrl.train.fully_async_trainer_sim import _SimDispatch
+from skyrl.train.trainer import RayPPOTrainer
+
+from april.integrations.settings import Settings
+from april.integrations.skyrl import Experiment, Trainer
+from tests.integrations.restart import own_ray
+from tests.integrations.skyrl_trainer import configuration, prepare
+
+TURNS = ("synchronous", "april_2N", "april_4N")
+"""Arms whose trainer and engine take turns."""
+STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "skyrl_stand_ins"
+PROMPT = "{:04}?"
+
+
+class Dispatch(_SimDispatch):  # type: ignore[misc]
+    """SkyRL's for a simulated trainer, with new weights told to the engine."""
+
+    def __init__(self, client: Any, passes: Passes) -> None:
+        super().__init__(client, 0.0)
+        self.passes = passes
+
+    async def save_weights_for_sampler(self) -> None:
+        await super().save_weights_for_sampler()
+        self.passes.version += 1
+
+    def get_timing_metrics(self) -> dict[str, float]:
+        return {}
+
+    def finalize_pending_saves(self, model: str) -> None:
+        """There is none."""
+
+
+class Simulated:
+    """What SkyRL's trainers ask of their workers."""
+
+    server: VLLMPasses
+    ticks: int
+    steps: Steps
+    ref_model = critic_model = None
+
+    def init_weight_sync_state(self) -> None:
+        self.dispatch = Dispatch(self.inference_engine_client, self.server.passes)  # type: ignore[attr-defined]
+
+    def fwd_logprobs_values_reward(self, batch: Any) -> Any:
+        return batch
+
+    def compute_advantages_and_returns(self, batch: Any) -> Any:
+        return batch
+
+    def train_critic_and_policy(self, batch: Any) -> dict[str, float]:
+        pairs = zip(batch["sequences"], batch["attention_mask"], strict=True)
+        sequences = [ids[mask.bool()].tolist() for ids, mask in pairs]
+        assert len(sequences) == N * GROUP, "not a step's samples"
+        self.steps.append(self.server.train(sequences, self.ticks))
+        return {}
+
+
+class Synchronous(Simulated, RayPPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class FullyAsync(Simulated, FullyAsyncRayPPOTrainer):  # type: ignore[misc]
+    pass
+
+
+class April(Simulated, Trainer):
+    pass
+
+
+def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
+    """A run of an arm, its training steps `ticks` passes long."""
+    passes = Passes(prompt=len(PROMPT.format(0)) + 1, seed=seed)
+    server = VLLMPasses(folder / "model", passes)
+    overlapping = arm.startswith("fully_async")
+    cfg = configuration(
+        folder,
+        [server.url],
+        trainer__train_batch_size=N,
+        trainer__policy_mini_batch_size=N,
+        trainer__max_training_steps=STEPS,
+        trainer__ckpt_interval=-1,
+        trainer__resume_mode="none",
+        trainer__algorithm__policy_loss_type="rollout_is",
+        trainer__algorithm__off_policy_correction__tis_ratio_type=None,
+        trainer__fully_async__enabled=overlapping,
+        trainer__fully_async__simulate_training=True,
+        trainer__fully_async__max_staleness_steps=BOUND,
+        trainer__fully_async__num_parallel_generation_workers=OVER.get(arm[-2:], N),
+        generator__n_samples_per_prompt=GROUP,
+        generator__sampling_params__max_generate_length=LONGEST,
+        generator__sampling_params__logprobs=0,
+    )
+    if arm.startswith("april"):
+        own = Settings(over_sampling_batch_size=OVER[arm[-2:]], max_staleness=BOUND)
+        experiment, trainer = Experiment(cfg, own), April
+    else:
+        experiment, trainer = BasePPOExp(cfg), FullyAsync if overlapping else Synchronous
+    made = type(arm, (trainer,), {"server": server, "ticks": ticks, "steps": []})
+    experiment.get_trainer = lambda **parts: made(**parts)
+    experiment.run()
+    server.close()
+    assert len(made.steps) == STEPS
+    return made.steps
+
+
+def main(options: argparse.Namespace) -> None:
+    skyrl_gym.register(id="length", entry_point="tests.integrations.skyrl_trainer:Length")
+    runs: dict[str, dict[str, list[Steps]]] = {}
+    with tempfile.TemporaryDirectory() as name, own_ray(STAND_INS):
+        folder = Path(name)
+        prepare(folder)
+        prompts = [[{"role": "user", "content": PROMPT.format(n)}] for n in range(400)]
+        rows = [{"prompt": prompt, "env_class": "length", "answer": "0"} for prompt in prompts]
+        (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        for seed in range(options.seeds):
+            for arm in options.arms.split():
+                for ticks in TRAIN:
+                    turns = ticks and arm in TURNS
+                    steps = beside(runs["0"][arm][seed], ticks) if turns else run(folder, arm, ticks, seed)
+                    runs.setdefault(str(ticks), {}).setdefault(arm, []).append(steps)
+                    print(seed, ticks, arm, figures(steps), flush=True)
+                report(__file__, runs, "synchronous")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--arms", default="april_2N fully_async_2N synchronous april_4N fully_async_4N")
+    main(parser.parse_args())
