@@ -63,8 +63,8 @@ class Past:
     growing: dict[int, Sequence] = field(default_factory=dict)
     """The samples that had not ended when their texts were last seen."""
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """What followed a run of tokens: the number of a text times `STRIDE`, and the place in it. (A tuple here would be
-    one object more for the garbage collector, and quadruple what it takes to index a token.)"""
+    """What followed a run of tokens: the number of a text times `STRIDE`, plus the place in it. (A tuple here would be
+    one object more for the garbage collector, which takes most of the time then.)"""
 
     def follow(self, sequence: Sequence) -> None:
         """Its sample goes on, or begins: anew, where it holds less than before, and then its old text stays beside."""
