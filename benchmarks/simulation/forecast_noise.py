@@ -32,7 +32,9 @@ def conditions(case: Case, steps: int, draw: int) -> Conditions:
     rates, prefill = EngineRates(), cost.prefill_token_seconds
     crowded = max(cost.decode_seconds[-1] - cost.decode_seconds[0], 0.0) * above_half
     resumed = prefill if case.on_update == "recompute" else 0.0
-    rates.costs = np.array([cost.decode_seconds[0], 0, crowded, cost.kv_token_seconds, prefill / group, resumed])
+    rates.costs = np.array(
+        [cost.decode_seconds[0], 0, crowded, cost.kv_token_seconds, prefill / group, resumed, prefill]
+    )
     count = workload.rollout_batch_size * (steps + 6) * group
     own, rng = np.random.default_rng(draw), np.random.default_rng(draw + 1000)
     prompts = np.repeat(own.integers(1 << 40, size=count // group), group)

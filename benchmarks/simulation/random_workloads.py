@@ -12,8 +12,8 @@ The aim: at least 95 % of the best fixed N' in 95 % of the workloads, never belo
 mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/scheduling.md says which others had been looked at
 before the settings were final.
 
-Results are kept after every workload, and what is there is not measured again, but for the automatic choice with
---auto.
+Results are kept after every workload, and what is there is not measured again. Seeds come in an order drawn at random,
+so that a run that is stopped has measured a fair sample of them.
 
     python benchmarks/simulation/random_workloads.py
 """
@@ -168,15 +168,19 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs=2, type=int, default=[SEEDS.start, SEEDS.stop], metavar=("FIRST", "END"))
-    parser.add_argument("--auto", action="store_true", help="measure the automatic choice anew, and nothing else")
+    parser.add_argument("--forget", action="store_true", help="first drop what was measured of the automatic choice")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text())["results"] if args.out.exists() else {}
-    for seed in range(*args.seeds):
+    if args.forget:
+        for run in results.values():
+            run.pop("auto", None)
+            run.pop("comparison", None)
+    for seed in np.random.default_rng(0).permutation(np.arange(*args.seeds)).tolist():
         case, run = Case.draw(seed), results.setdefault(str(seed), {})
         if "fixed" not in run:
             run["fixed"] = {str(target): figures(case.run(target)) for target in case.targets}
-        if "auto" not in run or args.auto:
+        if "auto" not in run:
             outcome = case.run("auto")
             run["auto"] = {**figures(outcome), "targets": [step.target for step in outcome.steps]}
             run["comparison"] = compare(run["fixed"], run["auto"])

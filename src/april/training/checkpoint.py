@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 6
+FORMAT = 7
 """Of another one, a checkpoint is refused."""
 
 

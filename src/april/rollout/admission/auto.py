@@ -51,8 +51,8 @@ SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1.2e-4, 1.1e-6
 """What a step of a forecast takes to play, roughly. Not measured: a plan must not depend on how busy the driver is."""
 SECONDS_PER_LESSON, SECONDS_PER_SPAN = 6e-4, 3e-6
 """What it takes to learn from a step, roughly."""
-FAR_OFF = 1.6
-"""How many times more or less than forecast a few steps bring before the forecast is not believed."""
+CROWDED_SAMPLE, CROWDED_SPAN = 14, 2.5
+"""How many times as long the two take for each sample where the KV cache may not hold all that decode."""
 PATIENCE, DOUBLINGS = 8, 3
 """Steps at N' = N, where nothing is resumed and little is learned, after which one with a few more groups is tried;
 twice as many after each that changed nothing, so often."""
@@ -100,15 +100,16 @@ class AutoAdmission:
     def observe(self, step: Step) -> None:
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
-        self.observed.step(step, float(np.mean(prompts)), self.current, self.engine.capacity.slots)
+        self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self._planned is not None:  # a whole step ago: by now it is there
             self.current, self._planned = self._planned.result(), None
         self.observed.budget += EFFORT * step.seconds
+        each = SECONDS_PER_SPAN * (CROWDED_SPAN if self._crowded(batch_size) else 1)
         for spans in step.stretches:
-            lesson = SECONDS_PER_LESSON + SECONDS_PER_SPAN * len(spans)
+            lesson = SECONDS_PER_LESSON + each * len(spans)
             if self.observed.budget >= lesson or self.current is None:
                 self.observed.budget -= lesson
-                self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity.slots)
+                self.rates.observe(spans, self.observed.prompt_tokens, self.engine.capacity)
         if not self.rates.known:
             return
         if self.observed.synchronous >= PATIENCE * 2 ** min(self.observed.probes, DOUBLINGS):
@@ -139,7 +140,15 @@ class AutoAdmission:
     def _cost(self, batch_size: int) -> float:
         """Seconds that planning takes for each step that forecasts play."""
         samples = min(batch_size * self.group_size, SAMPLES)
-        return (self._candidates + 1) * (SECONDS_PER_STEP + SECONDS_PER_SAMPLE * samples)
+        each = SECONDS_PER_SAMPLE * (CROWDED_SAMPLE if self._crowded(batch_size) else 1)
+        return (self._candidates + 1) * (SECONDS_PER_STEP + each * samples)
+
+    def _crowded(self, batch_size: int) -> bool:
+        """Whether the KV cache may not hold all that decode at the largest N'."""
+        capacity = self.engine.capacity
+        most = min(capacity.slots, self._largest(batch_size) * self.group_size)
+        held = self.observed.prompt_tokens + self.lengths.mean
+        return capacity.kv_tokens is not None and most * held > capacity.kv_tokens
 
     def _few_more(self, batch_size: int) -> int:
         """The fewest groups under way of which some are resumed, so that something is learned about that."""
@@ -157,17 +166,18 @@ class AutoAdmission:
             return replace(played, target=target, consumed_tokens_per_second=rate)
 
         rungs = ladder(batch_size, self._largest(batch_size), self._candidates)
-        self._means.add({target: forecast(target) for target in rungs})
+        newest: dict[int, Forecast] = {}
+        for target in rungs:
+            less = newest[max(newest)] if newest else None
+            newest[target] = replace(less, target=target) if less and less.saturated else forecast(target)
+        self._means.add(newest)
         choice = Choice(self._means.forecasts, forecast, self.share, self._means.plans)
-        target, reason = choice.choose(self.current.target if self.current else None), ""
-        if (off := self.observed.off) > FAR_OFF:
-            target = min(2 * batch_size, self._largest(batch_size))
-            reason = f"twice the batch, as forecasts have been off by {off:.1f} times; "
+        target = choice.choose(self.current.target if self.current else None)
         if self._early:
             target = max(target, self._few_more(batch_size))
         chosen = choice.play(target)
         expected = chosen.consumed_tokens_per_second
-        reason += (
+        reason = (
             f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {choice.best:,.0f} "
             f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
             f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens"

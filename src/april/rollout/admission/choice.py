@@ -28,8 +28,6 @@ NEAR = 1.25
 FIRM, CLOSE = 3, 0.9
 """Plans whose mean has to ask for staler data, where the N' in force brings that part of the best: single forecasts
 come and go by more than what staler data would bring there."""
-HOLD = 0.01
-"""How much further from the best, as a part of it, the N' in force may be before it is left for a staler one."""
 NEWEST = 0.2
 """Weight of the newest plan's forecasts in the mean, once there have been enough."""
 CHANGED = 0.1
@@ -112,7 +110,7 @@ class Choice:
         if now is None:
             return chosen
         staler = self.play(chosen).staleness - self.play(now).staleness
-        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share - HOLD) * self.most:
+        if staler > 0 and self.worth(now) >= (CLOSE if self.plans < FIRM else self.share) * self.most:
             return now
         near = max(now, chosen) <= NEAR * min(now, chosen)
         return now if near and self.enough(now) and -staler <= STALER else chosen

@@ -5,13 +5,15 @@ crowded * (running above half the slots) + context * tokens held by them` second
 the weights takes longer than computing with them, and more beyond. So a stay in the engine takes `step` seconds for
 each token of its own, `sample` for each token that anyone sampled meanwhile, `crowded` for those of them above half the
 slots, `context` for each token of KV cache that was read for them, and the prefill of whatever was submitted meanwhile:
-`prompt` for each token of a new prompt, `resumed` for each token of a prompt and partial response that goes on. These
-six costs are fitted to the stays that began with a step; an engine that keeps its KV caches shows a `resumed` near zero
-of its own accord.
+`prompt` for each token of a new prompt, `resumed` for each token of a prompt and partial response that goes on, and
+`preempted` for each one of those that had to give way in the midst of the step, as the KV cache was full. These seven
+costs are fitted to the stays that began with a step; an engine that keeps its KV caches shows a `resumed` near zero of
+its own accord. An engine does not say whom it preempted, so a step is played again (`stays.py`) to see that.
 
 Invariants:
 - no cost is below zero, whatever was observed;
-- a stay weighs as much as it lasted, so a step of no or hardly any duration changes nothing;
+- a stay weighs as much as it lasted, and a step makes forget by its share of a usual step's duration, so one of no or
+  hardly any duration changes nothing;
 - what recent steps say nothing about stays as earlier ones had it.
 """
 
@@ -19,24 +21,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from april.rollout.admission.stays import Stays, crowd, queue
+from april.rollout.engine import Capacity
 from april.rollout.step import Span
 
 Floats = NDArray[np.float64]
 
-COSTS = 6
+COSTS = 7
 PARTS = 8
 """Parts of a stay in which its context counts as constant."""
+ABREAST = 0.75
+"""Part of the decode steps of the one that is furthest that a stay needs, to count as one that was never preempted:
+replicas of one engine do not decode equally fast."""
 LASTING = 0.05
 """Weight of what is remembered ten times as long: it decides where recent steps cannot tell costs apart."""
 DOUBT = 3e-5
 """Weight of what is physically likely, as a share of what was observed."""
 _FREE = np.array(list(itertools.product((False, True), repeat=COSTS)))
-"""Every choice of costs that are not zero, shape [64, 6]."""
+"""Every choice of costs that are not zero, shape [128, 7]."""
 
 
 class EngineRates:
@@ -49,7 +57,8 @@ class EngineRates:
     def __init__(self, half_life: float = 6.0) -> None:
         self.decay = np.array([0.5 ** (1.0 / half_life), 0.5 ** (0.1 / half_life)])
         self.costs = np.zeros(COSTS)
-        """Seconds per decode step, token sampled, one above half the slots, token read, prompt token, resumed token."""
+        """Seconds per decode step, token sampled, one above half the slots, token read, and per token prefilled of a
+        prompt, of what is resumed, and of what was preempted."""
         self._normal = np.zeros((2, COSTS, COSTS))
         """Of the least squares: of recent steps, and of those remembered longer."""
         self._target = np.zeros((2, COSTS))
@@ -61,14 +70,22 @@ class EngineRates:
         return bool(self.costs.any())
 
     def seconds(
-        self, depth: float, sampled: float, crowded: float, read: float, prompt: float, resumed: float
+        self,
+        depth: float,
+        sampled: float,
+        crowded: float,
+        read: float,
+        prompt: float,
+        resumed: float,
+        preempted: float = 0.0,
     ) -> float:
         """Engine time for `depth` decode steps in which so many tokens are sampled (`crowded` of them above half the
         slots), read and prefilled."""
-        return float(self.costs @ np.array([depth, sampled, crowded, read, prompt, resumed], dtype=float))
+        return float(self.costs @ np.array([depth, sampled, crowded, read, prompt, resumed, preempted], dtype=float))
 
-    def observe(self, spans: Sequence[Span], prompt_tokens: float, slots: int) -> None:
+    def observe(self, spans: Sequence[Span], prompt_tokens: float, capacity: Capacity) -> None:
         """Learn from one step's stays in the engine; new prompts are `prompt_tokens` long on average."""
+        slots, kv_tokens = capacity.slots, capacity.kv_tokens
         begun = [span for span in spans if span.queued is not None and span.after > span.before]
         if not begun:
             return
@@ -78,31 +95,46 @@ class EngineRates:
         tokens, together = after - before, min(slots, _peak(first, end))
         # Stays that began with the step, seen at their first tokens and at their last. All that decode gain a token at
         # a time, so together they are a clock that counts decode steps; everybody's work is laid out along it.
-        rows = (np.arange(len(begun)) < together) & (submitted - submitted.min() < 0.05 * end.max()) & (first > 0)
+        at_once = submitted - submitted.min() < 0.05 * end.max()
+        rows = (np.arange(len(begun)) < together) & at_once & (first > 0)
+        stays, held = Stays.whole(np.zeros(len(begun)), tokens), prompt_tokens + before
+        crowded_out = False
+        if kv_tokens is not None and at_once.all():
+            stays = Stays.whole(queue(tokens, slots), tokens)
+            if crowded_out := stays.peak(held, inf) > kv_tokens:
+                # The engine does not say whom it preempted: those who are when the step is played again.
+                stays = next(crowd(held, tokens, slots, kv_tokens))
+                rows[stays.sample[len(begun) :]] = False
         if not rows.any():
             return
         until, own = np.concatenate((first[rows], end[rows])), np.concatenate((first_tokens[rows], tokens[rows]))
         by_time = np.argsort(until, kind="stable")
-        own[by_time] = np.maximum.accumulate(own[by_time])  # one that was preempted on its way fell behind the others
-        clock = np.interp(first, until[by_time], own[by_time])
-        enters = np.where(rows, 0.0, np.maximum(clock - first_tokens, 0.0))
-        sampled = _integral(enters, enters + tokens, np.ones(len(begun)), own)
-        crowded = crowded_tokens(enters, enters + tokens, slots, own)
+        abreast = own[by_time] >= ABREAST * np.maximum.accumulate(own[by_time])  # the others were preempted
+        until, own = until[by_time][abreast], own[by_time][abreast]
+        if not crowded_out:
+            enters = np.where(rows, 0.0, np.maximum(np.interp(first, until, own) - first_tokens, 0.0))
+            stays = Stays.whole(enters, tokens)
+        sample, gained = stays.sample, stays.stop - stays.start
+        sampled = _integral(stays.start, stays.stop, np.ones(len(sample)), own)
+        crowded = crowded_tokens(stays.start, stays.stop, slots, own)
         part = np.arange(PARTS)[:, None] / PARTS
-        held = prompt_tokens + before + tokens * (part + 0.5 / PARTS)  # the context grows as it is read
-        into, out = enters + tokens * part, enters + tokens * (part + 1 / PARTS)
-        read = _integral(into.ravel(), out.ravel(), held.ravel(), own)
-        submitted_again = (before > 0) & ~np.array([span.running for span in begun])
-        new, old = np.where(before == 0, prompt_tokens, 0.0), np.where(submitted_again, prompt_tokens + before, 0.0)
-        by_turn = np.argsort(enters, kind="stable")
-        upto = np.searchsorted(enters[by_turn], own, "right")
-        prefilled = [np.concatenate(([0.0], np.cumsum(work[by_turn])))[upto] for work in (new, old)]
-        work = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
-        self._lasted = self.decay[0] * self._lasted + [until.mean(), (until**2).mean()]
+        context = (held[sample] + stays.had) + gained * (part + 0.5 / PARTS)  # it grows as it is read
+        into, out = stays.start + gained * part, stays.start + gained * (part + 1 / PARTS)
+        read = _integral(into.ravel(), out.ravel(), context.ravel(), own)
+        earliest, running = np.arange(len(sample)) < len(begun), np.array([span.running for span in begun])
+        new, old = earliest & (before[sample] == 0), earliest & (before[sample] > 0) & ~running[sample]
+        by_turn = np.argsort(stays.start, kind="stable")
+        upto = np.searchsorted(stays.start[by_turn], own, "right")
+        work = (np.where(whom, held[sample] + stays.had, 0.0)[by_turn] for whom in (new, old, ~earliest))
+        prefilled = [np.concatenate(([0.0], np.cumsum(each)))[upto] for each in work]
+        lines = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
+        lasted = np.array([until.mean(), (until**2).mean()])
+        decay = self.decay ** min(lasted[0] * self._lasted[0] / max(self._lasted[1], 1e-12), 1.0)
+        self._lasted = decay[0] * self._lasted + lasted
         usual = self._lasted[1] / self._lasted[0]
-        weight = until / np.maximum(until, usual) ** 2 / len(work)
-        self._normal = self.decay[:, None, None] * self._normal + (weight[:, None] * work).T @ work
-        self._target = self.decay[:, None] * self._target + (weight * until) @ work
+        weight = until / np.maximum(until, usual) ** 2 / len(lines)
+        self._normal = decay[:, None, None] * self._normal + (weight[:, None] * lines).T @ lines
+        self._target = decay[:, None] * self._target + (weight * until) @ lines
         self._fit(slots)
 
     def _fit(self, slots: int) -> None:
@@ -112,8 +144,8 @@ class EngineRates:
         context = normal[0, 3] / normal[0, 1]
         # With all slots taken, samples and attention may well make a decode step twice as long. A token to prefill
         # costs a few percent of a decode step at most; that costs nothing until seen, so that it is tried.
-        likely = step * np.array([0.7, 0, 0, 0, 0, 0])
-        spread = step * np.array([0.3, 0.1 / slots, 0.5 / slots, 0.3 / (slots * context), 0.03, 0.03])
+        likely = step * np.array([0.7, 0, 0, 0, 0, 0, 0])
+        spread = step * np.array([0.3, 0.1 / slots, 0.5 / slots, 0.3 / (slots * context), 0.03, 0.03, 0.03])
         belief = DOUBT * step * target[0] / spread**2
         equations = (normal + np.diag(belief)) * np.outer(spread, spread)
         self.costs = spread * _not_negative(equations, (target + belief * likely) * spread)

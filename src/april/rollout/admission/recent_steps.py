@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from april.rollout.step import Plan, Step
-
-RECENT = 0.9
-"""What a step weighs beside the one after it, where forecasts are held against what came."""
+from april.rollout.step import Step
 
 
 @dataclass(slots=True)
@@ -38,13 +35,9 @@ class RecentSteps:
     """The next step tries more, for once."""
     probes: int = 0
     """How often that was done since more were planned."""
-    promised: float = 0.0
-    """Tokens that were forecast for recent steps, in the time that they took."""
-    brought: float = 0.0
-    """Tokens that they brought, without those of groups that were turned away."""
 
-    def step(self, step: Step, prompt_tokens: float, plan: Plan | None, slots: int) -> None:
-        """Learn from a step that is over, and that `plan` was made for, on so many slots."""
+    def step(self, step: Step, prompt_tokens: float, slots: int) -> None:
+        """Learn from a step that is over, on so many slots."""
         self.prompt_tokens = self._mean(self.prompt_tokens, prompt_tokens)
         self.accepted = self._mean(self.accepted, len(step.groups) / (len(step.groups) + len(step.rejections)))
         self.step_seconds = self._mean(self.step_seconds, step.seconds)
@@ -68,10 +61,6 @@ class RecentSteps:
         elif not self.probing:
             self.synchronous = self.probes = 0
         self.probing = False
-        if plan is not None and plan.target == step.target and plan.consumed_tokens_per_second is not None:
-            seconds = step.seconds + (0.0 if step.resumed_at is not None else step.update_seconds or 0.0)
-            self.promised = RECENT * self.promised + plan.consumed_tokens_per_second * seconds
-            self.brought = RECENT * self.brought + step.sampled_tokens * self.accepted
         self.steps += 1
 
     def probe(self) -> None:
@@ -80,10 +69,3 @@ class RecentSteps:
 
     def _mean(self, before: float, now: float) -> float:
         return before + (now - before) / (4 if self.steps else 1)
-
-    @property
-    def off(self) -> float:
-        """How many times more, or less, recent steps brought than was forecast; 1 until a few were seen."""
-        if self.steps < 5 or not self.promised or not self.brought:
-            return 1.0
-        return max(self.promised / self.brought, self.brought / self.promised)
