@@ -223,13 +223,15 @@ async def main() -> None:
     parser.add_argument("--intakes", type=int, default=4, help="processes that read the streams of many replicas")
     parser.add_argument("--always", action="store_true", help="those of one replica as well")
     parser.add_argument("--dry", action="store_true", help="save nothing")
+    parser.add_argument("--variant", default="", help="of the file that the figures go to")
     args = parser.parse_args()
     results: dict[str, Any] = {}
     for kind in args.kind:
         for replicas in args.replicas:
             results[f"{kind}, {replicas} replicas"] = await measure(kind, replicas, args)
     if not args.dry:
-        print(save(__file__, {"streams_per_replica": SLOTS, "settings": args.settings, "results": results}))
+        figures = {"streams_per_replica": SLOTS, "settings": args.settings, "results": results}
+        print(save(__file__, figures, args.variant))
 
 
 if __name__ == "__main__":

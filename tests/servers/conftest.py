@@ -70,7 +70,7 @@ VLLM = ["--enforce-eager", "--block-size", "32", "--kv-cache-memory-bytes", str(
 SGLANG = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle"),
-    *("--max-total-tokens", "16384", "--mem-fraction-static", "0.1"),
+    *("--max-total-tokens", "16384", "--mem-fraction-static", "0.5"),
 ]
 
 

@@ -61,7 +61,7 @@ async def server(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -
             *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
             *("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle", "--dtype", "float32"),
             *("--context-length", "512", "--max-running-requests", "8", "--max-total-tokens", "16384"),
-            *("--mem-fraction-static", "0.1"),
+            *("--mem-fraction-static", "0.5"),
         ],
         environment={**ENVIRONMENT, "SGLANG_USE_CPU_ENGINE": "1"},
     )

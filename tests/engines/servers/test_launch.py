@@ -147,6 +147,15 @@ async def test_a_server_that_dies_while_starting_says_why_in_one_line(tmp_path: 
     assert str(caught.value) == f"toy died while starting (exit status 1): ValueError: no such model; log: {log}"
 
 
+async def test_a_server_that_kills_itself_says_why(tmp_path: Path) -> None:
+    """As SGLang does, when its scheduler has failed."""
+    said = "ValueError: no memory\n[1] kill_process_tree called"
+    script = f"import os; print({said!r}, flush=True); os.kill(os.getpid(), 9)"
+    with pytest.raises(EngineError, match=r"while starting \(killed by SIGKILL.*\): ValueError: no memory; log"):
+        async with start(tmp_path, script):
+            pass
+
+
 async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_in_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

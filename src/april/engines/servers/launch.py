@@ -196,7 +196,8 @@ class Server:
         with open(self.log, "rb") as lines:
             lines.seek(self._said)
             text = lines.read().decode(errors="replace")
-        killed = self.process.returncode == -signal.SIGKILL  # without a word of its own
+        # Killed without a word of its own; but SGLang kills itself when a process of its own has failed.
+        killed = self.process.returncode == -signal.SIGKILL and "kill_process_tree" not in text
         why = None if killed else cause(text) or last_line(text)
         return f"{f': {why}' if why else ''}; log: {self.log}"
 
