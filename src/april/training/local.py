@@ -398,7 +398,9 @@ def _off_policy(met: Diagnostics) -> dict[str, float]:
 
 def checkpoint_layers(trunk: Any) -> None:
     """Have a model's layers recompute their activations in the backward pass."""
-    trunk.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Older versions of transformers, as an environment with vLLM may have, know the second name alone.
+    enable = getattr(trunk, "activation_checkpointing_enable", None) or trunk.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     for module in trunk.modules():
         if isinstance(module, GradientCheckpointingLayer):
             # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
