@@ -12,13 +12,14 @@ use, or a slow one, counts the same.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import random
 import statistics
 import sys
 import threading
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,33 @@ def report(script: str, runs: Mapping[str, Mapping[str, Sequence[Steps]]], own: 
     settings = {"N": N, "G": GROUP, "slots": SLOTS, "steps": STEPS, "warm_up": WARM_UP, "bound": BOUND}
     lengths = {"longest": LONGEST, "median": MEDIAN, "sigma": SIGMA}
     save(script, {**settings, "lengths": lengths, "passes_of_a_training_step": made})
+
+
+def measure(
+    script: str,
+    description: str | None,
+    arms: str,
+    run: Callable[[str, int, int], Steps],
+    turns: Collection[str] = (),
+    alike: Collection[str] = (),
+) -> None:
+    """Read the command line, run every arm, and save.
+
+    Args:
+        arms: by default, in their order.
+        run: an arm, with a training step of so many passes, and a seed.
+        turns: arms whose trainer and engine take turns.
+        alike: arms that without training are what the synchronous one is.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--arms", default=arms)
+    options = parser.parse_args()
+    runs: dict[str, dict[str, list[Steps]]] = {}
+    for seed in range(options.seeds):
+        for arm in options.arms.split():
+            for train in TRAIN[1:] if arm in alike else TRAIN:
+                taken = beside(runs["0"][arm][seed], train) if train and arm in turns else run(arm, train, seed)
+                runs.setdefault(str(train), {}).setdefault(arm, []).append(taken)
+                print(seed, train, arm, figures(taken), flush=True)
+            report(script, runs, "synchronous")

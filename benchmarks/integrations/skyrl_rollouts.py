@@ -16,10 +16,10 @@ Trainer and engine of the synchronous arms take turns: a training step adds its 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "integrations" / "s
 
 import skyrl_gym
 from pass_server import VLLMPasses
-from passes import BOUND, GROUP, LONGEST, OVER, STEPS, TRAIN, N, Passes, Steps, beside, figures, report
+from passes import BOUND, GROUP, LONGEST, OVER, STEPS, N, Passes, Steps, measure
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.fully_async_trainer_sim import _SimDispatch
@@ -43,6 +43,7 @@ from tests.integrations.skyrl_trainer import configuration, prepare
 TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""
 STAND_INS = Path(__file__).parents[2] / "tests" / "integrations" / "skyrl_stand_ins"
+ARMS = "april_2N fully_async_2N synchronous april_4N fully_async_4N"
 PROMPT = "{:04}?"
 
 
@@ -137,27 +138,16 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
     return made.steps
 
 
-def main(options: argparse.Namespace) -> None:
+def main() -> None:
     skyrl_gym.register(id="length", entry_point="tests.integrations.skyrl_trainer:Length")
-    runs: dict[str, dict[str, list[Steps]]] = {}
     with tempfile.TemporaryDirectory() as name, own_ray(STAND_INS):
         folder = Path(name)
         prepare(folder)
         prompts = [[{"role": "user", "content": PROMPT.format(n)}] for n in range(400)]
         rows = [{"prompt": prompt, "env_class": "length", "answer": "0"} for prompt in prompts]
         (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        for seed in range(options.seeds):
-            for arm in options.arms.split():
-                for ticks in TRAIN:
-                    turns = ticks and arm in TURNS
-                    steps = beside(runs["0"][arm][seed], ticks) if turns else run(folder, arm, ticks, seed)
-                    runs.setdefault(str(ticks), {}).setdefault(arm, []).append(steps)
-                    print(seed, ticks, arm, figures(steps), flush=True)
-                report(__file__, runs, "synchronous")
+        measure(__file__, __doc__, ARMS, partial(run, folder), TURNS)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--arms", default="april_2N fully_async_2N synchronous april_4N fully_async_4N")
-    main(parser.parse_args())
+    main()
