@@ -70,7 +70,8 @@ test-trl:
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
-	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_replicas.py
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_agents.py \
+		tests/integrations/test_verl_replicas.py
 
 # Sets up an environment of its own first, too, without what of OpenRLHF needs CUDA.
 test-openrlhf:

@@ -20,17 +20,24 @@ import pytest
 pytest.importorskip("transfer_queue", reason="verl is not installed here: scripts/setup_verl.sh")
 pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
 
-import pandas
 import ray
 import torch
-import transfer_queue as tq
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl.utils.import_utils import load_class_from_fqn
 
 from april.integrations import verl as plugin
 from tests import tiny
-from tests.integrations.verl_trainer import TEMPLATE, TinyTrainer, config_of, policy_of
+from tests.integrations.verl_trainer import (
+    TOOLS_TEMPLATE,
+    TinyTrainer,
+    call_of,
+    config_of,
+    policy_of,
+    save_policy,
+    save_prompts,
+    train,
+)
 from tests.integrations.verl_training import SETTINGS, TrainingTrainer
 
 N, G = 3, 2
@@ -50,56 +57,17 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tiny.save(tmp_path_factory.mktemp("model"))
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    return save_policy(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    rows = [
-        {
-            "data_source": "tests",
-            "prompt": [{"role": "user", "content": f"prompt {i} of many: "}],
-            "reward_model": {"style": "rule", "ground_truth": str(i)},
-            "extra_info": {"index": i},
-        }
-        for i in range(40)
-    ]
-    path = tmp_path_factory.mktemp("data") / "prompts.parquet"
-    pandas.DataFrame(rows).to_parquet(path)
-    return path
+    return save_prompts(tmp_path_factory.mktemp("data") / "prompts.parquet", 40)
 
 
 @pytest.fixture
 def config(model: Path, data: Path, tmp_path: Path) -> DictConfig:
     return config_of(model, data, tmp_path / "checkpoints")
-
-
-def train(config: DictConfig, kind: type[TinyTrainer] = TinyTrainer) -> Any:
-    """What verl's task runner does."""
-    OmegaConf.resolve(config)
-    config.transfer_queue.enable = True
-    tq.init(config.transfer_queue)
-    try:
-        trainer = kind(config)
-        trainer.init()
-        manager = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class).create(
-            config=config,
-            llm_client=trainer.get_llm_client(),
-            teacher_client=None,
-            reward_loop_worker_handles=trainer.get_reward_handles(),
-        )
-        trainer.fit(manager)
-        manager.loop.close()
-    finally:
-        tq.close()
-        # Where verl runs, its actors end with its process; those of the next run have the same names.
-        for name in ray.util.list_named_actors():
-            ray.kill(ray.get_actor(name))
-    return trainer
 
 
 def logprobs(policy: Any, row: dict[str, Any]) -> np.ndarray:
@@ -183,7 +151,7 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
     """Each step trains on what the one before began and was interrupted in."""
     still = f"+actor_rollout_ref.rollout.custom={{still_from:{N},standing:{N * G}}}"
     settings = (still, "trainer.test_freq=2", "trainer.total_training_steps=4")
-    first = train(config_of(model, data, tmp_path / "checkpoints", *settings))
+    first = train(config_of(model, data, tmp_path / "checkpoints", *settings), TinyTrainer)
     uids = check(first.batches)
     for batch in first.batches[1:]:
         spans = [len(set(row["extra_fields"]["policy_versions"])) for row in batch]
@@ -198,7 +166,9 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
     }
     assert len(waiting) == N * G
     assert any(waiting.values()), "nothing unfinished was saved: the test saw nothing"
-    again = train(config_of(model, data, tmp_path / "checkpoints", still, "trainer.total_training_steps=6"))
+    again = train(
+        config_of(model, data, tmp_path / "checkpoints", still, "trainer.total_training_steps=6"), TinyTrainer
+    )
     assert len(again.batches) == 2
     more = check(again.batches, first_step=5)
     assert not set(uids) & set(more)
@@ -214,6 +184,93 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
     trained = [row["extra_info"]["index"] for batch in [*first.batches, *again.batches] for row in batch[::G]]
     prompts = [*trained, *(row["extra_info"]["index"] for row in manager.rows.values())]
     assert sorted(prompts) == list(range(len(prompts))), "a prompt was lost or begun twice across the restart"
+
+
+def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> None:
+    """The other one completes the step, and the run ends with a line that says how to go on. It goes on, until one dies
+    between sampling and the next weights."""
+    trainers: list[TinyTrainer] = []
+
+    class Kept(TinyTrainer):
+        def init(self) -> None:
+            trainers.append(self)
+            super().init()
+
+    def run(custom: str) -> str:
+        settings = ("trainer.n_gpus_per_node=2", "trainer.save_freq=10", "trainer.val_before_train=false")
+        custom = f"+actor_rollout_ref.rollout.custom={custom}"
+        with pytest.raises(RuntimeError, match="Replica") as raised:
+            train(config_of(model, data, tmp_path, *settings, custom), Kept)
+        return str(raised.value)
+
+    way_on = "verl starts none anew. Step {0} was completed. It is saved as {1}/global_step_{0}: start the run again"
+    said = run(f"{{still_from:{N},standing:1,dies:[1,1,3]}}")
+    assert said.startswith(f"Replica tiny-1 has died, and {way_on.format(2, tmp_path)}")
+    (first,) = trainers
+    assert len(first.batches) == 2
+    uids = check(first.batches)
+    spans = [len(set(row["extra_fields"]["policy_versions"])) for row in first.batches[1]]
+    assert max(spans) > 1, "no sample was interrupted before the kill: the test saw nothing"
+    lost = first.agent_loop_manager.scheduler._pump.account.step.failures
+    assert any("ActorDiedError" in failure.error for failure in lost), "no request was lost: the test saw nothing"
+
+    said = run("{dies:[0,2,0]}")
+    assert said.startswith(f"Replica tiny-0 has died, and {way_on.format(3, tmp_path)}")
+    again = trainers[-1]
+    assert not set(uids) & set(check(again.batches, first_step=3))
+    (batch,) = again.batches
+    for group in first.agent_loop_manager.scheduler.buffer:
+        for sample in group.samples:
+            row = next(row for row in batch if (row["uid"], row["session_id"]) == (group.prompt.id, sample.index))
+            assert row["responses"][: sample.length].tolist() == sample.response_ids
+
+
+def test_an_agent_loop_with_a_tool(model: Path, data: Path, tmp_path: Path) -> None:
+    """verl's own loop and tool, two calls in a sample: interrupted in the midst of the second, trained on in the next
+    step, and over a restart, after which the loop is run again."""
+    with_tools, tokenizer = save_policy(tmp_path / "model", TOOLS_TEMPLATE), tiny.tokenizer()
+    rollout = "actor_rollout_ref.rollout"
+    settings = (
+        *(f"{rollout}.agent.default_agent_loop=tool_agent", f"{rollout}.multi_turn.enable=true"),
+        f"{rollout}.multi_turn.function_tool_path={Path(__file__).with_name('verl_tools.py')}",
+        *("data.max_response_length=192", "trainer.val_before_train=false"),
+        f"+{rollout}.custom={{still_from:{N},standing:{N * G},calls:2}}",
+    )
+    first = train(
+        config_of(with_tools, data, tmp_path / "checkpoints", *settings, "trainer.total_training_steps=2"), TinyTrainer
+    )
+    again = train(
+        config_of(with_tools, data, tmp_path / "checkpoints", *settings, "trainer.total_training_steps=3"), TinyTrainer
+    )
+    policies = [tiny.model(seed=version) for version in range(3)]
+    interrupted, seen = 0, set()
+    for step, batch in enumerate([*first.batches, *again.batches], 1):
+        assert len(batch) == N * G
+        for row in batch:
+            i = row["extra_info"]["index"]
+            seen.add((i, row["session_id"]))
+            assert tokenizer.decode(row["prompts"]) == f"[add]prompt {i} of many: "
+            said = tokenizer.decode(row["responses"])
+            sampled = row["response_mask"].bool()
+            answers = [f"<result>{i + number}</result>" for number in (1, 2)]
+            assert tokenizer.decode(row["responses"][~sampled]) == "".join(answers)
+            assert said.startswith(call_of(i, 0) + answers[0] + call_of(i, 1) + answers[1])
+            assert row["extra_fields"]["tool_rewards"] == [1.0, 2.0]
+            assert row["num_turns"] == 2 + 3 + 1, "answers, turns and the prompt, as verl counts"
+            assert row["rm_scores"][-1] == len(tokenizer.decode(row["responses"], skip_special_tokens=True)) % 2
+            versions = np.array(row["extra_fields"]["policy_versions"])
+            assert (versions == -1).tolist() == (~sampled).tolist()
+            own = versions[sampled]
+            assert row["tag"]["min_global_steps"] == own[0]
+            assert row["tag"]["max_global_steps"] == own[-1] <= step - 1
+            by_version = np.stack([logprobs(policy, row) for policy in policies])
+            drawn = np.where(sampled, by_version[versions, np.arange(len(versions))], 0)
+            np.testing.assert_allclose(row["rollout_log_probs"].numpy(), drawn, atol=1e-4)
+            interrupted += len(set(own.tolist())) > 1
+        if step == 1:
+            assert not interrupted
+    assert interrupted == 2 * N * G, "samples of later steps were not resumed: the test saw nothing"
+    assert len(seen) == 3 * N * G
 
 
 def test_verls_own_training_step(model: Path, data: Path, tmp_path: Path) -> None:
@@ -246,9 +303,8 @@ def test_verls_own_training_step(model: Path, data: Path, tmp_path: Path) -> Non
 
 def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: Path) -> None:
     filters = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward")
-    trainer = train(
-        config_of(model, data, tmp_path, *filters, "trainer.total_training_steps=3", "trainer.save_freq=-1")
-    )
+    settings = (*filters, "trainer.total_training_steps=3", "trainer.save_freq=-1")
+    trainer = train(config_of(model, data, tmp_path, *settings), TinyTrainer)
     check(trainer.batches)
     for batch in trainer.batches:
         for i in range(0, N * G, G):
@@ -258,8 +314,6 @@ def test_groups_without_signal_are_replaced(model: Path, data: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("override", "name"),
     [
-        ("actor_rollout_ref.rollout.multi_turn.enable=true", "multi_turn.enable"),
-        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "default_agent_loop"),
         ("algorithm.adv_estimator=remax", "adv_estimator"),
         ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager", "agent_loop_manager_class"),
         ("trainer.v1.sampler.custom_sampler.name=MySampler", "custom_sampler"),

@@ -30,7 +30,8 @@ from april.integrations.verl_replicas import CALLS, ReplicaEngine, capacity_of
 def test_slots_are_those_of_every_rank_that_requests_reach(settings: dict[str, Any], slots: int) -> None:
     one = {"name": "vllm", "tensor_model_parallel_size": 1, "max_num_seqs": 64}
     config = RolloutConfig(prompt_length=10, response_length=20, **{**one, **settings})
-    capacity, calls = capacity_of(config, gpus=16)
+    capacity, calls, replicas = capacity_of(config, gpus=16)
+    assert capacity.slots % replicas == calls % replicas == 0
     assert capacity.slots == slots
     assert capacity.context_length == 30
     assert calls >= slots

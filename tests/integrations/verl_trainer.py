@@ -9,29 +9,50 @@ training step only counts.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
+import pandas
 import ray
 import torch
 import transfer_queue as tq
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.checkpoint_engine import CheckpointEngineManager
 from verl.experimental.reward_loop import RewardLoopManager
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.import_utils import load_class_from_fqn
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, TokenOutput
 
-from april.integrations.verl import AprilTrainer, row_of
+from april.integrations.verl import AprilRolloutManager, AprilTrainer, row_of
 from tests import tiny
 
 BEGUN = re.compile(r"prompt (\d+) of many: ")
 """The prompts of the tests' data, as long as nothing was sampled for them."""
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}<result>{{ m['content'] }}</result>"
+    "{% else %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endif %}{% endfor %}"
+)
+CALLING = re.compile(r"\[add\]prompt (\d+) of many: (.*)", re.DOTALL)
+"""A conversation with a tool."""
+ONCE_ANSWERED = re.compile(r"\[add\]prompt (\d+) of many: ((?!<result>).)*<result>\d+</result>", re.DOTALL)
+"""Its second turn, as long as nothing was sampled for it."""
+
+
+def call_of(number: int, answered: int) -> str:
+    """What a policy says that calls the tool."""
+    arguments = f'{{"a":{number},"b":{answered + 1}}}'
+    return f'<tool_call>{{"name":"add","arguments":{arguments}}}</tool_call><eos>'
 
 
 def policy_of(version: int, weights: dict[str, torch.Tensor] | None = None) -> Any:
@@ -63,14 +84,28 @@ class TinyServer:
 
     What is interrupted must not depend on which machine runs this. So a request that begins a prompt, from number
     `still_from` on, samples a token and stands still until the next abort; and no other one ends before `standing`
-    requests have begun like that.
+    requests have begun like that. Where the policy is to call a tool `calls` times, a request stands still in the turn
+    after the first call. With `dies = (replica, version, tokens)` that replica kills its process when it has sampled so
+    many tokens of that version, with 0 when it is put to sleep; requests stand still under version 0 only then.
     """
 
-    def __init__(self, seed: int, response_length: int, still_from: int | None = None, standing: int = 0) -> None:
+    def __init__(
+        self,
+        seed: int,
+        response_length: int,
+        still_from: int | None = None,
+        standing: int = 0,
+        calls: int = 0,
+        dies: tuple[int, int, int] | None = None,
+    ) -> None:
         torch.set_num_threads(1)
         self._response_length = response_length
         self._still_from = still_from
         self._standing = standing
+        self._calls = calls
+        self._dies = tuple(dies) if dies else None
+        self._replica = seed
+        self._sampled = 0
         self._begun = 0
         self._tokenizer = tiny.tokenizer()
         self._random = torch.Generator().manual_seed(seed)
@@ -84,6 +119,9 @@ class TinyServer:
         assert not self._running, "weights changed while requests were running"
         self._policy = policy_of(version, weights)
         self.global_steps = version
+        self._sampled = 0
+        if self._dies and version:
+            self._still_from, self._standing = None, 0
 
     async def generate(
         self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any], **_: Any
@@ -98,7 +136,9 @@ class TinyServer:
         end = self._policy.config.eos_token_id
         # Validation leaves the budget to the replica.
         training, budget = "max_tokens" in sampling_params, sampling_params.get("max_tokens", self._response_length)
-        begins = BEGUN.fullmatch(self._tokenizer.decode(prompt_ids))
+        told = self._tokenizer.decode(prompt_ids)
+        begins = (ONCE_ANSWERED if self._calls else BEGUN).fullmatch(told)
+        words = self._words(told)
         numbered = training and begins is not None and self._still_from is not None
         stands = numbered and int(begins[1]) >= self._still_from
         tokens: list[int] = []
@@ -110,18 +150,34 @@ class TinyServer:
                     logits = self._policy(torch.tensor([[*prompt_ids, *tokens]])).logits[0, -1]
                 scores = logits.log_softmax(-1)
                 token = int(torch.multinomial(scores.exp(), 1, generator=self._random))
+                if words:
+                    token = words[len(tokens)]
                 tokens.append(token)
                 logprobs.append(float(scores[token]))
+                self._sampled += 1
+                if (self._replica, self.global_steps, self._sampled) == self._dies:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 over = token == end or len(tokens) == budget
                 self._begun += stands and len(tokens) == 1
                 await asyncio.sleep(0)
-                while self._open.is_set() and (stands if not over else training and self._begun < self._standing):
+                waits = training and not words
+                while self._open.is_set() and (stands if not over else waits and self._begun < self._standing):
                     await asyncio.sleep(0.01)
         finally:
             self._running -= 1
         reason = "completed" if over else "aborted"
         fields = {"global_steps": self.global_steps}
         return TokenOutput(token_ids=tokens, log_probs=logprobs, stop_reason=reason, extra_fields=fields)
+
+    def _words(self, told: str) -> list[int]:
+        """What the policy is to say to the end of this turn; nothing if it may say what it likes."""
+        match = CALLING.fullmatch(told)
+        if match is None or told.count("<result>") >= self._calls:
+            return []
+        said = match[2].rpartition("</result>")[2]
+        call = call_of(int(match[1]), told.count("<result>"))
+        assert call.startswith(said)
+        return list(self._tokenizer(call[len(said) :])["input_ids"])
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         self._open.clear()
@@ -137,7 +193,9 @@ class TinyServer:
     def running(self) -> int:
         return self._running
 
-    def sleep(self) -> None: ...
+    def sleep(self) -> None:
+        if (self._replica, self.global_steps, 0) == self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def wake_up(self) -> None: ...
 
@@ -160,10 +218,9 @@ class TinyServers(LLMServerManager):
 class CountingWorkers:
     """Stands where the training workers are: it takes no step, it only hands over version after version."""
 
-    world_size = 1
-    workers = (None,)
-
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
+        self.world_size = replicas
+        self.workers = [None] * replicas
         self.servers: list[Any] = []
 
     def update_weights(self, global_steps: int, mode: str) -> list[Any]:
@@ -177,8 +234,11 @@ class CountingWorkers:
         assert Path(local_path).is_dir()
 
 
-class TinyTrainer(AprilTrainer):
-    """`AprilTrainer` without the training workers. `batches` keeps every step's rows as training would get them."""
+class Untrained:
+    """Makes a trainer of verl's one without training workers. `batches` keeps every step's rows as training would get
+    them."""
+
+    servers: type[LLMServerManager] = TinyServers
 
     def _setup(self) -> None:
         self.batches: list[list[dict[str, Any]]] = []
@@ -187,7 +247,7 @@ class TinyTrainer(AprilTrainer):
         self._init_dump_executor()
         self.actor_rollout_wg = self.workers()
         self.reward_loop_manager = RewardLoopManager(config=self.config)
-        self.llm_server_manager = TinyServers.create(config=self.config, worker_group=self.actor_rollout_wg)
+        self.llm_server_manager = self.servers.create(config=self.config, worker_group=self.actor_rollout_wg)
         self.actor_rollout_wg.servers = self.llm_server_manager.server_handles
         engine = omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine)
         engine.backend = "naive"
@@ -197,7 +257,7 @@ class TinyTrainer(AprilTrainer):
         self._load_checkpoint()
 
     def workers(self) -> Any:
-        return CountingWorkers()
+        return CountingWorkers(self.config.trainer.n_gpus_per_node)
 
     def _step_once(self, metrics: dict[str, Any], timing: dict[str, Any], sample_batch_size: int) -> KVBatchMeta:
         """verl's, up to where the policy is trained."""
@@ -205,19 +265,73 @@ class TinyTrainer(AprilTrainer):
         batch, sampled = self.replay_buffer.sample(self.global_steps, "train", sample_batch_size)
         metrics.update(sampled)
         self.on_sample_end()
-        assert not sum(ray.get([server.running.remote() for server in self.actor_rollout_wg.servers]))
+        living = [server for replica in self.checkpoint_manager.replicas for server in replica.servers]
+        assert not sum(ray.get([server.running.remote() for server in living]))
         data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
         rows = [row_of(data, i) for i in range(len(batch.keys))]
         self.batches.append([{**row, "tag": tag} for row, tag in zip(rows, batch.tags, strict=True)])
         return batch
 
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
+        """They are of training."""
+
+
+class TinyTrainer(Untrained, AprilTrainer):
     def _save_checkpoint(self) -> None:
         """With prompts that are not begun yet, as in a run that goes on from one of verl's own modes."""
         self._add_prompts_to_generate(2)
         super()._save_checkpoint()
 
-    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
-        """They are of training."""
+
+def train(config: DictConfig, kind: type[Any]) -> Any:
+    """What verl's task runner does; the trainer, at its end."""
+    OmegaConf.resolve(config)
+    config.transfer_queue.enable = True
+    tq.init(config.transfer_queue)
+    try:
+        trainer = kind(config)
+        trainer.init()
+        manager = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+        manager = load_class_from_fqn(manager) if manager else AgentLoopManagerTQ
+        manager = manager.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=None,
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+        trainer.fit(manager)
+        if isinstance(manager, AprilRolloutManager):
+            manager.loop.close()
+    finally:
+        tq.close()
+        # Where verl runs, its actors end with its process; those of the next run have the same names.
+        for name in ray.util.list_named_actors():
+            ray.kill(ray.get_actor(name))
+    return trainer
+
+
+def save_policy(path: Path, template: str = TEMPLATE, **config: Any) -> Path:
+    """A policy and its tokenizer, with a chat template."""
+    tiny.save(path, **config)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def save_prompts(path: Path, count: int) -> Path:
+    """A data set of verl's."""
+    rows = [
+        {
+            "data_source": "tests",
+            "prompt": [{"role": "user", "content": f"prompt {i} of many: "}],
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i},
+        }
+        for i in range(count)
+    ]
+    pandas.DataFrame(rows).to_parquet(path)
+    return path
 
 
 def config_of(model: Path, data: Path, checkpoints: Path, *overrides: str) -> DictConfig:

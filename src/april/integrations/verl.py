@@ -1,6 +1,7 @@
 """verl's V1 trainer with active partial rollouts: `trainer.v1.trainer_mode=april`.
 
 Invariants:
+- a replica that dies ends the run once the step under way is completed by the others and saved;
 - a step trains on exactly `data.train_batch_size` complete groups, the oldest first; none is dropped for its age;
 - a prompt leaves verl's dataloader when its group is begun, and TransferQueue when its group is trained on or turned
   away; its trajectories are put there, by verl's own code, when its group is handed to training;
@@ -16,8 +17,8 @@ manager.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -27,19 +28,21 @@ from typing import Any
 from april.integrations.requirement import require
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings, refuse
-from april.integrations.verl_replicas import ReplicaEngine, capacity_of
 from april.rollout.disk import as_json, write_whole
+from april.rollout.engine import EngineError
+from april.rollout.environment import saved
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample
 
 require("verl", "0.9.1", extra="verl")
 require("TransferQueue", "0.1", extra="verl")
 
 import transfer_queue as tq  # noqa: E402
 from omegaconf import DictConfig, OmegaConf, open_dict  # noqa: E402
+from ray.exceptions import ActorDiedError  # noqa: E402
 from tensordict import NonTensorData, NonTensorStack, TensorDict  # noqa: E402
 from transfer_queue import KVBatchMeta  # noqa: E402
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput  # noqa: E402
@@ -50,9 +53,16 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync  
 from verl.utils import tensordict_utils as tu  # noqa: E402
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder  # noqa: E402
 
+from april.integrations.verl_agents import MOST_TURNS, AgentLoops  # noqa: E402
+from april.integrations.verl_replicas import ReplicaEngine, capacity_of  # noqa: E402
+
+log = logging.getLogger(__name__)
+
+OF_LOOP = "agent_loop"
+"""What is kept of an agent loop's output, among what a sample's reward says."""
 STATE = "april.json"
 """The file of a checkpoint of verl's that holds the buffer."""
-FORMAT = 3
+FORMAT = 4
 
 SAMPLER = {"path": f"pkg://{__name__}", "name": "AprilReplayBuffer"}
 MANAGER = f"{__name__}.AprilRolloutManager"
@@ -60,11 +70,8 @@ SINGLE_TURN = "single_turn_agent"
 
 
 SPELLING = "trainer.v1.april.{}"
-ONE_TURN = "april generates one turn a sample: "
 
 UNSUPPORTED = {
-    "actor_rollout_ref.rollout.agent.default_agent_loop": (SINGLE_TURN, ONE_TURN + f"leave it at {SINGLE_TURN}"),
-    "actor_rollout_ref.rollout.multi_turn.enable": (False, ONE_TURN + "set it to false"),
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
         False,
         "april does not record routed experts: set it to false",
@@ -144,14 +151,13 @@ class AprilTrainer(PPOTrainerColocateAsync):
             config.trainer.v1.sampler.custom_sampler = SAMPLER
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
         super().__init__(config)
+        self.dead: list[str] = []
+        """The addresses of replicas that have died."""
         self._resolve_filter_groups_metric()  # verl's check of it, which it leaves to other samplers than its own
 
     def fit(self, agent_loop_manager: AprilRolloutManager) -> None:
         self.replay_buffer.manager = agent_loop_manager
-        # What reaches a replica after the abort comes back at once, except from SGLang's, which can only let it wait.
-        rejects = self.config.actor_rollout_ref.rollout.name != "sglang"
-        abort = functools.partial(self.checkpoint_manager.abort_replicas, reject_request=rejects)
-        agent_loop_manager.attach(self._add_prompts_to_generate, abort)
+        agent_loop_manager.attach(self._add_prompts_to_generate, self._abort_replicas, self._lost)
         super().fit(agent_loop_manager)
 
     def get_llm_client(self) -> Any:
@@ -163,6 +169,77 @@ class AprilTrainer(PPOTrainerColocateAsync):
 
     def prepare_step(self) -> dict[str, Any]:
         return {}
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> KVBatchMeta:
+        try:
+            return super().step(metrics, timing_raw)
+        except EngineError as error:
+            if self.checkpoint_manager.replicas:
+                raise
+            raise RuntimeError(
+                f"{self._deaths} None is left: start the run again, and it goes on from its last checkpoint."
+            ) from error
+
+    def on_sample_end(self) -> None:
+        while True:
+            left = len(self.checkpoint_manager.replicas)
+            try:
+                super().on_sample_end()
+                return
+            except ActorDiedError as error:
+                if self._lost(error) == left:
+                    raise
+
+    def on_step_end(self) -> None:
+        """Hand out the weights, which verl's workers do to every replica or not at all.
+
+        Raises:
+            RuntimeError: a replica has died, so that the run cannot go on.
+        """
+        if not self.dead:
+            try:
+                super().on_step_end()
+            except ActorDiedError as error:
+                self._lost(error)
+                if not self.dead:
+                    raise
+        if self.dead:
+            raise RuntimeError(f"{self._deaths} Step {self.global_steps} was completed. {self._way_on()}")
+
+    def _way_on(self) -> str:
+        every, folder = self.config.trainer.save_freq, Path(self.config.trainer.default_local_dir)
+        if every <= 0:
+            return "Nothing is saved, as trainer.save_freq is off."
+        saved = folder / f"global_step_{self.global_steps}"
+        if not (saved / STATE).is_file():
+            self._save_checkpoint()
+        return f"It is saved as {saved}: start the run again, and it goes on from there."
+
+    @property
+    def _deaths(self) -> str:
+        return f"Replica {', '.join(self.dead)} has died, and verl starts none anew."
+
+    def _lost(self, error: ActorDiedError) -> int:
+        """Ask nothing more of the replica that has died; how many are left."""
+        for replica in self.checkpoint_manager.replicas:
+            if any(server._actor_id.hex() == error.actor_id for server in replica.servers):
+                self.dead.append(replica.server_address)
+                self.checkpoint_manager.remove_replicas([replica])
+                self.llm_server_manager.global_load_balancer.remove_servers.remote([replica.server_address])
+                log.warning("replica %s has died; this step is completed without it", replica.server_address)
+        return len(self.checkpoint_manager.replicas)
+
+    async def _abort_replicas(self) -> None:
+        # What reaches a replica after the abort comes back at once, except from SGLang's, which can only let it wait.
+        rejects = self.config.actor_rollout_ref.rollout.name != "sglang"
+        while True:
+            left = len(self.checkpoint_manager.replicas)
+            try:
+                await self.checkpoint_manager.abort_replicas(reject_request=rejects)
+                return
+            except ActorDiedError as error:
+                if self._lost(error) == left:
+                    raise
 
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
@@ -215,9 +292,22 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
         """What verl's dataset says of each prompt under way, by its uid."""
+        self._sampling_params = {
+            "temperature": self.rollout_config.temperature,
+            "top_p": self.rollout_config.top_p,
+            "top_k": self.rollout_config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        self._agent = self.rollout_config.agent.default_agent_loop
+        self.loops: AgentLoops | None = None
+        """There are none where every sample is one turn."""
+        if self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable:
+            self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
         self._queue: deque[Prompt] = deque()
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
+        self._lost: Callable[[ActorDiedError], int] | None = None
         self._builder = create_continuous_token_builder(
             self.worker.tokenizer,
             hf_model_type=self.worker.hf_model_type,
@@ -225,14 +315,17 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
         self.scheduler = self._schedule()
 
-    def attach(self, refill: Callable[[int], int], abort: Callable[[], Any]) -> None:
+    def attach(
+        self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
+    ) -> None:
         """What the trainer gives.
 
         Args:
             refill: fetches so many prompts from the dataloader and gives them to `generate_sequences`.
             abort: ends every request on every replica.
+            lost: lets go of a replica that has died; how many are left.
         """
-        self._refill, self._abort = refill, abort
+        self._refill, self._abort, self._lost = refill, abort, lost
 
     def generate_sequences(self, prompts: TensorDict) -> None:
         if tu.get(prompts, "validate", False):
@@ -240,9 +333,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             return
         for i in range(len(prompts)):
             row = row_of(prompts, i)
-            agent = row.pop("agent_name", SINGLE_TURN)
-            if agent != SINGLE_TURN:
-                raise ValueError(f"a prompt asks for the agent loop {agent!r}: april generates one turn a sample")
+            agent = row.setdefault("agent_name", self._agent)
+            if self.loops is None and agent != SINGLE_TURN:
+                raise ValueError(
+                    f"data: a prompt asks for the agent loop {agent!r}: set "
+                    "actor_rollout_ref.rollout.multi_turn.enable=true"
+                )
             self.rows[row["uid"]] = row
             self._queue.append(self._prompt(row))
 
@@ -255,18 +351,24 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         while self.scheduler.version < global_steps - 1:
             await self.scheduler.update_weights()
         step = await self.scheduler.collect()
-        for group in step.groups:
+        for (
+            group
+        ) in step.groups:  # one after another: verl takes rows in the order they came, and a group's belong together
             await self._hand_over(group)
+        for left_out in step.quarantined:
+            log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
         kept = {group.prompt.id for group in [*step.groups, *self.scheduler.buffer]}
         if rejected := [uid for uid in self.rows if uid not in kept and not any(p.id == uid for p in self._queue)]:
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
             del self.rows[uid]
+        if self.loops is not None:
+            self.loops.keep({sample.id for group in self.scheduler.buffer for sample in group.samples})
         return {f"training/april/{name}": value for name, value in step.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
         """Write the group's trajectories, and then say that they are there."""
-        row = self.rows[group.prompt.id]
+        row = self._row(group.prompt)
         await asyncio.gather(
             *(
                 self.worker._agent_loop_postprocess(self._output(sample), False, session_id=sample.index, **row)
@@ -275,40 +377,62 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
         await tq.async_kv_put(key=group.prompt.id, partition_id="train", tag={"status": "finished"})
 
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """What verl's worker is told of a prompt beside the loop's name."""
+        return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
+
     def _output(self, sample: Sample) -> AgentLoopOutput:
-        versions = sample.versions.tolist()
+        begins = sample.transitions[0].tokens if sample.transitions else 0
+        """Tokens of the response that are the prompt: an agent loop writes it."""
+        info = dict(sample.reward_info)
+        of_loop = info.pop(OF_LOOP, {})
+        versions = sample.versions[begins:].tolist()
+        own = [version for version in versions if version != ENVIRONMENT]
         fields = {
-            "global_steps": versions[-1],
-            "min_global_steps": versions[0],
-            "max_global_steps": versions[-1],
-            "policy_versions": versions,
             "turn_scores": [],
             "tool_rewards": [],
+            **of_loop.get("extra_fields", {}),
+            "global_steps": own[-1],
+            "min_global_steps": own[0],
+            "max_global_steps": own[-1],
+            "policy_versions": versions,
         }
         if self.reward_loop_worker_handles is not None and sample.reward is not None:
-            fields["reward_extra_info"] = dict(sample.reward_info)
+            fields.setdefault("reward_extra_info", info)
         return AgentLoopOutput(
-            prompt_ids=list(sample.prompt_ids),
-            response_ids=sample.response_ids,
-            response_mask=sample.loss_mask.astype(int).tolist(),
-            response_logprobs=sample.logprobs.tolist(),
+            prompt_ids=[*sample.prompt_ids, *sample.response_ids[:begins]],
+            response_ids=sample.response_ids[begins:],
+            response_mask=of_loop.get("response_mask", sample.loss_mask[begins:].astype(int).tolist()),
+            response_logprobs=sample.logprobs[begins:].tolist(),
             reward_score=sample.reward if self.reward_loop_worker_handles is not None else None,
             multi_modal_data={},
-            num_turns=2,
-            metrics=AgentLoopMetrics(),
+            num_turns=of_loop.get("num_turns", 2 * max(sample.turns, 1)),
+            metrics=AgentLoopMetrics(**of_loop.get("metrics", {})),
             extra_fields=fields,
         )
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
-        """verl's reward workers, or 0 where a colocated reward model scores the batch later."""
+        """The agent loop's own reward, verl's reward workers', or 0 where a colocated reward model scores the batch
+        later."""
+        output, info = self._output(sample), {}
+        if self.loops is not None and (returned := await self.loops.output(prompt, sample)) is not None:
+            of_loop = {
+                "response_mask": returned.response_mask,
+                "num_turns": returned.num_turns,
+                "metrics": returned.metrics.model_dump(),
+                "extra_fields": returned.extra_fields,
+            }
+            info[OF_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
+            output.response_mask, output.reward_score = returned.response_mask, returned.reward_score
+            output.extra_fields.update(returned.extra_fields)
         if self.reward_loop_worker_handles is None:
-            return 0.0
-        output = self._output(sample)
-        row = {"session_id": sample.index, **self.rows[prompt.id]}
-        await self.worker._compute_score([output], kwargs=row)
-        return Reward(float(output.reward_score), output.extra_fields.get("reward_extra_info", {}))
+            return Reward(0.0, info)
+        await self.worker._compute_score([output], kwargs={"session_id": sample.index, **self._row(prompt)})
+        return Reward(float(output.reward_score), {**output.extra_fields.get("reward_extra_info", {}), **info})
 
     def _prompt(self, row: Mapping[str, Any]) -> Prompt:
+        if self.loops is not None:
+            return Prompt((), row["uid"])
         limit = self.rollout_config.prompt_length
         token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
         # verl keeps the end of a longer prompt; data.filter_overlong_prompts leaves them out.
@@ -334,22 +458,28 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         assert self._abort is not None, "attach comes first"
         await self._abort()
 
+    def _lose(self, error: ActorDiedError) -> int:
+        assert self._lost is not None, "attach comes first"
+        return self._lost(error)
+
     def _schedule(self) -> RolloutScheduler:
         rollout = self.rollout_config
         filters = self.config.algorithm.get("filter_groups")
-        capacity, calls = capacity_of(rollout, self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node)
+        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        capacity, calls, replicas = capacity_of(rollout, gpus)
+        if self.loops is not None and capacity.context_length < rollout.prompt_length + rollout.response_length:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.max_model_len = {rollout.max_model_len}: prompt and turns of an agent loop "
+                f"take up to {rollout.prompt_length + rollout.response_length} tokens; raise it"
+            )
         engine = ReplicaEngine(
             self.llm_client,
             capacity,
-            {
-                "temperature": rollout.temperature,
-                "top_p": rollout.top_p,
-                "top_k": rollout.top_k,
-                "repetition_penalty": 1.0,
-                "logprobs": True,
-            },
+            self._sampling_params,
             self._abort_all,
             calls,
+            replicas,
+            self._lose,
         )
         return RolloutScheduler(
             engine,
@@ -361,9 +491,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 temperature=rollout.temperature,
                 top_p=rollout.top_p,
                 top_k=max(rollout.top_k, 0),
+                max_turns=0 if self.loops is None else MOST_TURNS,
+                observations_count=self.loops is not None,
             ),
             dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
             seed=rollout.get("seed", 0),
+            episodes=None if self.loops is None else self.loops.episodes(capacity.context_length),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -374,6 +507,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return stamped(
             FORMAT,
             queue=[prompt.id for prompt in self._queue],
+            sampling=self._sampling_params,
             scheduler=self.scheduler.state_dict(),
         )
 
@@ -384,6 +518,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             ValueError: the state is of another april.
         """
         opened(state, FORMAT, "verl's checkpoint")
+        self._sampling_params.update(state["sampling"])
         self.scheduler.load_state_dict(state["scheduler"])
         uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
         if uids:
@@ -391,7 +526,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             tags = tq.kv_list("train")["train"]
             for i, uid in enumerate(uids):
                 row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
-                row.pop("agent_name", None)
+                row.setdefault("agent_name", self._agent)
                 self.rows[uid] = row
             self._queue.extend(self._prompt(self.rows[uid]) for uid in state["queue"])
         return len(uids)

@@ -3,7 +3,8 @@
 Invariants:
 - every token that a replica returns is handed out once, with the weights that drew it;
 - after an interrupt nothing is asked for, and what has not answered by then counts when its sample is submitted again;
-- a replica is never given so many requests that an abort could not reach it.
+- a replica is never given so many requests that an abort could not reach it;
+- of a replica that has died nothing is asked again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from ray.exceptions import ActorDiedError
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, EngineError
@@ -25,8 +28,9 @@ CALLS = 900
 above `max_num_seqs`; more queue up, and an abort among them would come after the requests that it should end."""
 
 
-def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int]:
-    """What verl's replicas on `gpus` GPUs hold together, and the requests that they are given at a time.
+def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int, int]:
+    """What verl's replicas on `gpus` GPUs hold together, the requests that they are given at a time, and how many they
+    are.
 
     A replica is one server, whatever its ranks. vLLM's data-parallel ranks have `max_num_seqs` slots each, as many as
     calls reach them; SGLang's share them, and verl gives TensorRT-LLM no such ranks.
@@ -39,7 +43,7 @@ def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int]:
     calls = max(CALLS, rollout.max_num_seqs)
     slots = min(rollout.max_num_seqs * (ranks if rollout.name == "vllm" else 1), calls)
     context = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return Capacity(slots * replicas, context), calls * replicas
+    return Capacity(slots * replicas, context), calls * replicas, replicas
 
 
 @dataclass(eq=False, slots=True)
@@ -69,6 +73,8 @@ class ReplicaEngine:
         sampling_params: verl's, without the budget.
         abort: makes every replica return what it has, and hold or return what comes later.
         calls: requests that all replicas together are given at a time; others wait here.
+        replicas: how many they are.
+        lost: told what failed when an actor had died; it returns how many replicas are left.
         patience: seconds without an answer after which interrupted requests are no longer waited for. One that waits at
             a replica until generation goes on, or whose answer is late, is parked: whoever submits its sample again
             gets what it sampled.
@@ -81,6 +87,8 @@ class ReplicaEngine:
         sampling_params: Mapping[str, Any],
         abort: Callable[[], Awaitable[None]],
         calls: int = CALLS,
+        replicas: int = 1,
+        lost: Callable[[ActorDiedError], int] | None = None,
         patience: float = 2.0,
     ) -> None:
         self.capacity = capacity
@@ -89,6 +97,8 @@ class ReplicaEngine:
         self._sampling_params = sampling_params
         self._abort = abort
         self._calls = calls
+        self._per_replica = capacity.slots // replicas, calls // replicas
+        self._lost = lost
         self._patience = patience
         self._waiting: deque[tuple[str, list[int], int]] = deque()
         """What is still to be asked: a sample's id, its tokens so far and its budget."""
@@ -141,6 +151,8 @@ class ReplicaEngine:
         if answer.cancelled():
             return
         error = answer.exception()
+        if isinstance(error, ActorDiedError) and self._lost is not None:
+            self.go_on_with(self._lost(error))
         if error is not None:
             self._queue.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
         else:
@@ -169,6 +181,12 @@ class ReplicaEngine:
         elif not self._interrupting:
             chunk = chunk._replace(error="the replica aborted the request")
         self._queue.put(chunk)
+
+    def go_on_with(self, replicas: int) -> None:
+        """So many replicas are left."""
+        slots, calls = self._per_replica
+        self.capacity = replace(self.capacity, slots=max(slots * replicas, 1))
+        self._calls = max(calls * replicas, 1)
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._requests:
