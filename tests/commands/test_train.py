@@ -70,6 +70,8 @@ from tests.commands.conftest import status
         ((), ("--engine", "sglang", "--server-python", "/none"), "engine.server_python = '/none': no such interpreter"),
         ((), ("--engine", "vllm-inproc"), "needs vLLM in this environment"),
         ((), ("--engine", "vllm-inproc", "--on-update", "keep"), "computes anew only"),
+        ((), ("--weight-transfer", "adapters", "--lora.rank", "4"), "vLLM takes them, with lora.rank above 0"),
+        ((), ("--weight-transfer", "adapters", "--engine", "vllm"), "vLLM takes them, with lora.rank above 0"),
         ((), ("--on-update", "redraft", "--engine", "vllm"), "vllm verifies no drafts"),
         ((), ("--on-update", "redraft", "--over-sampling-batch-size", "auto"), "not forecast; give a number"),
         ((), ("--server-args=--host=0.0.0.0",), "set engine.server_host instead"),

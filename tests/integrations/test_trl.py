@@ -280,6 +280,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"rollouts": {"over_sampling_batch_size": "many"}}, "over_sampling_batch_size = 'many': .* 'auto'"),
         ({"rollouts": {"engine": "vlm"}}, "engine = 'vlm': .*'vllm', 'sglang'"),
         ({"rollouts": {"max_running": 0}}, "max_running = 0: must be positive"),
+        ({"rollouts": {"engine": "vllm", "weight_transfer": "adapters"}}, 'are merged here: "disk" or "broadcast"'),
         ({"rollouts": {"urls": ("http://127.0.0.1:9",)}}, 'urls is set but engine = "embedded"'),
         ({"rollouts": {"engine": "vllm", "urls": ("127.0.0.1:9",)}}, 'write each as "http://host:port"'),
         ({"rollouts": {"engine": "vllm", "urls": "http://127.0.0.1:9"}}, "urls = 'http://127.0.0.1:9': .* tuple"),

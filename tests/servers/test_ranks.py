@@ -12,7 +12,7 @@ from tests.servers.conftest import VLLM, environment, python_of
 from tests.servers.tiny import tiny_model
 
 
-@pytest.mark.parametrize("way", ["broadcast", "disk"])
+@pytest.mark.parametrize("way", ["broadcast", "disk", "adapters"])
 def test_a_server_has_the_weights_of_the_ranks(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its log-probabilities would not be those that the ranks compute, after updates this large."""
     tiny_model(tmp_path / "policy", seed=0)
@@ -21,6 +21,7 @@ def test_a_server_has_the_weights_of_the_ranks(way: str, tmp_path: Path, monkeyp
         monkeypatch.setenv(name, value)
     recipe = recipe_in(tmp_path, "run")
     flags = ["--engine", "vllm", "--server-python", str(python_of("vllm")), "--weight-transfer", way]
+    flags += ["--lora.rank", "4", "--learning-rate", "0.03"] if way == "adapters" else []
     text = recipe.read_text().replace("[engine]\n", f"[engine]\nserver_args = {VLLM}\n")
     recipe.write_text(text)
     said, _ = (run := april("train", recipe, *flags)).communicate(timeout=600)

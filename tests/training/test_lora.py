@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import LoraSettings
+from april.config.settings import EngineSettings, LoraSettings
 from april.engines.embedded import EmbeddedEngine
 from april.training.local import LocalLearner
 from tests import tiny
@@ -135,6 +136,22 @@ def test_a_checkpoint_is_a_whole_model_and_adapters_that_peft_reads(tmp_path: Pa
     )
     wrapped = peft.PeftModel.from_pretrained(tiny.model(sharpness=1.0), tmp_path / "adapter")
     torch.testing.assert_close(logits(wrapped), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_engine_may_be_handed_the_adapters_alone(tmp_path: Path) -> None:
+    """Beside which policy they were begun with: nothing else is written."""
+    tiny.model(sharpness=1.0).save_pretrained(tmp_path / "policy")
+    chosen = settings()
+    chosen.engine = EngineSettings(engine="vllm", weight_transfer="adapters")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    learner = LocalLearner(model, chosen, tiny.tokenizer(), tmp_path / "run")
+    learner.train(rollout(1), 1)
+    offered = learner.weights(1)
+    assert [path.name for path in offered.glob("*.safetensors")] == ["adapter_model.safetensors"]
+    base = json.loads((offered / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert base == str((tmp_path / "policy").absolute())
+    wrapped = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), offered)
+    torch.testing.assert_close(logits(wrapped), logits(learner.model))
 
 
 def test_a_restored_learner_goes_on_as_the_one_that_was_saved(tmp_path: Path) -> None:

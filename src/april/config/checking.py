@@ -95,6 +95,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     address = recipe.reporting.prometheus_address
     if not re.fullmatch(HOST_AND_PORT, address):
         yield f'reporting.prometheus_address = {address!r}: write "HOST:PORT"'
+    if recipe.engine.weight_transfer == "adapters" and not (recipe.lora.rank and recipe.engine.engine == "vllm"):
+        yield 'engine.weight_transfer = "adapters": vLLM takes them, with lora.rank above 0; else choose "disk"'
     if recipe.lora.rank and find_spec("peft") is None:
         yield f"lora.rank = {recipe.lora.rank} needs peft: {install_command('lora')}"
 

@@ -188,7 +188,8 @@ class EngineSettings:
         server_host: vllm, sglang: the address on which they listen. Other machines reach them only if it is none of
             this machine's own; then they ask for the key in the environment variable APRIL_ENGINE_API_KEY.
         weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
-            (broadcast: gloo on CPUs, nccl on GPUs).
+            (broadcast: gloo on CPUs, nccl on GPUs). vllm with LoRA: the adapters alone, by such a directory, which its
+            workers merge into the policy that the adapters were begun with (adapters).
         broadcast_address: vllm, sglang: where servers reach the trainer for it; unset: the loopback interface if all of
             them are there, else this machine's address towards the first one.
         broadcast_interface: vllm, sglang: the network interface that weights take on this machine, like eth0; unset:
@@ -210,7 +211,7 @@ class EngineSettings:
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"
-    weight_transfer: Literal["disk", "broadcast"] = "disk"
+    weight_transfer: Literal["disk", "broadcast", "adapters"] = "disk"
     broadcast_address: str | None = None
     broadcast_interface: str | None = None
     ready_timeout: Positive[float] = 900.0

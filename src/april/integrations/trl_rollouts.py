@@ -70,6 +70,11 @@ class PartialRollouts(EngineSettings):
             check_engine(self)
         except ConfigError as error:
             raise ValueError(f"PartialRollouts: {error}") from None
+        if self.weight_transfer == "adapters":
+            raise ValueError(
+                "PartialRollouts: weight_transfer = \"adapters\": TRL's adapters may scale otherwise than april's, and "
+                'are merged here: "disk" or "broadcast"'
+            )
 
     def params(self, batch_size: int, group_size: int, bound: int) -> RolloutParams:
         """How many groups of TRL's batches are under way, and how old they may be.

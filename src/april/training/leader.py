@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -38,7 +39,9 @@ class Leader:
     def __init__(self, learner: ShardedLearner, ranks: Ranks, recipe: Recipe, directory: Path) -> None:
         self._learner = learner
         self._ranks = ranks
-        self._transfer = transfer(recipe, self._tensors, self._save_weights, directory, ranks.device, learner.parts)
+        adapters_alone = recipe.engine.weight_transfer == "adapters"
+        save = functools.partial(self._all, "save_adapters" if adapters_alone else "save_weights")
+        self._transfer = transfer(recipe, self._tensors, save, directory, ranks.device, learner.parts)
         self._lock = threading.Lock()
         self._broken = False
 
@@ -70,9 +73,6 @@ class Leader:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():
             yield from self._all("gather", names)
-
-    def _save_weights(self, directory: Path) -> None:
-        self._all("save_weights", directory)
 
     def save(self, directory: Path) -> None:
         self._all("save", directory)

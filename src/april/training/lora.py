@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: few parameters are trained, engines get whole weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: few parameters are trained, engines compute with whole weights.
 
 Invariants:
 - the parameters of the policy it started from never change;
@@ -48,6 +48,10 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"lora.target_modules = {settings.target_modules}: {error}") from None
         self._model = model
+        if (
+            model.name_or_path and (begun := Path(model.name_or_path)).is_dir()
+        ):  # others load the adapters from other directories
+            config.base_model_name_or_path = str(begun.absolute())
 
     @classmethod
     def of(cls, wrapped: Any) -> Self:

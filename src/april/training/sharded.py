@@ -238,6 +238,12 @@ class ShardedLearner(LocalLearner):
         self._write_policy(directory, self.dtype)
         self.ranks.wait()
 
+    def save_adapters(self, directory: Path) -> None:
+        """Write the adapters alone, for engines that merge them."""
+        assert self.adapters is not None, "checked with the recipe"
+        self.adapters.save(directory, self.ranks.leads)
+        self.ranks.wait()
+
     @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         kept = {name: buffer for name, buffer in self.model.named_buffers() if name in self.model.state_dict()}

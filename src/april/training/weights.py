@@ -24,7 +24,7 @@ def transfer_of(
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
-        adapters: those of the model, if it has any; they are merged in.
+        adapters: those of the model, if it has any; they are merged in, here or by the engine.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -37,7 +37,11 @@ def transfer_of(
     device = next(model.parameters()).device
 
     def save(path: Path) -> None:
-        save_policy(path, model, tokenizer, adapters)
+        if recipe.engine.weight_transfer == "adapters":
+            assert adapters is not None, "checked with the recipe"
+            adapters.save(path)
+        else:
+            save_policy(path, model, tokenizer, adapters)
 
     return transfer(recipe, tensors, save, directory, device, stored_parts(model))
 
@@ -54,7 +58,7 @@ def transfer(
 
     Args:
         tensors: gives the policy's tensors, which are on `device`.
-        save: writes the policy into a folder.
+        save: writes the policy, or its adapters alone, into a folder.
         directory: the run's.
         parts: what engines that are not april's own know the tensors as.
     """
@@ -73,7 +77,7 @@ def transfer(
 
     if settings.engine == "vllm-inproc":
         return InProcess(stored)
-    if settings.weight_transfer == "disk":
+    if settings.weight_transfer != "broadcast":
         return OnDisk(directory / "weights", save)
     from april.engines.servers.broadcast import Broadcast
 

@@ -6,7 +6,8 @@ distribution tokens are drawn from); `april.engines.servers.launch.launch_vllm` 
 
 Speculation (`--speculative-config`) changes no distribution: log-probabilities are the model's own, not the draft's.
 
-Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
+Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`). LoRA
+adapters in such a directory are enough: april's worker extension merges them into the policy they were begun with.
 KV caches of different versions never mix: every request names its weights in the cache's salt.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -209,12 +211,23 @@ class VLLM:
             await weights.take(self._receiver(version, receiver))
         else:
             directory = directory_of(weights)
-            await self._http.post(
-                "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
-            )
+            if (Path(directory) / "adapter_config.json").exists():
+                await self._merge_adapters(directory)
+            else:
+                await self._http.post(
+                    "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+                )
             if self._extended:
                 await self._http.post("/collective_rpc", {"method": "refresh_output_layer"})
             await self._http.post("/update_weight_version", {"new_version": str(version)})
+
+    async def _merge_adapters(self, directory: str) -> None:
+        if not self._extended:
+            raise EngineError(
+                f"{self!r} cannot merge adapters: start it with --worker-extension-cls "
+                'april.engines.servers.vllm_worker.WorkerExtension, or set engine.weight_transfer = "disk"'
+            )
+        await self._http.post("/collective_rpc", {"method": "merge_adapters", "args": [directory]})
 
     async def reset_caches(self) -> None:
         await self._http.post("/reset_prefix_cache")

@@ -1,5 +1,5 @@
-"""What april adds to vLLM's workers: the receiving side of `broadcast.py`, output layers kept fresh, and drafts
-verified on a CPU as on GPUs.
+"""What april adds to vLLM's workers: the receiving side of `broadcast.py`, adapters merged in, output layers kept
+fresh, and drafts verified on a CPU as on GPUs.
 
 Runs in the server's workers, where `--worker-extension-cls` names `WorkerExtension`. It imports nothing of april: the
 server's environment need not have it. vLLM's own nccl backend needs GPUs and vLLM's communicator on the trainer's side;
@@ -8,12 +8,17 @@ the one here, called `april`, is a plain torch group, gloo or nccl.
 
 from __future__ import annotations
 
+import copy
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -102,6 +107,29 @@ def refresh_output_layer(model: Any) -> None:
         head.quant_method.process_weights_after_loading(head)
 
 
+def merged(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """A policy's tensors, LoRA adapters added in, as the trainer would merge them: computed in the adapters' type.
+
+    Raises:
+        ValueError: an adapter is for a tensor that the policy does not have.
+    """
+    config = json.loads((directory / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    adapters = load_file(directory / "adapter_model.safetensors")
+    downs = {
+        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): name
+        for name in adapters
+        if name.endswith(".lora_A.weight")
+    }
+    for name, weight in weights:
+        if (down := downs.pop(name.removesuffix(".weight"), None)) is not None:
+            up = adapters[down.replace(".lora_A.", ".lora_B.")]
+            weight = weight.to(up.dtype) + (up @ adapters[down] * scale).to(weight.device)
+        yield name, weight
+    if downs:
+        raise ValueError(f"{directory}: no weights are there for the adapters of {sorted(downs)}")
+
+
 def expand(
     output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int, longest: int
 ) -> None:
@@ -127,6 +155,18 @@ if not HAS_TRITON:
 
 class WorkerExtension:
     """The methods a worker gets."""
+
+    def merge_adapters(self, directory: str) -> None:
+        """Compute with the policy that the LoRA adapters in `directory` were begun with, and with them."""
+        from vllm.model_executor.model_loader import get_model_loader
+
+        worker: Any = self
+        settings = worker.vllm_config
+        base = copy.copy(settings.model_config)
+        base.model = json.loads((Path(directory) / "adapter_config.json").read_text())["base_model_name_or_path"]
+        base.model_weights, base.revision = "", None
+        weights = get_model_loader(settings.load_config).get_all_weights(base, worker.model_runner.get_model())
+        worker.reload_weights(weights_iterator=merged(weights, Path(directory)))
 
     def refresh_output_layer(self) -> None:
         refresh_output_layer(self.model_runner.get_model())  # type: ignore[attr-defined]
