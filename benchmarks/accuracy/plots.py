@@ -101,3 +101,30 @@ def staleness(records: Sequence[Record]) -> Any:
     figure.suptitle("gcd, GRPO: mean over seeds, bars and grey band from the least to the most", fontsize=9)
     figure.tight_layout(rect=(0, 0.08 if len(bounds) > 2 else 0.15, 1, 1))
     return figure
+
+
+def trade(arms: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Final accuracy against seconds, both beside synchronous runs: a panel each for the CPU's seconds and for the
+    accelerator's, a line each for stale and for redrafted tokens, a point for each N'."""
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+    panels = {"cpu_seconds": "CPU seconds of the run", "accelerator_seconds": "accelerator's seconds of rollouts"}
+    lines = {"partial": ("stale tokens corrected", "#d9772b"), "redraft": ("redrafted", "#3a9a6b")}
+    for axis, (measure, title) in zip(axes, panels.items(), strict=True):
+        axis.set_title(f"{title}, of synchronous", fontsize=9, loc="left")
+        axis.axhline(0, color="#999999", linewidth=0.8, linestyle=":")
+        axis.plot([1], [0], color=ARMS["synchronous"], marker="s", label="synchronous")
+        for prefix, (label, colour) in lines.items():
+            chosen = [arm for arm in arms if arm.startswith(prefix) and not arm.endswith("longer")]
+            x = [arms[arm][measure]["mean"] for arm in chosen]
+            found = [arms[arm]["minus_synchronous"] for arm in chosen]
+            y = np.array([each["mean"] for each in found])
+            ends = np.abs([[each["low"], each["high"]] for each in found] - y[:, None]).T
+            axis.errorbar(x, y, ends, color=colour, marker="o", markersize=4, capsize=2, linewidth=1, label=label)
+            for arm, at, height in zip(chosen, x, y, strict=True):
+                axis.annotate(f"{arm.split('-')[1]} N", (at, height), (3, 4), textcoords="offset points", fontsize=7)
+        axis.grid(axis="y", color="#eeeeee")
+        axis.set_xlim(0, 1.08)
+    axes[0].set_ylabel("final accuracy minus synchronous")
+    axes[0].legend(frameon=False, fontsize=8, loc="lower left")
+    figure.tight_layout()
+    return figure
