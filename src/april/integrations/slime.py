@@ -149,6 +149,16 @@ class OneVersion(SGLang):
         super().__init__(http)
         self._kept = kept
 
+    def inexact(self, sampling: SamplingParams) -> str | None:
+        return None if self._kept is None else super().inexact(sampling)
+
+    def body(self, stream: Stream, salt: str) -> dict[str, Any]:
+        body = super().body(stream, salt)
+        if self._kept is None:
+            # Without top-p slime's trainer scores a token among the whole vocabulary, whatever top-k left of it.
+            body.pop("return_sampling_mask", None)
+        return body
+
     def read(self, event: bytes, stream: Stream) -> Delta | None:
         delta = super().read(event, stream)
         if delta is None:
