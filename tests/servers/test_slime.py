@@ -215,7 +215,8 @@ def test_top_p_brings_the_tokens_that_it_kept(routed: Namespace, server: Server,
 def test_with_top_k_alone_log_probabilities_are_of_the_whole_vocabulary(routed: Namespace, models: list[Path]) -> None:
     """As slime's trainer computes them."""
     routed.rollout_top_k = 4
-    for sample in (sample for group in plugin.rollout(routed, 0, plugin.DataSource(routed)).samples for sample in group):
+    output = plugin.rollout(routed, 0, plugin.DataSource(routed))
+    for sample in (sample for group in output.samples for sample in group):
         np.testing.assert_allclose(sample.rollout_log_probs, logprobs(models[0], sample), atol=EXACT)
 
 
