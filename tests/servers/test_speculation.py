@@ -140,26 +140,30 @@ async def test_keep_drops_no_token_and_verifies_old_drafts_with_new_weights(
     speculating: Server, policies: list[Path], passes: list[Oracle]
 ) -> None:
     engine = await connect_vllm(speculating.url, on_update="keep")
-    await engine.update_weights(0, policies[0])
-    samples = make_samples(SLOTS, SamplingParams(240, temperature=0.6))
-    for version, weights in ((1, policies[0]), (2, policies[1])):
-        submit(engine, samples)
-        await reach(engine, samples, 50 * version)
-        absorb(await engine.interrupt(), samples)
-        await engine.update_weights(version, weights)
-    submit(engine, samples)
-    await finish(engine, samples)
     mixed = 0
-    for sample in samples:
-        assert sample.length == 240
-        assert sorted(sample.versions) == list(sample.versions)
-        old = sample.versions < 2  # the same weights twice: whatever the KV cache is of, it is the new weights' too
-        assert np.abs(passes[0].logprobs(sample) - sample.logprobs)[old].max(initial=0) < EXACT
-        if 40 < old.sum() < 200:
-            mixed += 1
-            # Neither policy alone: new weights over the old policy's keys and values.
-            assert np.abs(passes[1].logprobs(sample) - sample.logprobs)[~old].max() > 0.01
-            assert np.abs(passes[0].logprobs(sample) - sample.logprobs)[~old].max() > 0.01
+    for base in range(0, 15, 3):  # on a busy machine the server may be at the end before it is stopped
+        await engine.update_weights(base, policies[0])
+        samples = make_samples(SLOTS, SamplingParams(240, temperature=0.6))
+        for step, weights in ((1, policies[0]), (2, policies[1])):
+            submit(engine, samples)
+            await reach(engine, samples, 50 * step)
+            absorb(await engine.interrupt(), samples)
+            await engine.update_weights(base + step, weights)
+        submit(engine, samples)
+        await finish(engine, samples)
+        for sample in samples:
+            assert sample.length == 240
+            assert sorted(sample.versions) == list(sample.versions)
+            # The same weights twice: whatever the KV cache is of, it is the new weights', too.
+            old = sample.versions < base + 2
+            assert np.abs(passes[0].logprobs(sample) - sample.logprobs)[old].max(initial=0) < EXACT
+            if 40 < old.sum() < 200:
+                mixed += 1
+                # Neither policy alone: new weights over the old policy's keys and values.
+                assert np.abs(passes[1].logprobs(sample) - sample.logprobs)[~old].max() > 0.01
+                assert np.abs(passes[0].logprobs(sample) - sample.logprobs)[~old].max() > 0.01
+        if mixed:
+            break
     assert mixed
     await engine.close()
 
