@@ -351,9 +351,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         while self.scheduler.version < global_steps - 1:
             await self.scheduler.update_weights()
         step = await self.scheduler.collect()
-        for (
-            group
-        ) in step.groups:  # one after another: verl takes rows in the order they came, and a group's belong together
+        # One after another: verl takes rows in the order they came, and a group's belong together.
+        for group in step.groups:
             await self._hand_over(group)
         for left_out in step.quarantined:
             log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)

@@ -48,10 +48,9 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"lora.target_modules = {settings.target_modules}: {error}") from None
         self._model = model
-        if (
-            model.name_or_path and (begun := Path(model.name_or_path)).is_dir()
-        ):  # others load the adapters from other directories
-            config.base_model_name_or_path = str(begun.absolute())
+        begun = model.name_or_path
+        if begun and Path(begun).is_dir():  # who loads the adapters may be in another directory
+            config.base_model_name_or_path = str(Path(begun).absolute())
 
     @classmethod
     def of(cls, wrapped: Any) -> Self:
