@@ -2,11 +2,13 @@
 
     .frameworks/cluster/bin/python benchmarks/cluster_head_kills.py     writes cluster_head_kills.json beside it
 
-A run of 12 steps in the process of `april train`, its engine on a node of a cluster whose head it is connected to. At
-random moments, also while it starts: SIGKILL or SIGSTOP of all of the head's processes or of Ray's GCS alone, SIGKILL
-of the driver, or of both. The run must end without an operator, and leave no process behind, on nodes neither; `april
-resume` goes on on a new cluster. When a run is through the next one begins, until there were so many blows. Steps are
-collected synchronously, so what they are trained on does not depend on time.
+A run of 12 steps in the process of `april train`, its engine on a node of a cluster whose head it is connected to.
+SIGKILL or SIGSTOP of all of the head's processes or of Ray's GCS alone, SIGKILL of the driver, or of both, each as
+often. A third of the blows fall at a random moment of a start; the others at a random moment within a second after the
+present life has begun to train on its first to sixth step. The run must end without an operator, and leave no process
+behind, on nodes neither; `april resume` goes on on a new cluster. When a run is through the next one begins, until
+there were so many blows. A step's rewards take over three seconds, so that a run does not end before a loss is
+noticed. Steps are collected synchronously, so what they are trained on does not depend on time.
 
 Compared with a run that nothing disturbs: the groups of every step, each as often as it was trained on, with all their
 tokens, the versions of these and the rewards, exactly; and metrics that do not depend on the clock, to 1e-4.
@@ -26,8 +28,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +48,10 @@ KINDS = (
     "driver killed",
     "driver and head killed",
 )
-LONGEST = 40.0
-"""Seconds from a start to the blow at most: about what a start and some steps take."""
+MOST_STEPS = 6
+"""That a life begins to train on before it is struck."""
+LAST = 1200.0
+"""Seconds in which a life that nothing strikes has to end."""
 HUNG = 120.0
 """Seconds after which a driver that has lost its head, or a process that it left behind, counts as hung."""
 GROUPS = 4
@@ -61,29 +67,59 @@ def drive(arguments: list[str]) -> None:
     main()
 
 
+@dataclass(frozen=True)
+class Blow:
+    """One that is to fall.
+
+    Args:
+        steps: that the present life has begun to train on; none: it falls while the run starts.
+        part: of a second after that; of the start.
+    """
+
+    kind: str
+    steps: int
+    part: float
+
+
+def drawn(rng: random.Random) -> Iterator[Blow]:
+    """Blows without end, of each kind as many."""
+    while True:
+        for kind in rng.sample(KINDS, len(KINDS)):
+            yield Blow(kind, 0 if rng.random() < 1 / 3 else rng.randint(1, MOST_STEPS), rng.random())
+
+
 class Clusters:
     """Each of a head and a node. One that is done with is watched until no engine is left on it."""
 
     def __init__(self) -> None:
         self._networks = itertools.cycle(range(1, 250))
+        self._starter = ThreadPoolExecutor(1)
+        self._next: Future[Any] | None = None
         self._leaving: list[threading.Thread] = []
         self.engines_gone: list[float] = []
         """Seconds from the driver's end until none was left, of each cluster that lost its head or driver."""
         self.left: list[str] = []
 
+    def prepare(self) -> None:
+        """Begin to start the one that `another` returns."""
+        self._next = self._next or self._starter.submit(self._start)
+
     def another(self) -> Any:
+        self.prepare()
+        assert self._next is not None
+        cluster, self._next = self._next.result(), None
+        return cluster
+
+    def _start(self) -> Any:
         from tests.cluster.raylets import Raylets
 
-        while True:
-            cluster = None
-            try:
-                cluster = Raylets(reaped=False, network=next(self._networks))
-                cluster.add()
-                return cluster
-            except Exception as error:  # Ray raises no less: a machine with much other work takes it too long
-                print(f"a cluster has not started: {error}", flush=True)
-                if cluster is not None:
-                    cluster.close()
+        cluster = Raylets(reaped=False, network=next(self._networks))
+        try:
+            cluster.add()
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
 
     def leave(self, cluster: Any, known: set[int]) -> None:
         """End what is left of a cluster, once its engines have ended by themselves; `known` are these."""
@@ -101,9 +137,11 @@ class Clusters:
             self.engines_gone.append(time.monotonic() - began)
         cluster.close()
 
-    def join(self) -> None:
+    def close(self) -> None:
         for thread in self._leaving:
             thread.join()
+        if self._next is not None:
+            self._next.result().close()
 
 
 def wait(condition: Callable[[], Any]) -> None:
@@ -142,21 +180,36 @@ class Run:
         self.blows: list[dict[str, Any]] = []
         self.starts = 0
 
-    def go_on(self, kind: str | None, after: float) -> bool:
-        """A life on a new cluster, struck after so many seconds; whether the run has come to its end."""
+    def go_on(self, blow: Blow | None, start: float = 0.0) -> bool:
+        """A life on a new cluster, which a blow falls on; whether the run has come to its end before.
+
+        Args:
+            start: seconds that a start takes.
+        """
         cluster = self.clusters.another()
         began, before = time.monotonic(), self.trained
-        process = self._start(cluster.address)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(after if kind else 1200)
-        if process.poll() is None and kind:
-            known = set(cluster.engines())
-            self._strike(kind, cluster, process, began, self.trained - before)
+        process, known = self._start(cluster.address), set[int]()
+        try:
+            if blow is not None and self._struck(blow, process, before, began + blow.part * start):
+                known = set(cluster.engines())
+                self.clusters.prepare()
+                self._strike(blow, cluster, process, began, before)
+                return False
+            assert process.wait(LAST) == 0, self.log.read_text()
+            return True
+        finally:
+            process.kill()
             self.clusters.leave(cluster, known)
-            return False
-        assert process.returncode == 0, self.log.read_text()
-        self.clusters.leave(cluster, set())
-        return True
+
+    def _struck(self, blow: Blow, process: Any, before: int, moment: float) -> bool:
+        """Wait for the moment of a blow, of one in the start `moment`; whether it came before the run's end."""
+        while self.trained - before < blow.steps if blow.steps else time.monotonic() < moment:
+            if process.poll() is not None:
+                return False
+            time.sleep(0.02)
+        if blow.steps:
+            time.sleep(blow.part)
+        return process.poll() is None
 
     def _start(self, address: str) -> subprocess.Popen[bytes]:
         begun = (self.base / self.name / "recipe.json").exists()
@@ -168,8 +221,8 @@ class Run:
         with self.log.open("ab") as log:
             return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
-    def _strike(self, kind: str, cluster: Any, process: Any, began: float, steps: int) -> None:
-        struck = time.monotonic()
+    def _strike(self, blow: Blow, cluster: Any, process: Any, began: float, before: int) -> None:
+        struck, steps, kind = time.monotonic(), self.trained - before, blow.kind
         if "head" in kind or "GCS" in kind:
             number = signal.SIGSTOP if kind.endswith("hung") else signal.SIGKILL
             cluster.signal_head(number, *(["gcs_server"] if "GCS" in kind else []))
@@ -187,8 +240,8 @@ class Run:
             wait(lambda: not started_by(self.ledger))
         if left := started_by(self.ledger):
             self.clusters.left.append(f"{kind}: {len(left)} processes of the driver")
-        blow = {"kind": kind, "after": round(struck - began, 1), "steps_since_start": steps}
-        self.blows.append({**blow, "driver_ended": round(ended, 1), "status": status})
+        fallen = {"kind": kind, "after": round(struck - began, 1), "steps_since_start": steps}
+        self.blows.append({**fallen, "driver_ended": round(ended, 1), "status": status})
         print(self.blows[-1], flush=True)
 
     @property
@@ -205,7 +258,7 @@ device = "cpu"
 kind = "records"
 path = "{data}"
 eval_size = 2
-reward = "tests.ranks.rewards:even_characters"
+reward = "tests.ranks.rewards:slowly"
 [rollout]
 rollout_batch_size = {groups}
 over_sampling_batch_size = {groups}
@@ -239,41 +292,48 @@ def recipe_in(base: Path, name: str) -> Path:
 
 def strike(blows: int, seconds: float, seed: int, save: Callable[[dict[str, Any]], None]) -> bool:
     """Strike so often, or as often as there is time for; whether all was well."""
-    rng, deadline = random.Random(seed), time.monotonic() + seconds
+    coming, deadline = drawn(random.Random(seed)), time.monotonic() + seconds
     clusters = Clusters()
     done: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
         base = Path(place)
-        assert Run(base, "calm", clusters).go_on(None, 0)
-        expected = outcome(base, "calm")
-        assert len(expected["steps"]) == STEPS
-
         try:
+            calm = Run(base, "calm", clusters)
+            began = time.time()
+            assert calm.go_on(None)
+            start = min(path.stat().st_mtime for path in calm.ledger.iterdir()) - began
+            expected = outcome(base, "calm")
+            assert len(expected["steps"]) == STEPS
+            blow = next(coming)
             while len(done) < blows and time.monotonic() < deadline:
                 run, through = Run(base, f"run-{len(runs) + 1}", clusters), False
                 while not through:
                     going_on = len(done) < blows and time.monotonic() < deadline
-                    through = run.go_on(rng.choice(KINDS) if going_on else None, rng.uniform(0, LONGEST))
-                    done.extend(run.blows[run.starts - 1 :])
+                    through = run.go_on(blow if going_on else None, start)
+                    if not through:
+                        done.append(run.blows[-1])
+                        blow = next(coming)
+                        save(_found(clusters, start, done, runs))
                 again = run.trained - STEPS
                 wrong = unlike(outcome(base, run.name), expected)
                 found = {"blows": len(run.blows), "starts": run.starts, "steps_trained_again": again}
                 runs.append({**found, "unlike_undisturbed": wrong})
                 print(runs[-1], flush=True)
-                save(_found(clusters, done, runs))
         finally:
-            clusters.join()
-    save(_found(clusters, done, runs))
+            clusters.close()
+    save(_found(clusters, start, done, runs))
     return not clusters.left and not any(run["unlike_undisturbed"] for run in runs)
 
 
-def _found(clusters: Clusters, done: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _found(clusters: Clusters, start: float, done: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    import ray
     from record import machine
 
     return {
         "command": " ".join(["benchmarks/cluster_head_kills.py", *sys.argv[1:]]),
-        "machine": machine(),
+        "machine": machine() | {"ray": ray.__version__},
+        "start_seconds": round(start, 1),
         "blows": len(done),
         "while_steps_went_on": sum(blow["steps_since_start"] > 0 for blow in done),
         "by_kind": {kind: summary([blow for blow in done if blow["kind"] == kind]) for kind in KINDS},
@@ -288,10 +348,16 @@ def _found(clusters: Clusters, done: list[dict[str, Any]], runs: list[dict[str, 
 
 
 def summary(blows: list[dict[str, Any]]) -> dict[str, Any]:
+    starting = [blow for blow in blows if not blow["steps_since_start"]]
+    going_on = [blow for blow in blows if blow["steps_since_start"]]
+    return {"count": len(blows), "in_a_start": _ends(starting), "while_steps_went_on": _ends(going_on)}
+
+
+def _ends(blows: list[dict[str, Any]]) -> dict[str, Any]:
     if not blows:
         return {"count": 0}
     ended = [blow["driver_ended"] for blow in blows]
-    times = {"driver_ended_median": statistics.median(ended), "driver_ended_max": max(ended)}
+    times = {"driver_ended_median": round(statistics.median(ended), 1), "driver_ended_max": max(ended)}
     return {"count": len(blows), **times, "statuses": sorted({blow["status"] for blow in blows})}
 
 

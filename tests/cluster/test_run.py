@@ -128,7 +128,7 @@ def test_a_run_whose_head_dies_stops_and_goes_on_on_another_cluster(tmp_path: Pa
         run = april("train", a_recipe(tmp_path, lost.address), "--steps", 2000, "--save-interval", 5)
         until(lambda: len(steps(tmp_path)) >= 2, run)
         if hangs:
-            lost.signal_head(signal.SIGSTOP, "gcs_server")
+            lost.signal_head(signal.SIGSTOP)
         else:
             lost.kill_head()
         said, _ = run.communicate(timeout=GENEROUS)

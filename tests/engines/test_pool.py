@@ -447,6 +447,19 @@ async def test_an_update_that_hangs_fails() -> None:
             await pool.update_weights(1, "one")
 
 
+async def test_an_update_that_hangs_ends_once_the_pool_cannot_go_on() -> None:
+    good, hung = Machine("good"), Machine("hung")
+    pool = EnginePool([hung])
+    hung.check = good.check  # type: ignore[method-assign]
+    hung.hang()
+    updating = asyncio.create_task(pool.update_weights(1, "one"))
+    await asyncio.sleep(0)
+    pool.fail(EngineError("the head hangs"))
+    with pytest.raises(EngineError, match="the head hangs"):
+        await asyncio.wait_for(updating, 120)
+    await pool.close()
+
+
 async def test_a_replica_that_died_between_steps_does_not_stop_an_update() -> None:
     good, dead = Machine("good"), Machine("dead")
     async with pool_of(good, dead) as pool:

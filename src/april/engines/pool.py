@@ -80,6 +80,9 @@ class EnginePool:
         self._queue = ChunkQueue(backlog)
         self._defect: Exception | None = None
         """What a replica raised that is no `EngineError`: whoever polls gets it, as from that engine alone."""
+        self._failure: EngineError | None = None
+        """Why the pool cannot go on."""
+        self._cannot_go_on = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._moves: set[asyncio.Task[None]] = set()
 
@@ -94,8 +97,9 @@ class EnginePool:
         self._versions.wake()
 
     def fail(self, reason: EngineError) -> None:
-        """The pool cannot go on: whoever polls next is told why."""
-        self._defect = reason
+        """The pool cannot go on: whoever polls next, or waits for an update, is told why."""
+        self._defect = self._failure = reason
+        self._cannot_go_on.set()
         self._queue.wake()
 
     @property
@@ -227,11 +231,23 @@ class EnginePool:
             ValueError: there are no weights there; nothing has changed.
             EngineError: no replica came back, or one failed to take the weights up, and the message names it. The pool
                 stays at its version: the other replicas are given their former weights back before they get work, and
-                the update may be tried again.
+                the update may be tried again. Or the pool cannot go on.
         """
-        await self._versions.go_over(version, weights)
+        await self._unless_failed(self._versions.go_over(version, weights))
         if self.members[0].replica.on_update == "recompute":
             self._router.forget_homes()
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work`, which is given up once the pool cannot go on."""
+        doing, failing = asyncio.create_task(work), asyncio.create_task(self._cannot_go_on.wait())
+        try:
+            await asyncio.wait((doing, failing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            failing.cancel()
+            await _stop([doing])
+        if doing.cancelled() and self._failure is not None:
+            raise self._failure
+        doing.result()
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         names = None if sample_ids is None else list(sample_ids)

@@ -1,7 +1,8 @@
 """What is asked of the head of the Ray cluster, which may hang: Ray then waits without end.
 
 Invariants:
-- nobody waits for the head longer than `HEAD_SILENCE` seconds, and only briefly once it has been given up;
+- nobody waits for the head longer than `HEAD_SILENCE` seconds, or for what may take long until somebody else has done
+  so; and only briefly once it has been given up;
 - what cannot be given back, since the head hangs, keeps nobody either: Ray takes it once this process has ended;
 - a thread in which Ray still waits keeps nobody from going on, and a process that ends by `leave` from ending.
 """
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -35,6 +36,33 @@ async def ask(work: Callable[..., T], *args: object, seconds: float = HEAD_SILEN
     Raises:
         EngineError: the head does not answer.
     """
+    answer, thread = _begun(work, *args)
+    seconds = BRIEFLY if head_hangs() else seconds
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(answer)
+    except TimeoutError:
+        if answer.done():  # it is the work's own
+            raise
+        thread.name = GIVEN_UP
+        raise _silent(seconds) from None
+
+
+def await_patiently(work: Callable[..., T], *args: object) -> T:
+    """What `work(*args)` returns, however long that takes a head that answers. For a thread that may wait.
+
+    Raises:
+        EngineError: the head has been given up meanwhile.
+    """
+    answer, _ = _begun(work, *args)
+    while not wait((answer,), timeout=BRIEFLY).done:
+        if head_hangs():
+            raise _silent(HEAD_SILENCE)
+    return answer.result()
+
+
+def _begun(work: Callable[..., T], *args: object) -> tuple[Future[T], threading.Thread]:
+    """`work(*args)` in a thread that keeps no process from ending, and what will be its result."""
     answer: Future[T] = Future()
     answer.set_running_or_notify_cancel()  # so that whoever no longer waits does not disturb the thread
 
@@ -46,15 +74,11 @@ async def ask(work: Callable[..., T], *args: object, seconds: float = HEAD_SILEN
 
     thread = threading.Thread(target=run, name="asks the head of the cluster", daemon=True)
     thread.start()
-    seconds = BRIEFLY if head_hangs() else seconds
-    try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.wrap_future(answer)
-    except TimeoutError:
-        if answer.done():  # it is the work's own
-            raise
-        thread.name = GIVEN_UP
-        raise EngineError(f"the head of the Ray cluster has not answered for {seconds:g} s") from None
+    return answer, thread
+
+
+def _silent(seconds: float) -> EngineError:
+    return EngineError(f"the head of the Ray cluster has not answered for {seconds:g} s")
 
 
 async def give_back(work: Callable[..., object], *args: object) -> None:

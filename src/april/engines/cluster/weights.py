@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from april.engines.cluster.head import await_patiently
 from april.engines.weights import TensorSource
 
 BUCKET = 1 << 28
@@ -65,6 +66,11 @@ class ObjectStore:
         self._dtype = dtype
 
     def offer(self, version: int) -> StoredWeights:
+        """Put them into the store.
+
+        Raises:
+            EngineError: this node's part of the store hangs with the cluster's head.
+        """
         refs: list[ray.ObjectRef[list[Packed]]] = []
         size = total = 0
         bucket: list[Packed] = []
@@ -75,9 +81,9 @@ class ObjectStore:
             size += data.nbytes
             total += data.nbytes
             if size >= BUCKET:
-                refs.append(ray.put(bucket))
+                refs.append(await_patiently(ray.put, bucket))
                 bucket, size = [], 0
-        return StoredWeights([*refs, ray.put(bucket)], total)
+        return StoredWeights([*refs, await_patiently(ray.put, bucket)], total)
 
     def withdraw(self) -> None:
         """What is in the store stays as it is."""
