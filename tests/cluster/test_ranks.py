@@ -1,10 +1,12 @@
-"""Ranks of the trainer on nodes of a real cluster, which are killed and hang: the run goes on as if nothing were."""
+"""Ranks of the trainer on nodes of a real cluster, which are killed, hang and run out of memory: the run goes on as if
+nothing were."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -28,9 +30,13 @@ from april.engines.cluster.process_actor import ProcessSettings
 from april.engines.cluster.process_sites import ProcessSites
 from april.reporting.metrics_log import last_step
 from april.training.rank_process import LINE, ON_NODE
+from tests import tiny
 from tests.cluster.raylets import Raylets, processes
 from tests.cluster.test_run import GENEROUS, april, ended, until
 from tests.ranks.runs import recipe_in, trained
+
+SCARCE = 64 << 20
+"""Bytes: more than a rank takes between two passes over a batch, and less than one of those takes."""
 
 
 def one_rank_elsewhere(base: Path, address: str) -> Path:
@@ -43,9 +49,31 @@ def one_rank_elsewhere(base: Path, address: str) -> Path:
     return recipe
 
 
-def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets: Raylets, tmp_path: Path) -> None:
+def starved(pid: int) -> Callable[[], bool]:
+    """Says whether a process is gone, and leaves it, whenever asked, the memory that it has held at the least and
+    `SCARCE` more."""
+    least = held = 1 << 62
+
+    def gone() -> bool:
+        nonlocal least, held
+        try:
+            held = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            if 0 < held < least:
+                least = held
+                resource.prlimit(pid, resource.RLIMIT_AS, (least + SCARCE, resource.RLIM_INFINITY))
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return held == 0  # it has ended, and nobody has asked how
+
+    return gone
+
+
+def test_a_run_whose_rank_lacks_memory_and_loses_two_nodes_is_the_run_on_one_machine(
+    raylets: Raylets, tmp_path: Path
+) -> None:
     """The first node is killed, the second one hangs; at the end the rank is on the third."""
     recipe, run = one_rank_elsewhere(tmp_path, raylets.address), tmp_path / "run"
+    tiny.save(tmp_path / "policy", sharpness=1.0, hidden_size=16, intermediate_size=65536, num_hidden_layers=1)
     first = raylets.add(2)
     process = april("train", recipe, "--steps", 2000)
 
@@ -53,7 +81,9 @@ def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets
         return lambda: last_step(run) >= steps
 
     until(later(3), process)
-    assert raylets.ranks(first)
+    (rank,) = raylets.ranks(first)
+    until(starved(rank), process)
+    until(later(last_step(run) + 3), process)
     second, third = raylets.add(2), raylets.add(2)
     raylets.kill(first)
     until(lambda: bool(raylets.ranks(second, third)), process)
@@ -66,7 +96,8 @@ def test_a_run_whose_rank_loses_its_node_twice_is_the_run_on_one_machine(raylets
     said, _ = process.communicate(timeout=GENEROUS)
     assert process.returncode == 130, said
     assert "rank 1 on the node at" in said
-    assert said.count("all ranks start anew") >= 2, said
+    assert "rank 1 ran out of memory; micro-batches have 256 tokens from now on; all ranks start anew" in said
+    assert said.count("all ranks start anew") >= 3, said
     raylets.signal(hung, signal.SIGCONT)
 
     steps = last_step(run)

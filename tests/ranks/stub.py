@@ -37,6 +37,9 @@ def main() -> int:
         case "memory":
             report.say(memory=told["recipe"]["training"]["max_tokens_per_micro_batch"] // 2)
             return LOST
+        case "starved":
+            report.say(died="ran out of memory: no room for a checkpoint")
+            return LOST
         case "failed":
             report.say(failed="OSError: the disk is full")
             return 1

@@ -80,6 +80,16 @@ def test_a_rank_without_memory_makes_micro_batches_smaller(
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192, 8192, 4096, 4096]
 
 
+def test_a_rank_that_lacks_memory_elsewhere_is_lost_as_one_that_dies(
+    ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ends(*[["lost", "starved"]] * 2, max_restarts=1) == 1
+    said = capfd.readouterr().err
+    assert "rank 1 ran out of memory: no room for a checkpoint; all ranks start anew" in said
+    assert "rank 1 ran out of memory: no room for a checkpoint; the ranks are not started anew" in said
+    assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192] * 4
+
+
 def test_smaller_micro_batches_do_not_count_as_losses(ends: Any, tmp_path: Path) -> None:
     assert ends(*[["lost", "memory"]] * 3, ["lost", "killed"], [0, "done"], max_restarts=1) == 0
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)][::2] == [8192, 4096, 2048, 1024, 1024]

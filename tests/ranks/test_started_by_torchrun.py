@@ -120,6 +120,7 @@ def test_ranks_that_start_anew_repair_nothing_again_and_say_so(
     ("error", "said"),
     [
         (MemoryShortage(256, "no memory"), "out of memory; lower training.max_tokens_per_micro_batch (to 256, say)"),
+        (MemoryError("std::bad_alloc"), "ran out of memory: std::bad_alloc; unless torchrun starts all of them anew"),
         (RankLostError("Connection closed"), "lost another one (Connection closed); unless torchrun starts all"),
     ],
 )
@@ -132,6 +133,6 @@ def test_without_an_agent_a_rank_that_ends_says_what_to_do(
     torchrun(1, 2)
     monkeypatch.setattr(crew, "following", ends)
     assert rank.train(Recipe(), False, Report()) == LOST
-    (line,) = capsys.readouterr().err.splitlines()
+    *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"april: rank 1: {said}")
     assert "april resume" in line

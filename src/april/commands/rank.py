@@ -31,6 +31,7 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
     from april.training.crew import following
+    from april.training.recovery import is_out_of_memory
     from april.training.sharded import MemoryShortage
 
     go_on = f"go on from what is on disk: april resume {recipe.reporting.output}"
@@ -52,6 +53,10 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
         return fail(str(error))
     except Exception as error:
         traceback.print_exc()
+        if is_out_of_memory(error):  # not in a pass over a batch, which smaller micro-batches would mend
+            why = f"ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
+            report.say(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
+            return LOST
         report.say(failed=f"{type(error).__name__}: {error}")
         return 1
 

@@ -3,7 +3,8 @@
 Invariants:
 - all ranks run, or none: as soon as one is gone, or gives no sign of life, all are ended;
 - ranks that are started anew go on from the newest checkpoint and the journal, so nothing is lost or done twice;
-- a rank that runs out of memory ends all, and is no death: that the micro-batches get smaller is what goes on;
+- a rank that runs out of memory ends all; in a pass over a batch that is no death: that the micro-batches get smaller
+  is what goes on;
 - how the first rank ends by itself is how the run ends; it alone is told of signals, and the others end with it;
 - when another rank is gone the first one is asked to stop as by a user, so what it was collecting is in the journal;
 - no rank outlives the agent for long: the first one then stops the run in good order.
@@ -81,6 +82,8 @@ class RankProcess:
         """How it ended, for a message."""
         status = self.process.returncode or 0
         name = f"rank {self.number}"
+        if died := self.said.get("died"):
+            return f"{name} {died}"
         if lost := getattr(self.process, "lost", ""):
             return f"{name} {lost}"
         if "hung" in self.said:
@@ -166,8 +169,12 @@ class Agent:
         if short := self._short:
             tokens = self._recipe.training.max_tokens_per_micro_batch = short[0].said["memory"]
             return f"rank {short[0].number} ran out of memory; micro-batches have {tokens} tokens from now on"
+
+        def only_noticed(rank: RankProcess) -> bool:
+            return rank.process.returncode == LOST and "died" not in rank.said
+
         # Those that ended by themselves, before those that only noticed, before those that had to be ended.
-        return min(self._ranks, key=lambda rank: (rank.ended_here, rank.process.returncode == LOST)).ending
+        return min(self._ranks, key=lambda rank: (rank.ended_here, only_noticed(rank))).ending
 
     def _over(self, rank: RankProcess) -> bool:
         """Whether a rank is gone, hung, or in the case of the first one, done."""

@@ -55,7 +55,7 @@ class Memory:
         while True:
             try:
                 return work()
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).partition("\n")[0]
@@ -81,10 +81,11 @@ class Memory:
             torch.cuda.empty_cache()
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocator failed. On CPUs and some accelerators only the message says so."""
     text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "can't allocate memory" in text
+    said = isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
+    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 class SkippedUpdates:

@@ -67,7 +67,7 @@ class RankMemory(Memory):
     def fit(self, work: Callable[[], T], lengths: Sequence[int]) -> T:
         try:
             return work()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             reason = str(error).partition("\n")[0]
