@@ -63,27 +63,38 @@ class Raylets:
     Args:
         reaped: it ends with this process, however that ends; then nodes are added in its main thread alone.
         network: the third number of its addresses, so that several are apart.
+        dashboard: the head has one, which takes jobs.
     """
 
-    def __init__(self, reaped: bool = True, network: int = 0) -> None:
+    def __init__(self, reaped: bool = True, network: int = 0, dashboard: bool = False) -> None:
         self._added, self._network = 0, network
         self._cluster = started(
             lambda: Cluster(
                 initialize_head=True,
                 shutdown_at_exit=reaped,
-                head_node_args={**self._settings(0), "include_dashboard": False, "dashboard_agent_listen_port": 0},
+                head_node_args={
+                    **self._settings(0),
+                    "include_dashboard": dashboard,
+                    "dashboard_port": 0,
+                    "dashboard_agent_listen_port": 0,
+                },
             )
         )
 
-    def _settings(self, cpus: int) -> dict[str, Any]:
+    def _settings(self, cpus: int, gpus: int = 0) -> dict[str, Any]:
         self._added += 1
         # Ray takes 127.0.0.1 for the machine's outer address.
         address = f"127.0.{self._network}.{1 + self._added}"
-        return {"num_cpus": cpus, "object_store_memory": 80_000_000, "node_ip_address": address}
+        return {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80_000_000, "node_ip_address": address}
 
     @property
     def address(self) -> str:
         return str(self._cluster.address)
+
+    @property
+    def dashboard(self) -> str:
+        """Where it takes jobs."""
+        return f"http://{self.head.webui_url}"
 
     @property
     def head(self) -> Any:
@@ -94,8 +105,8 @@ class Raylets:
         """Those that were added and are not gone."""
         return [node for node in self._cluster.list_all_nodes() if node is not self.head]
 
-    def add(self, cpus: int = 1) -> Any:
-        """A node that joins."""
+    def add(self, cpus: int = 1, gpus: int = 0) -> Any:
+        """A node that joins; Ray believes in any GPUs."""
         known = self.nodes
 
         def undo() -> None:
@@ -103,7 +114,7 @@ class Raylets:
                 if node not in known:
                     self._cluster.remove_node(node, allow_graceful=False)
 
-        node = started(lambda: self._cluster.add_node(**self._settings(cpus)), undo)
+        node = started(lambda: self._cluster.add_node(**self._settings(cpus, gpus)), undo)
         self._cluster.wait_for_nodes(timeout=180)
         return node
 

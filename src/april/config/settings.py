@@ -241,10 +241,12 @@ class ClusterSettings:
     Nodes may die, hang, leave and join while the run goes on. april cluster check RECIPE says what fits where.
 
     Args:
-        address: The cluster: auto is the one that this machine is a node of, else its head as HOST:PORT. Unset: no
-            cluster, and the engine works in this process or on this machine.
+        address: The cluster: its head as HOST:PORT, or auto: the one that RAY_ADDRESS names, as in a Ray job, else the
+            one that this machine is a node of. Unset: no cluster, and the engine works in this process or on this
+            machine.
         replicas: Engines, each with a copy of the policy. auto: as many as there is room for, also on nodes that join.
-        gpus_per_replica: GPUs of an engine, all on one node. auto: one if the cluster has any, else none.
+        gpus_per_replica: GPUs of an engine, all on one node. auto: one if the cluster has any and model.device, for the
+            embedded engine, is not cpu; else none.
         cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
         placement: Nodes that get engines: all, as evenly as there is room (spread); all but those that train (apart);
             those alone (beside).

@@ -129,7 +129,8 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
     from april.engines.cluster.connection import demand_of
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
-    demand = demand_of(own.cpus_per_replica, own.gpus_per_replica)
+    without = own.gpus_per_replica == "auto" and not servers and recipe.model.device == "cpu"
+    demand = demand_of(own.cpus_per_replica, 0 if without else own.gpus_per_replica)
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
     key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
     return Wanted(
