@@ -153,7 +153,8 @@ def wait(condition: Callable[[], Any]) -> None:
 
 
 def engines_among(pids: set[int]) -> set[int]:
-    from tests.cluster.raylets import ENGINES, processes
+    from tests.cluster.raylets import ENGINES
+    from tests.processes import processes
 
     alive = processes()
     return {pid for pid in pids if alive.get(pid, (0, ""))[1].startswith(ENGINES)}

@@ -8,6 +8,10 @@ must be the one that an engine in this process gives. At random moments: SIGKILL
 of a whole node. A hung node is killed, and another joins, or it goes on after a while. Then both engines must be ready
 again before the next blow. Seconds until the loss is seen count from the signal.
 
+Joins: the same steps on two nodes with an engine each; a node joins, gets an engine, and is killed once that was given
+samples. Seconds and steps count from when Ray calls the node alive: until a place on it is reserved for an engine, the
+engine's process answers, it has loaded its model and taken up the current weights, and is given its first samples.
+
 Drivers: `april train` of the same task on the same nodes, training. At random moments: SIGKILL, then `april resume`; or
 SIGSTOP for longer than a heartbeat may be unanswered. The next blow comes once steps go on. What the run's files hold
 at the end is compared: each step and each group once, and the bound.
@@ -36,12 +40,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import ray
 import torch
-from record import machine
+from record import machine, spread
 from transformers import AutoModelForCausalLM
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
 from april.engines.cluster.cluster import Cluster, Wanted
 from april.engines.cluster.connection import connected
+from april.engines.cluster.link import PINGS
+from april.engines.cluster.nodes import alive_nodes
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
@@ -66,6 +72,10 @@ class Blows:
         self.raylets, self.pool, self.rng = raylets, pool, rng
         self.nodes = {node.node_id: node for node in raylets.nodes}
         self.found: list[dict[str, Any]] = []
+        self.began: list[float] = []
+
+    def summary(self) -> dict[str, Any]:
+        return {"by_kind": {kind: _summary([b for b in self.found if b["kind"] == kind]) for kind in KINDS}}
 
     async def strike(self) -> None:
         await asyncio.sleep(self.rng.uniform(0, 2))
@@ -98,30 +108,88 @@ class Blows:
         print(f"{len(self.found)}: {kind}: seen after {seen:.2f} s, ready after {back:.1f} s: {reason}", flush=True)
 
 
+class Joins:
+    """Nodes that join, and what became of them."""
+
+    def __init__(self, raylets: Raylets, pool: EnginePool, rng: random.Random) -> None:
+        self.raylets, self.pool, self.rng = raylets, pool, rng
+        self.found: list[dict[str, Any]] = []
+        self.began: list[float] = []
+        """When each step began, the present one the last."""
+
+    def summary(self) -> dict[str, Any]:
+        each = {name: spread([join[name] for join in self.found]) for name in self.found[0]}
+        return {"step_seconds": spread([end - begin for begin, end in itertools.pairwise(self.began)])} | each
+
+    async def strike(self) -> None:
+        while not self.began:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(self.rng.uniform(0, 2))
+        known = {node.id for node in await alive_nodes()}
+        adding = asyncio.create_task(asyncio.to_thread(self.raylets.add))
+        while not (joined := {node.id for node in await alive_nodes()} - known):
+            await asyncio.sleep(0.02)
+        moments, steps = [time.monotonic()], len(self.began)
+        member = await self._placed(*joined)
+        moments.append(time.monotonic())
+        await member.replica.site.actor.ping.options(concurrency_group=PINGS).remote()  # type: ignore[attr-defined]
+        moments.append(time.monotonic())
+        given = member.given
+        while not member.ready:
+            await asyncio.sleep(0.02)
+        moments.append(time.monotonic())
+        ready = len(self.began)
+        while member.given == given:
+            await asyncio.sleep(0.02)
+        moments.append(time.monotonic())
+        names = ("reserved", "process", "ready", "used")
+        seconds = {name: round(moment - moments[0], 2) for name, moment in zip(names, moments[1:], strict=True)}
+        ended = {"steps_until_used": len(self.began) - steps, "steps_from_ready_until_used": len(self.began) - ready}
+        self.found.append({**seconds, **ended})
+        print(f"{len(self.found)}: {self.found[-1]}", flush=True)
+        await asyncio.to_thread(self.raylets.kill, await adding)
+        while member.ready:
+            await asyncio.sleep(0.02)
+
+    async def _placed(self, node: str) -> Any:
+        """The member of the pool whose engine has its place on that node."""
+        while True:
+            for member in self.pool.members:
+                site = member.replica.site  # type: ignore[attr-defined]
+                if site is not None and site.node.id == node:
+                    return member
+            await asyncio.sleep(0.02)
+
+
 def kill_engines(kills: int, seed: int) -> dict[str, Any]:
-    return asyncio.run(_run(kills, seed))
+    return asyncio.run(_run(Blows, kills, seed, nodes=3, replicas=2))
 
 
-async def _run(kills: int, seed: int) -> dict[str, Any]:
+def join_nodes(joins: int, seed: int) -> dict[str, Any]:
+    return asyncio.run(_run(Joins, joins, seed, nodes=2, replicas=None))
+
+
+async def _run(
+    kind: type[Blows] | type[Joins], times: int, seed: int, nodes: int, replicas: int | None
+) -> dict[str, Any]:
     torch.set_num_threads(1)
-    rng = random.Random(seed)
     raylets = Raylets(reaped=False)
-    for _ in range(3):
+    for _ in range(nodes):
         raylets.add()
     try:
         async with connected(raylets.address):
-            cluster = Cluster(Wanted(engine=SETTINGS, demand=Demand(1, 0), replicas=2, placement="apart"))
+            cluster = Cluster(Wanted(engine=SETTINGS, demand=Demand(1, 0), replicas=replicas, placement="apart"))
             pool = await cluster.start(print)
             watching = asyncio.create_task(cluster.watch(pool))
             try:
-                return await _steps(raylets, pool, kills, rng)
+                return await _steps(kind(raylets, pool, random.Random(seed)), pool, times)
             finally:
                 watching.cancel()
     finally:
         raylets.close()
 
 
-async def _steps(raylets: Raylets, pool: EnginePool, kills: int, rng: random.Random) -> dict[str, Any]:
+async def _steps(blows: Blows | Joins, pool: EnginePool, times: int) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     store = ObjectStore(lambda: iter(model.named_parameters()), torch.float32)
     words = random.Random(1)
@@ -129,13 +197,14 @@ async def _steps(raylets: Raylets, pool: EnginePool, kills: int, rng: random.Ran
     params = RolloutParams(
         rollout_batch_size=8, over_sampling_batch_size=12, n_samples_per_prompt=4, max_staleness=STALENESS
     )
-    blows, trained = Blows(raylets, pool, rng), []
+    trained: list[Any] = []
     steps = stalest = 0
     began = time.monotonic()
     async with RolloutScheduler(pool, prompts, lambda p, s: float(s.length), params, sampling=SAMPLING) as scheduler:
         await scheduler.load_weights(store.offer(0))
-        striking = asyncio.create_task(_strike(blows, kills))
+        striking = asyncio.create_task(_strike(blows, times))
         while not striking.done():
+            blows.began.append(time.monotonic())
             step = await scheduler.collect()
             steps, stalest = steps + 1, max(stalest, int(step.staleness.max()))
             trained += step.groups
@@ -146,7 +215,7 @@ async def _steps(raylets: Raylets, pool: EnginePool, kills: int, rng: random.Ran
     seconds = time.monotonic() - began
     groups = [group.id for group in trained]
     samples = [sample for group in trained for sample in group.samples]
-    chosen = rng.sample(samples, min(1000, len(samples)))
+    chosen = blows.rng.sample(samples, min(1000, len(samples)))
     wrong = await _other_than_undisturbed(model, chosen)
     forward = all((np.diff(sample.versions) >= 0).all() for sample in samples)
     assert len(set(groups)) == len(groups), "a group was trained on twice"
@@ -154,7 +223,7 @@ async def _steps(raylets: Raylets, pool: EnginePool, kills: int, rng: random.Ran
     assert forward, "versions went back"
     assert not discarded, "tokens were lost"
     return {
-        "kills": len(blows.found),
+        ("kills" if isinstance(blows, Blows) else "joins"): len(blows.found),
         "seconds": round(seconds),
         "steps": steps,
         "groups": len(groups),
@@ -164,13 +233,13 @@ async def _steps(raylets: Raylets, pool: EnginePool, kills: int, rng: random.Ran
         "staleness_bound": STALENESS,
         "responses_compared": len(chosen),
         "responses_unlike_undisturbed": wrong,
-        "by_kind": {kind: _summary([b for b in blows.found if b["kind"] == kind]) for kind in KINDS},
+        **blows.summary(),
         "blows": blows.found,
     }
 
 
-async def _strike(blows: Blows, kills: int) -> None:
-    while len(blows.found) < kills:
+async def _strike(blows: Blows | Joins, times: int) -> None:
+    while len(blows.found) < times:
         await blows.strike()
 
 
@@ -351,6 +420,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=42, help="of engines and nodes; 0: those of the file")
     parser.add_argument("--drivers", type=int, default=8, help="kills of drivers; 0: those of the file")
+    parser.add_argument("--joins", type=int, default=5, help="nodes that join; 0: those of the file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args()
@@ -363,6 +433,7 @@ def main() -> None:
     for part, kills, of in (
         ("engines and nodes", options.kills, kill_engines),
         ("drivers", options.drivers, kill_drivers),
+        ("joins", options.joins, join_nodes),
     ):
         if kills:
             found[part] = {**about, **of(kills, options.seed)}

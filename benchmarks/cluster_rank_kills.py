@@ -38,7 +38,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from april.config.recipe import Recipe  # noqa: E402
 from april.reporting.metrics_log import last_step  # noqa: E402
-from tests.cluster.raylets import Raylets, processes  # noqa: E402
+from tests.cluster.raylets import Raylets  # noqa: E402
+from tests.processes import processes  # noqa: E402
 from tests.ranks.losses import STEPS, outcome, recipe_of, start, unlike  # noqa: E402
 from tests.ranks.runs import rank_of  # noqa: E402
 

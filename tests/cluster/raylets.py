@@ -5,36 +5,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
+
+from tests.processes import below, processes
 
 RANK = "-m april.commands.rank"
 ENGINES = ("ray::EngineActor", "ray::ServerActor")
 CALLS = ("ray::CallActor",)
 ATTEMPTS = 5
-
-
-def processes() -> dict[int, tuple[int, str]]:
-    """Every process of this machine: its parent and what it calls itself."""
-    found = {}
-    for directory in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = int((directory / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(directory.name)] = parent, (directory / "cmdline").read_text().replace("\0", " ").strip()
-    return found
-
-
-def below(pid: int) -> Iterator[int]:
-    """A process and all that it started, the first first."""
-    alive = processes()
-    tree = [pid]
-    for parent in tree:
-        tree += [child for child, (its_parent, _) in alive.items() if its_parent == parent]
-    yield from tree
 
 
 def started(start: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> Any:
@@ -64,10 +46,11 @@ class Raylets:
         reaped: it ends with this process, however that ends; then nodes are added in its main thread alone.
         network: the third number of its addresses, so that several are apart.
         dashboard: the head has one, which takes jobs.
+        address: of all nodes; if there is none, each has one of its own.
     """
 
-    def __init__(self, reaped: bool = True, network: int = 0, dashboard: bool = False) -> None:
-        self._added, self._network = 0, network
+    def __init__(self, reaped: bool = True, network: int = 0, dashboard: bool = False, address: str = "") -> None:
+        self._added, self._network, self._address = 0, network, address
         self._cluster = started(
             lambda: Cluster(
                 initialize_head=True,
@@ -84,7 +67,7 @@ class Raylets:
     def _settings(self, cpus: int, gpus: int = 0) -> dict[str, Any]:
         self._added += 1
         # Ray takes 127.0.0.1 for the machine's outer address.
-        address = f"127.0.{self._network}.{1 + self._added}"
+        address = self._address or f"127.0.{self._network}.{1 + self._added}"
         return {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": 80_000_000, "node_ip_address": address}
 
     @property

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
-from tests.cluster.raylets import below, processes
 from tests.cluster.test_run import GENEROUS, a_recipe, april, ended, steps, until
+from tests.processes import below, processes
 
 SUBMIT = Path(__file__).parents[2] / "examples" / "cluster" / "ray_job.sh"
 

@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
+from ray._private import ray_constants
 from ray.util import placement_group_table
 
 from april import EngineError
@@ -31,8 +32,9 @@ from april.engines.cluster.process_sites import ProcessSites
 from april.reporting.metrics_log import last_step
 from april.training.rank_process import LINE, ON_NODE
 from tests import tiny
-from tests.cluster.raylets import Raylets, processes
+from tests.cluster.raylets import Raylets
 from tests.cluster.test_run import GENEROUS, april, ended, until
+from tests.processes import below, processes, reachable
 from tests.ranks.runs import recipe_in, trained
 
 SCARCE = 64 << 20
@@ -109,12 +111,29 @@ def test_a_run_whose_rank_lacks_memory_and_loses_two_nodes_is_the_run_on_one_mac
         assert row == pytest.approx(other_row, rel=1e-4, abs=1e-6)
 
 
-def test_a_run_whose_head_hangs_ends_and_takes_its_ranks_with_it(tmp_path: Path) -> None:
-    lost = Raylets()
+@pytest.fixture
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address at which Ray listens on the loopback interface alone, if it is told to keep to one machine."""
+    monkeypatch.setenv(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+    return "127.0.0.1"
+
+
+def test_a_run_that_nobody_else_reaches_ends_when_its_head_hangs_and_takes_its_ranks_with_it(
+    on_loopback: str, tmp_path: Path
+) -> None:
+    lost = Raylets(address=on_loopback)
     try:
         node = lost.add(2)
-        process = april("train", one_rank_elsewhere(tmp_path, lost.address), "--steps", 2000)
+        recipe = one_rank_elsewhere(tmp_path, lost.address)
+        served = 'trackers = ["prometheus"]\nprometheus_address = "127.0.0.1:0"'
+        recipe.write_text(recipe.read_text().replace("trackers = []", served))
+        process = april("train", recipe, "--steps", 2000)
         until(lambda: last_step(tmp_path / "run") >= 1, process)
+        (rank,), (engine,) = lost.ranks(node), lost.engines(node)
+        for part in (list(below(process.pid)), [rank], [engine]):
+            listening = reachable(part)
+            assert set(listening.values()) == {False}, listening
         lost.signal_head(signal.SIGSTOP, "gcs_server")
         said, _ = process.communicate(timeout=GENEROUS)
         assert process.returncode == 1, said

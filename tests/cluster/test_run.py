@@ -159,20 +159,19 @@ def test_a_run_with_rewards_and_environments_on_nodes_loses_one_and_gets_another
         tmp_path,
         rollout="stop_token_ids = [20, 21, 22, 23]\nreward_workers = 1\n",
         environment='path = "echo.py:Echo"\nmax_turns = 4\nreward = "sum"\nworkers = 1\n',
-        cluster=f'address = "{raylets.address}"\nreplicas = 1\n{on_nodes}',
+        cluster=f'address = "{raylets.address}"\nreplicas = "auto"\n{on_nodes}',
     )
     said = ended(april("cluster", "check", recipe))
-    assert "1 of 1 engines fit" in said
+    assert "2 engines, each with 1 CPU" in said
     run = april("train", recipe, "--steps", 2000)
     until(lambda: len(steps(tmp_path)) >= 2, run)
-    victim, other = sorted(nodes, key=lambda node: len(raylets.engines(node)))
-    assert [len(raylets.callers(node)) for node in (victim, other)] == [2, 2], "one for rewards, one for environments"
+    assert [len(raylets.callers(node)) for node in nodes] == [2, 2], "one for rewards, one for environments"
 
-    raylets.kill(victim)
-    behind = len(steps(tmp_path))
-    until(lambda: len(steps(tmp_path)) >= behind + 2, run)
+    raylets.kill(nodes[0])
+    until(lambda: steps(tmp_path)[-1]["engines_ready"] == 1, run)
     joined = raylets.add()
     until(lambda: len(raylets.callers(joined)) == 2, run)
+    until(lambda: steps(tmp_path)[-1]["engines_ready"] == 2, run)
     behind = len(steps(tmp_path))
     until(lambda: len(steps(tmp_path)) >= behind + 2, run)
 
@@ -182,6 +181,9 @@ def test_a_run_with_rewards_and_environments_on_nodes_loses_one_and_gets_another
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert max(row["staleness_max"] for row in found) <= 2
     assert all(row["turns_mean"] > 1 for row in found)
+    alone = next(row["step"] for row in found if row["engines_ready"] == 1)
+    ready = next(row["step"] for row in found[alone:] if row["engines_ready"] == 2)
+    assert found[ready]["engines_used"] == 2, "the step after the one in which a node's engine was ready uses it"
     until(lambda: not raylets.callers() and not raylets.engines())
 
 

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
-from tests.cluster.raylets import Raylets, below, processes
+from tests.cluster.raylets import Raylets
 from tests.cluster.test_run import april, steps, until
+from tests.processes import below, processes
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

@@ -15,6 +15,7 @@ from typing import Any
 from april.reporting.metrics_log import last_step, read_metrics
 from april.training.checkpoint import checkpoints
 from tests import tiny
+from tests.processes import below, reachable
 from tests.ranks.launch import ROOT
 
 RECIPE = """
@@ -112,6 +113,8 @@ def survive_a_killed_rank(recipe: Path, run: Path, modules: Path | None = None) 
     comes out as it was, and the run goes on to its end."""
     process = april("train", recipe, modules=modules)
     until(lambda: last_step(run) == 3, process)
+    listening = reachable(below(process.pid))
+    assert set(listening.values()) == {False}, listening
     os.kill(rank_of(process, 1), signal.SIGKILL)
     before = trained(run)[:3]
     said, _ = process.communicate(timeout=600)

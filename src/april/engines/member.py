@@ -62,6 +62,8 @@ class Member:
     reason: str = ""
     """Why it is not ready."""
     failures: FailureRate = field(default_factory=FailureRate)
+    given: int = 0
+    """Samples that it was given."""
     losses: int = 0
     """Times that it was lost."""
     pump: asyncio.Task[None] | None = None

@@ -138,6 +138,7 @@ class EnginePool:
             return
         member.replica.submit(sample)
         member.samples[sample.id] = sample
+        member.given += 1
         member.failures.began()
         if (left := self._router.place(sample.id, member)) is not None:
             left.replica.forget([sample.id])

@@ -158,6 +158,7 @@ TABLE: Sequence[Metric] = (
         "engines",
         ("engines", "engines", whole, LAST),
         ("engines_ready", "engines that are ready", whole, LAST),
+        ("engines_used", "engines that were given samples", whole, LAST),
         ("nodes", "nodes that they work on", whole, LAST),
         ("update_bytes", "bytes of a weight update", size, LAST),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,25 @@ class Fleet:
     def __init__(self, engine: Engine) -> None:
         self.members = engine.members if isinstance(engine, EnginePool) else []
         self._losses = 0
+        self._given = [0] * len(self.members)
 
     def metrics(self) -> dict[str, Any]:
         """Nothing of an engine alone.
 
         - `engines`, `engines_ready`, `nodes`: as they are now; nodes are counted where a ready engine works;
-        - `engines_lost`: how often one was lost since this was asked last.
+        - `engines_used`: those that were given samples since this was asked last;
+        - `engines_lost`: how often one was lost since then.
         """
         if not self.members:
             return {}
         ready = [member for member in self.members if member.ready]
         before, self._losses = self._losses, sum(member.losses for member in self.members)
+        given, self._given = self._given, [member.given for member in self.members]
+        joined = [0] * (len(self._given) - len(given))
         return {
             "engines": len(self.members),
             "engines_ready": len(ready),
+            "engines_used": sum(map(operator.lt, given + joined, self._given)),
             "nodes": len({member.place for member in ready}),
             "engines_lost": self._losses - before,
         }
