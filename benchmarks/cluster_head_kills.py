@@ -54,6 +54,9 @@ LAST = 1200.0
 """Seconds in which a life that nothing strikes has to end."""
 HUNG = 120.0
 """Seconds after which a driver that has lost its head, or a process that it left behind, counts as hung."""
+LEFT = 180.0
+"""Seconds after which an engine counts as left behind. Ray's node waits a minute for its head, and then sometimes the
+engine one for its node."""
 GROUPS = 4
 
 
@@ -96,8 +99,8 @@ class Clusters:
         self._starter = ThreadPoolExecutor(1)
         self._next: Future[Any] | None = None
         self._leaving: list[threading.Thread] = []
-        self.engines_gone: list[float] = []
-        """Seconds from the driver's end until none was left, of each cluster that lost its head or driver."""
+        self.engines_gone: dict[str, list[float]] = {}
+        """Seconds from the driver's end until none was left, by the kind of the blow."""
         self.left: list[str] = []
 
     def prepare(self) -> None:
@@ -121,20 +124,20 @@ class Clusters:
             raise
         return cluster
 
-    def leave(self, cluster: Any, known: set[int]) -> None:
+    def leave(self, cluster: Any, known: set[int], kind: str) -> None:
         """End what is left of a cluster, once its engines have ended by themselves; `known` are these."""
-        thread = threading.Thread(target=self._leave, args=(cluster, known))
+        thread = threading.Thread(target=self._leave, args=(cluster, known, kind))
         thread.start()
         self._leaving.append(thread)
 
-    def _leave(self, cluster: Any, known: set[int]) -> None:
+    def _leave(self, cluster: Any, known: set[int], kind: str) -> None:
         began = time.monotonic()
         with suppress(TimeoutError):
-            wait(lambda: not engines_among(known | set(cluster.engines())))
+            wait(lambda: not engines_among(known | set(cluster.engines())), LEFT)
         if left := engines_among(known | set(cluster.engines())):
-            self.left.append(f"{len(left)} engines after {HUNG:g} s")
+            self.left.append(f"{kind}: {len(left)} engines after {LEFT:g} s")
         else:
-            self.engines_gone.append(time.monotonic() - began)
+            self.engines_gone.setdefault(kind, []).append(round(time.monotonic() - began, 1))
         cluster.close()
 
     def close(self) -> None:
@@ -144,8 +147,8 @@ class Clusters:
             self._next.result().close()
 
 
-def wait(condition: Callable[[], Any]) -> None:
-    given_up = time.monotonic() + HUNG
+def wait(condition: Callable[[], Any], seconds: float = HUNG) -> None:
+    given_up = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > given_up:
             raise TimeoutError
@@ -189,10 +192,10 @@ class Run:
         """
         cluster = self.clusters.another()
         began, before = time.monotonic(), self.trained
-        process, known = self._start(cluster.address), set[int]()
+        process, known, kind = self._start(cluster.address), set[int](), "none"
         try:
             if blow is not None and self._struck(blow, process, before, began + blow.part * start):
-                known = set(cluster.engines())
+                known, kind = set(cluster.engines()), blow.kind
                 self.clusters.prepare()
                 self._strike(blow, cluster, process, began, before)
                 return False
@@ -200,7 +203,7 @@ class Run:
             return True
         finally:
             process.kill()
-            self.clusters.leave(cluster, known)
+            self.clusters.leave(cluster, known, kind)
 
     def _struck(self, blow: Blow, process: Any, before: int, moment: float) -> bool:
         """Wait for the moment of a blow, of one in the start `moment`; whether it came before the run's end."""
@@ -329,7 +332,7 @@ def strike(blows: int, seconds: float, seed: int, save: Callable[[dict[str, Any]
 
 def _found(clusters: Clusters, start: float, done: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
     import ray
-    from record import machine
+    from record import machine, spread
 
     return {
         "command": " ".join(["benchmarks/cluster_head_kills.py", *sys.argv[1:]]),
@@ -342,7 +345,7 @@ def _found(clusters: Clusters, start: float, done: list[dict[str, Any]], runs: l
         "runs": len(runs),
         "runs_equal": sum(not run["unlike_undisturbed"] for run in runs),
         "left_behind": clusters.left,
-        "engines_gone_seconds_max": round(max(clusters.engines_gone, default=0.0), 1),
+        "engines_gone_seconds": {kind: spread(gone) for kind, gone in sorted(clusters.engines_gone.items())},
         "each_run": runs,
         "each_blow": done,
     }
