@@ -94,7 +94,9 @@ def test_a_run_on_two_nodes_loses_an_engine_then_its_driver_and_goes_on(raylets:
     until(lambda: len(steps(tmp_path)) >= behind + 2, run)
 
     os.kill(run.pid, signal.SIGKILL)
-    run.communicate()
+    said, _ = run.communicate()
+    assert "is lost: its process has died" in said
+    assert "(raylet)" not in said, "Ray says it, too, at length: in the run's log of libraries"
     until(lambda: not raylets.engines())  # ended by Ray, with the run that owned them
     done = len(steps(tmp_path))
     said = ended(april("resume", tmp_path / "run", "--steps", done + 2))

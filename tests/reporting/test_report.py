@@ -60,7 +60,7 @@ def test_engines_and_weight_updates_have_a_section_where_there_are_several(tmp_p
             record |= {"engines_lost": 1}
     page = write_report(write_run(tmp_path / "many", metrics, traces, summary)).read_text()
     assert "Engines and weight updates" in page
-    assert "Engines were lost 4 times in this run" in page
+    assert "Losses of engines in this run: 4;" in page
     alone = write_report(write_run(tmp_path / "alone", *simulate(steps=4))).read_text()
     assert "Engines and weight updates" not in alone
 

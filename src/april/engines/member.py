@@ -99,7 +99,8 @@ class Member:
 
     def become(self, state: State, reason: str = "") -> None:
         if state in (State.LOST, State.GONE):
-            log.warning("%s is %s: %s", self.name, state.value, reason)
+            where = f" at {self.place}" if self.place else ""
+            log.warning("%s%s is %s: %s", self.name, where, state.value, reason)
             self.losses += state is State.LOST
         self.state, self.reason = state, reason
         self.failures = FailureRate()

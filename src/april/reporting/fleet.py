@@ -47,7 +47,8 @@ def fleet_lines(engines: Sequence[EngineLoad], width: int) -> list[Text]:
 
 
 def _lost(engine: EngineLoad, width: int) -> Text:
-    line = Text(f"  {engine.name}: ", style="red").append(engine.reason or "lost", style="dim")
+    place = f" at {engine.place}" if engine.place else ""
+    line = Text(f"  {engine.name}{place}: ", style="red").append(engine.reason or "lost", style="dim")
     line.truncate(width, overflow="ellipsis")
     return line
 

@@ -341,11 +341,12 @@ def _engines(run: Run) -> Section:
     ready = [
         Series("engines", values(records, "engines"), "c-grey"),
         Series("of them ready", values(records, "engines_ready"), "c-blue"),
-        Series("nodes", values(records, "nodes"), "c-purple"),
     ]
+    nodes = [Series("where a ready engine works", values(records, "nodes"), "c-purple")]
     updates = [Series("handing the weights over", values(records, "update_seconds"), "c-amber")]
     parts = [
         ("engines", line_chart("Engines", axis, ready, y_range=(0, None))),
+        ("nodes", line_chart("Nodes", axis, nodes, y_range=(0, None))),
         ("seconds of each update", line_chart("Update", axis, updates, y_format=seconds, y_range=(0, None))),
     ]
     if measured(records, "update_bytes"):
@@ -355,7 +356,7 @@ def _engines(run: Run) -> Section:
     return Section(
         "Engines and weight updates",
         row(*parts),
-        f"Engines were lost {lost:,.0f} times in this run; their samples went on elsewhere, from their last tokens. "
+        f"Losses of engines in this run: {lost:,.0f}; their samples went on elsewhere, from their last tokens. "
         "Seconds count from the end of training until engines go on with the new weights; bytes are what each node, "
         "or each server, is handed.",
     )

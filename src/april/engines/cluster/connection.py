@@ -11,12 +11,15 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import ray
+from ray._private import worker
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
 from april.engines.cluster.head import HEAD_SILENCE, ask, give_back
 from april.engines.cluster.placement import Demand
 from april.rollout.engine import EngineError
+
+raylets = logging.getLogger("raylet")
 
 CONNECTING = 60.0
 """Seconds in which a head lets this process in, or says why not. Ray tries a wrong token for some 25."""
@@ -37,6 +40,7 @@ def connect(address: str) -> None:
     _require_head(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
     try:
+        worker.print_to_stdstream = _log_raylets
         ray.init(address, **options)
     except AuthenticationError:
         raise EngineError(f"RAY_AUTH_MODE=token, but there is no token: {TOKEN}") from None
@@ -46,6 +50,12 @@ def connect(address: str) -> None:
             f"cluster.address = {address!r}: what listens there does not let this process in ({why}); if the cluster "
             f"asks for a token, set RAY_AUTH_MODE=token here, too, and {TOKEN}"
         ) from None
+
+
+def _log_raylets(data: dict[str, Any], **_: Any) -> None:
+    """What raylets tell a driver, as at length of each worker that dies: for the log of libraries, not for the console
+    that Ray prints it on."""
+    raylets.warning("%s", "\n".join(data["lines"]))
 
 
 async def join(address: str) -> None:
