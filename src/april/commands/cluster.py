@@ -23,11 +23,11 @@ or a node can have no environments."""
 
 def run(args: list[str]) -> int:
     """`april cluster check RECIPE [FLAGS]`."""
-    what, *rest = args or ["nothing"]
+    what, *rest = args or [""]
     if what in ("-h", "--help"):
         what, rest = "check", [what]
     if what != "check":
-        raise ConfigError(f"april cluster {what}: there is only april cluster check RECIPE")
+        raise ConfigError(f"{f'april cluster {what}'.strip()}: there is only april cluster check RECIPE")
     recipe = read_recipe(rest, "april cluster check", DESCRIPTION)
     if not recipe.cluster.enabled:
         raise ConfigError('cluster.address is not set: "auto" is the cluster that this machine is a node of')
@@ -38,19 +38,20 @@ def run(args: list[str]) -> int:
 
 
 async def _check(recipe: Recipe) -> int:
-    import torch
-
-    from april.engines.cluster.check import WantedRanks, check, lines_of, missing
     from april.engines.cluster.connection import connected
-    from april.engines.cluster.needs import Needs, marked
-    from april.engines.cluster.nodes import home
-    from april.training.engines import wanted_of
-    from april.training.environment import source_of
-    from april.training.memory_plan import planned
-    from april.training.rank_nodes import demand_of_rank, model_of
 
-    weights = planned(recipe).parameters * getattr(torch, recipe.engine_dtype).itemsize
-    async with connected(recipe.cluster.address):
+    async with connected(recipe.cluster.address):  # first: what follows imports torch, which takes seconds
+        import torch
+
+        from april.engines.cluster.check import WantedRanks, check, lines_of, missing
+        from april.engines.cluster.needs import Needs, marked
+        from april.engines.cluster.nodes import home
+        from april.training.engines import wanted_of
+        from april.training.environment import source_of
+        from april.training.memory_plan import planned
+        from april.training.rank_nodes import demand_of_rank, model_of
+
+        weights = planned(recipe).parameters * getattr(torch, recipe.engine_dtype).itemsize
         wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:

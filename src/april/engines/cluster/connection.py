@@ -7,11 +7,13 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any, Literal
 
+import grpc
 import ray
 from ray._private import worker
+from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
@@ -22,7 +24,7 @@ from april.rollout.engine import EngineError
 raylets = logging.getLogger("raylet")
 
 CONNECTING = 60.0
-"""Seconds in which a head lets this process in, or says why not. Ray tries a wrong token for some 25."""
+"""Seconds in which a head lets this process in."""
 TOKEN = "put that of the cluster into RAY_AUTH_TOKEN, or the file's name into RAY_AUTH_TOKEN_PATH"
 
 
@@ -37,19 +39,17 @@ def connect(address: str) -> None:
     Raises:
         EngineError: no cluster answers there, or it asks for another token.
     """
-    _require_head(address)
+    head = _listening(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
     try:
+        _require_entry(address, head)
         worker.print_to_stdstream = _log_raylets
         ray.init(address, **options)
     except AuthenticationError:
         raise EngineError(f"RAY_AUTH_MODE=token, but there is no token: {TOKEN}") from None
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         why = str(error).splitlines()[0]
-        raise EngineError(
-            f"cluster.address = {address!r}: what listens there does not let this process in ({why}); if the cluster "
-            f"asks for a token, set RAY_AUTH_MODE=token here, too, and {TOKEN}"
-        ) from None
+        raise _no_entry(address, why) from None
 
 
 def _log_raylets(data: dict[str, Any], **_: Any) -> None:
@@ -81,10 +81,10 @@ async def connected(address: str) -> AsyncIterator[None]:
         await give_back(disconnect)
 
 
-def _require_head(address: str) -> None:
-    """See that something listens at the head, which Ray itself would ask for minutes."""
+def _listening(address: str) -> str:
+    """The head's host and port, where something listens: Ray itself would ask for minutes."""
     try:
-        head = canonicalize_bootstrap_address(address)
+        head: str | None = canonicalize_bootstrap_address(address)
     except ConnectionError:
         head = None
     if head is None:
@@ -94,6 +94,27 @@ def _require_head(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=HEAD_SILENCE).close()
     except OSError as error:
         raise _not_there(address, f"{head}: {error.strerror or error}") from None
+    return head
+
+
+def _require_entry(address: str, head: str) -> None:
+    """See that what listens is a head that lets this process in, which Ray itself would ask for half a minute."""
+    with closing(init_grpc_channel(head)) as channel:
+        try:
+            channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=HEAD_SILENCE)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise _no_entry(address, "it asks for a token, and this process has none or another") from None
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise EngineError(f"the head of the Ray cluster has not answered for {HEAD_SILENCE:g} s") from None
+            raise _not_there(address, f"what listens at {head} is no head of one") from None
+
+
+def _no_entry(address: str, why: str) -> EngineError:
+    return EngineError(
+        f"cluster.address = {address!r}: the cluster does not let this process in ({why}); if it asks for a token, set "
+        f"RAY_AUTH_MODE=token here, too, and {TOKEN}"
+    )
 
 
 def _not_there(address: str, why: str) -> EngineError:
