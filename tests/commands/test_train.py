@@ -58,6 +58,11 @@ from tests.commands.conftest import status
         ((), ("--max-tokens-per-micro-batch", "10"), "one sample would not fit"),
         ((), ("--trackers", "wandb"), "wandb is not installed: pip install"),
         ((), ("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
+        (
+            (),
+            ("--context-length", "4096"),
+            "engine.context_length = 4096, but the model was configured for 512: lower it",
+        ),
         ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
         (
             (),

@@ -169,8 +169,10 @@ def _say_what_is_clipped(recipe: Recipe) -> None:
 
 def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     """Tokens a prompt may have: what the context has room for beside a full response, or less by the recipe."""
-    rollout = recipe.rollout
-    context = recipe.engine.context_length or learner.context_length
+    rollout, asked, known = recipe.rollout, recipe.engine.context_length, learner.context_length
+    if asked and known and asked > known and recipe.engine.engine == "embedded":
+        raise ConfigError(f"engine.context_length = {asked}, but the model was configured for {known}: lower it")
+    context = asked or known
     if context is None:
         return rollout.max_prompt_length
     room = context - rollout.max_response_length

@@ -112,7 +112,7 @@ def _require_entry(address: str, head: str) -> None:
 
 def _no_entry(address: str, why: str) -> EngineError:
     return EngineError(
-        f"cluster.address = {address!r}: the cluster does not let this process in ({why}); if it asks for a token, set "
+        f"cluster.address = {address!r}: the cluster does not let this process in ({why}); where it has a token, set "
         f"RAY_AUTH_MODE=token here, too, and {TOKEN}"
     )
 
