@@ -38,12 +38,11 @@ GROUPS = st.lists(st.lists(st.tuples(st.integers(1, BUDGET - 1), st.booleans()),
 def test_an_order_has_every_unfinished_sample_once(name: str, shapes: list[list[tuple[int, bool]]]) -> None:
     groups = [group(i, shape) for i, shape in enumerate(shapes)]
     work = ORDERS[name](groups, lengths())
-    assert sorted(s.id for _, s in work) == sorted(s.id for g in groups for s in g.samples if s.finish is None)
-    assert all(sample in group.samples for group, sample in work)
+    assert sorted(s.id for s in work) == sorted(s.id for g in groups for s in g.samples if s.finish is None)
 
 
 def first(name: str, *groups: Group) -> str:
-    return ORDERS[name](groups, lengths())[0][1].id
+    return ORDERS[name](groups, lengths())[0].id
 
 
 def test_each_order_puts_first_what_its_name_says() -> None:

@@ -58,5 +58,5 @@ class Account:
         step.occupancy /= max(step.seconds, 1e-9)
         step.surplus_groups = sum(group.complete for group in rest)
         step.buffered_groups = len(rest)
-        step.buffered_tokens = sum(group.tokens for group in rest)
+        step.buffered_tokens = sum([s.length - s.environment_tokens for group in rest for s in group.samples])
         return step

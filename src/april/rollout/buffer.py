@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
-from april.rollout.trajectory import Group
+from april.rollout.trajectory import Group, Sample
 
 
 class Rejection(StrEnum):
@@ -37,8 +38,10 @@ class Tally:
     tokens: int = 0
     environment_tokens: int = 0
 
-    def count(self, group: Group) -> None:
-        self.add(1, group.tokens, group.environment_tokens)
+    def count(self, *groups: Group) -> None:
+        samples = [sample for group in groups for sample in group.samples]
+        observed = sum([sample.environment_tokens for sample in samples])
+        self.add(len(groups), sum([sample.length for sample in samples]) - observed, observed)
 
     def add(self, groups: int, tokens: int, environment_tokens: int) -> None:
         self.groups += groups
@@ -67,6 +70,29 @@ class Buffer:
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups.values())
 
+    @property
+    def samples(self) -> Iterator[Sample]:
+        """The samples of the groups under way."""
+        return chain.from_iterable([group.samples for group in self.groups.values()])
+
+    def find(self, sample_id: str) -> Sample:
+        """The sample of that name.
+
+        Raises:
+            KeyError: it is not under way.
+        """
+        group_id, _, index = sample_id.partition(".")
+        try:
+            sample = self.groups[int(group_id)].samples[int(index)]
+        except (ValueError, LookupError):
+            raise KeyError(sample_id) from None
+        if sample.id != sample_id:
+            raise KeyError(sample_id)
+        return sample
+
+    def group_of(self, sample: Sample) -> Group:
+        return self.groups[sample.group_id]
+
     def admit(self, group: Group) -> None:
         if group.id != self.admitted:
             raise ValueError(f"group {group.id} was admitted out of turn: the next one is {self.admitted}")
@@ -74,8 +100,7 @@ class Buffer:
         self.admitted += 1
 
     def train(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            self.trained.count(self.groups.pop(group.id))
+        self.trained.count(*[self.groups.pop(group.id) for group in groups])
 
     def reject(self, group: Group, reason: Rejection) -> None:
         self.rejected[reason].count(self.groups.pop(group.id))
@@ -89,7 +114,7 @@ class Buffer:
     @property
     def tokens(self) -> int:
         """Sampled tokens of the groups under way."""
-        return sum(group.tokens for group in self)
+        return sum([sample.length - sample.environment_tokens for sample in self.samples])
 
     @property
     def discarded_tokens(self) -> int:
@@ -107,7 +132,7 @@ class Buffer:
         assert self.admitted == len(self) + self.trained.groups + rejected, "a group was lost or counted twice"
         assert self.discarded_tokens == 0, f"{self.discarded_tokens} sampled tokens are in no sample"
         left = sum(tally.environment_tokens for tally in self._left)
-        observed = left + sum(group.environment_tokens for group in self)
+        observed = left + sum([sample.environment_tokens for sample in self.samples])
         assert self.environment_tokens == observed, "tokens of an environment are in no sample"
 
     def state_dict(self) -> dict[str, Any]:

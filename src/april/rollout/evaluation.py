@@ -84,7 +84,7 @@ class _Run:
         if self.episodes is not None and sample.awaits_environment:
             self.episodes.begin(sample, group)
         else:
-            self.flight.submit(self.engine, sample, group, 0.0)
+            self.flight.submit(self.engine, [sample], 0.0, [])
 
     def _absorb(self, chunk: Chunk) -> None:
         if chunk.sample_id not in self.flight.samples:
@@ -99,11 +99,11 @@ class _Run:
         if sample.finish is not None:
             del self.unfinished[sample.id]
         if chunk.finish is not None:
-            self.flight.end(sample.id, 0.0, "finished")
+            self.flight.end([sample.id], 0.0, "finished")
             if sample.finish is None:
                 self._go_on(sample, group)
         elif chunk.error is not None and not chunk.recovered:
-            self.flight.end(sample.id, 0.0, "failed")
+            self.flight.end([sample.id], 0.0, "failed")
             if not self.retries.failed(sample):
                 raise EngineError(f"sample {sample.id} kept failing: {chunk.error}")
 

@@ -11,16 +11,18 @@ from typing import Any, Literal
 
 from april.rollout.engine import Chunk, Engine
 from april.rollout.step import Span
-from april.rollout.trajectory import Group, Sample
+from april.rollout.trajectory import Sample
 
 
 class Flight:
-    """The samples in flight, by name, each with its group and its stay in the engine."""
+    """The samples in flight, by name, and the account of their stays in the engine."""
 
     def __init__(self) -> None:
-        self.samples: dict[str, tuple[Sample, Group, Span]] = {}
+        self.samples: dict[str, Sample] = {}
         self._silent: dict[str, Span] = {}
         """The stays without a token so far."""
+        self._sampling: dict[str, Span] = {}
+        """The others."""
         self._late: list[Chunk] = []
         """Handed out in the moment in which a wait was cancelled, or to somebody else who waited."""
 
@@ -30,15 +32,20 @@ class Flight:
     def __contains__(self, sample: Sample) -> bool:
         return sample.id in self.samples
 
-    def submit(self, engine: Engine, sample: Sample, group: Group, now: float) -> Span:
-        engine.submit(sample)
-        span = self._silent[sample.id] = Span(sample.id, group.id, now, sample.policy_tokens)
-        self.samples[sample.id] = sample, group, span
-        return span
+    def submit(self, engine: Engine, work: Iterable[Sample], now: float, spans: list[Span]) -> None:
+        """Submit samples, and append their stays to `spans`."""
+        submit, samples, silent = engine.submit, self.samples, self._silent
+        for sample in work:
+            id = sample.id
+            assert id not in samples, "a sample is in the engine once"
+            submit(sample)
+            samples[id] = sample
+            silent[id] = span = Span(id, sample.group_id, now, sample.length - sample.environment_tokens)
+            spans.append(span)
 
     def begun(self, chunks: Sequence[Chunk], now: float) -> list[str]:
         """The samples whose first tokens since they were submitted are among `chunks`, by name."""
-        silent = self._silent
+        silent, sampling = self._silent, self._sampling
         if not silent:
             return []
         begun = []
@@ -46,32 +53,35 @@ class Flight:
             id, tokens = chunk[0], len(chunk[1])
             if tokens and (span := silent.pop(id, None)):
                 span.queued, span.first_tokens = now - span.start, tokens
+                sampling[id] = span
                 begun.append(id)
         return begun
 
     def end(
-        self, id: str, now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
-    ) -> tuple[Sample, Group]:
-        """A sample is in flight no longer."""
-        self._silent.pop(id, None)
-        sample, group, span = self.samples.pop(id)
-        span.end, span.after, span.outcome = now, sample.policy_tokens, outcome
-        return sample, group
+        self, ids: Iterable[str], now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
+    ) -> list[Sample]:
+        """Samples are in flight no longer."""
+        samples, silent, sampling, ended = self.samples, self._silent, self._sampling, []
+        for id in ids:
+            sample = samples.pop(id)
+            span = sampling.pop(id, None) or silent.pop(id)
+            span.end, span.after, span.outcome = now, sample.length - sample.environment_tokens, outcome
+            ended.append(sample)
+        return ended
 
     def end_all(self, now: float) -> None:
-        for id in list(self.samples):
-            self.end(id, now, "interrupted")
+        self.end(list(self.samples), now, "interrupted")
 
     def carry(self, now: float) -> list[Span]:
         """A step ends at `now` and everything stays in flight: its stays as those of the step that begins."""
-        going_on = []
-        for id, (sample, group, span) in self.samples.items():
+        carried: dict[str, Span] = {}
+        for id, sample in self.samples.items():
+            span = self._sampling.get(id) or self._silent[id]
             running = span.queued is not None or span.running
             span.end, span.after, span.outcome = now, sample.policy_tokens, "running" if running else "interrupted"
-            self._silent[id] = carried = Span(id, group.id, 0.0, sample.policy_tokens, running=running)
-            self.samples[id] = sample, group, carried
-            going_on.append(carried)
-        return going_on
+            carried[id] = Span(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
+        self._silent, self._sampling = carried, {}
+        return list(carried.values())
 
     async def interrupt(self, engine: Engine) -> list[Chunk]:
         """Stop these samples, and no others that the engine holds; what was sampled for them and not absorbed yet."""

@@ -86,7 +86,7 @@ class Pump:
         """Groups to turn away as soon as nothing of them is in flight."""
         self._resume = False
         """Something unfinished is not in flight."""
-        self._answered: list[tuple[Group, Sample]] = []
+        self._answered: list[Sample] = []
         """Samples whose environment has answered, to be submitted next."""
         self._task: asyncio.Task[None] | None = None
 
@@ -187,23 +187,24 @@ class Pump:
             groups.append(buffer.groups[admitted.group_id])
         if groups:
             work = self.order(groups, self.state.lengths)
-            self._submit([(g, s) for g, s in work if s not in self.retries] if self.retries else work)
+            self._submit([sample for sample in work if sample not in self.retries] if self.retries else work)
         self._resume = False
         if self._answered:
             answered, self._answered = self._answered, []
-            self._submit([(g, s) for g, s in answered if g.id in buffer.groups])  # not turned away since
+            self._submit([sample for sample in answered if sample.group_id in buffer.groups])  # not turned away since
         if self.retries:
-            self._submit([(buffer.groups[sample.group_id], sample) for sample in self.retries.due()])
+            self._submit(self.retries.due())
 
-    def _submit(self, work: Iterable[tuple[Group, Sample]]) -> None:
-        now, flight, spans, journal = self.account.now, self.flight, self.account.step.spans, self.history.journal
-        for group, sample in work:
-            if group.id in self._quarantined or sample in flight:
-                continue
-            if self.episodes is not None and sample.awaits_environment:
-                self.episodes.begin(sample, group, None if journal is None else journal.drain)
-            elif sample.finish is None:
-                spans.append(flight.submit(self.engine, sample, group, now))
+    def _submit(self, work: Iterable[Sample]) -> None:
+        flying, quarantined, journal = self.flight.samples, self._quarantined, self.history.journal
+        work = [s for s in work if s.finish is None and s.id not in flying and s.group_id not in quarantined]
+        if self.episodes is not None:
+            durable = None if journal is None else journal.drain
+            for sample in work:
+                if sample.awaits_environment:
+                    self.episodes.begin(sample, self.state.buffer.group_of(sample), durable)
+            work = [sample for sample in work if not sample.awaits_environment]
+        self.flight.submit(self.engine, work, self.account.now, self.account.step.spans)
 
     async def poll(self, or_verdict: bool = False) -> None:
         """Wait for the next thing to happen: tokens, the answer of an environment, or a verdict that may decide about a
@@ -238,41 +239,38 @@ class Pump:
     def absorb(self, chunks: Sequence[Chunk]) -> None:
         """Put what was sampled into its samples, then deal with those that ended."""
         now = self.account.now
-        tokens, ended, broken = self.history.absorb(chunks, self.flight.samples)
+        tokens, ended, failed, complete, broken = self.history.absorb(chunks, self.flight.samples)
         self.account.step.sampled_tokens += tokens
         self.retries.went_on(self.flight.begun(chunks, now))
         hopeless: EngineError | None = broken[0] if broken else None
-        finished = []
-        for chunk in ended:
-            if chunk.finish is None:
-                hopeless = self._failed(chunk, now) or hopeless
-            elif self.episodes is None:
-                finished.append(self.flight.end(chunk.sample_id, now, "finished"))
-            else:
-                finished += self._turned(chunk, now)
+        for chunk in failed:
+            hopeless = self._failed(chunk, now) or hopeless
+        ids = [chunk[0] for chunk in ended]
+        if self.episodes is None:
+            finished = self.flight.end(ids, now, "finished")
+        else:
+            finished = self._turned(ids, now)
+            self.episodes.drop(finished)
         for error in broken:
             if error.chunk.sample_id in self.flight.samples:
-                self.flight.end(error.chunk.sample_id, now, "failed")  # what comes after it would leave a gap
-        if self.episodes is not None:
-            self.episodes.drop([sample for sample, _ in finished])
-        self._score(finished)
+                self.flight.end([error.chunk.sample_id], now, "failed")  # what comes after it would leave a gap
+        self._score(finished, complete)
         if hopeless is not None:  # only now that every token of these chunks is in its sample
             raise hopeless
         if self.on_progress is not None:
             self.on_progress()
 
-    def _turned(self, chunk: Chunk, now: float) -> list[tuple[Sample, Group]]:
-        """An episode's turn has ended, and its environment answers; or the episode has, which is returned."""
-        sample, group = self.flight.samples[chunk.sample_id][:2]
-        if sample.finish is None:
-            self.flight.end(sample.id, now, "turn")
-            self._submit([(group, sample)])
-            return []
-        return [self.flight.end(sample.id, now, "finished")]
+    def _turned(self, ids: Sequence[str], now: float) -> list[Sample]:
+        """Turns of episodes have ended, and their environments answer; or the episodes have, which are returned."""
+        samples = self.flight.samples
+        self._submit(self.flight.end([id for id in ids if samples[id].finish is None], now, "turn"))
+        return self.flight.end([id for id in ids if id in samples], now, "finished")
 
     def _hear(self, episodes: Episodes) -> None:
         """What environments have answered: it happens, and their samples go on."""
-        ended, hopeless = [], None
+        ended: list[Sample] = []
+        complete: list[Group] = []
+        hopeless = None
         for sample, group, event, failures in episodes.take():
             self.account.step.failures += failures
             if group.id not in self.state.buffer.groups or group.id in self._quarantined:
@@ -282,36 +280,34 @@ class Pump:
                 continue
             self.history.happen(event)
             if sample.finish is None:
-                self._answered.append((group, sample))
+                self._answered.append(sample)
             else:
-                ended.append((sample, group))
+                ended.append(sample)
+                if group.complete:
+                    complete.append(group)
             if sample.finish is not None or not sample.transitions:
                 self.engine.forget([sample.id])
-        self._score(ended)
+        self._score(ended, complete)
         if hopeless is not None:  # only now that every answer is in its sample
             raise EpisodeError(f"environments keep failing; the last one: {hopeless}")
 
-    def _score(self, finished: Sequence[tuple[Sample, Group]]) -> None:
-        """Start the rewards of samples that have finished, or of the groups that they complete."""
-        if self._quarantined:
-            finished = [(sample, group) for sample, group in finished if group.id not in self._quarantined]
-        if self.rewards.scope == "sample":
-            for sample, group in finished:
-                self.rewards.finished(group, sample)
-        else:
-            for group in {group.id: group for _, group in finished}.values():
-                if group.complete:
-                    self.rewards.finished(group, group.samples[-1])
+    def _score(self, finished: Sequence[Sample], complete: Sequence[Group]) -> None:
+        """Start the rewards of samples that have finished, or of the groups that are complete with them."""
+        if self.rewards.scope == "group":
+            finished = [group.samples[-1] for group in complete]
+        for sample in finished:
+            if sample.group_id not in self._quarantined:
+                self.rewards.finished(self.state.buffer.group_of(sample), sample)
 
     def _failed(self, chunk: Chunk, now: float) -> EngineError | None:
         """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
 
         Returns the error that ends the step, once a step's worth of groups is quarantined."""
-        error, prompt = chunk.error or "", self.flight.samples[chunk.sample_id][1].prompt
-        self.account.step.failures.append(Failure("engine", chunk.sample_id, prompt.id, error))
+        error, group = chunk.error or "", self.state.buffer.group_of(self.flight.samples[chunk.sample_id])
+        self.account.step.failures.append(Failure("engine", chunk.sample_id, group.prompt.id, error))
         if chunk.recovered:
             return None
-        sample, group = self.flight.end(chunk.sample_id, now, "failed")
+        [sample] = self.flight.end([chunk.sample_id], now, "failed")
         if group.id in self._quarantined or self.retries.failed(sample):
             return None
         if not self._give_up(group, Rejection.ENGINE, error):

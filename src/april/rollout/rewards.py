@@ -66,6 +66,13 @@ class RewardTasks:
         self.scope = scope
         self.timeout = timeout
         self._tasks: dict[asyncio.Task[None], Group] = {}
+        """Each with what it scores now."""
+        self._next: deque[tuple[Group, Sequence[Sample]]] = deque()
+        """What no task has begun."""
+        self._beginning = False
+        """A task is about to begin what is next."""
+        self._scoring: asyncio.Task[None] | None = None
+        """The task that was made last, which scores nothing yet."""
         self._verdicts: deque[Verdict] = deque()
         self._threads = Threads(
             THREADS,
@@ -75,7 +82,7 @@ class RewardTasks:
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self._tasks) + len(self._next)
 
     def finished(self, group: Group, sample: Sample) -> None:
         """A sample has finished, as the last of its group if the scope is "group": score it, or the group."""
@@ -83,7 +90,8 @@ class RewardTasks:
 
     def missing(self, groups: Iterable[Group]) -> None:
         """Score what has finished and has no reward, after a restart."""
-        scoring = {group.id for group in self._tasks.values()} | {verdict.group.id for verdict in self._verdicts}
+        begun = [*self._tasks.values(), *(group for group, _ in self._next)]
+        scoring = {group.id for group in begun} | {verdict.group.id for verdict in self._verdicts}
         for group in groups:
             if group.id in scoring:
                 continue
@@ -97,15 +105,32 @@ class RewardTasks:
 
     def forget(self, group: Group) -> None:
         """Stop what is computed for a group that is turned away; nothing of it arrives any more."""
+        self._next = deque(each for each in self._next if each[0] is not group)
         for task in [task for task, scored in self._tasks.items() if scored is group]:
             del self._tasks[task]
             task.cancel()
 
     def _start(self, group: Group, samples: Sequence[Sample]) -> None:
-        task = asyncio.create_task(self._score(group, samples), name=f"reward {samples[0].id}")
-        self._tasks[task] = group
+        self._next.append((group, samples))
+        if not self._beginning:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Have a task score one after the other, and another one what is left when it has to wait: functions that
+        answer at once share a task, and none waits for another."""
+        self._beginning = bool(self._next)
+        if self._next:
+            self._scoring = asyncio.create_task(self._score_next(), name="rewards")
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    async def _score_next(self) -> None:
+        while self._next:
+            await self._score(*self._next.popleft())
 
     async def _score(self, group: Group, samples: Sequence[Sample]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[task] = group
         try:
             value = await self._call(group.prompt, samples)
             self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
@@ -121,12 +146,14 @@ class RewardTasks:
             self._verdicts.append(Verdict(group, samples, (), described(error)))
         finally:
             # Here and not in a callback of the task: a verdict and a computation under way never coexist.
-            self._tasks.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+            self._tasks.pop(task, None)
         self._arrived.set()
 
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Reward]:
         argument: Any = samples if self.scope == "group" else samples[0]
-        if self._async:
+        if self._async and self.timeout is None:
+            value = await self.function(prompt, argument)
+        elif self._async:
             async with time_limit(self.timeout):
                 value = await self.function(prompt, argument)
         else:
@@ -149,6 +176,7 @@ class RewardTasks:
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
+        self._next.clear()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
         self._verdicts.clear()

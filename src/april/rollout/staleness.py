@@ -12,6 +12,7 @@ enough groups have finished. The bound is never kept by dropping, restarting or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from april.rollout.trajectory import Group
@@ -28,9 +29,12 @@ def feasible(first_versions: Iterable[int], version: int, batch_size: int, max_s
         first_versions: policy version of each group's first token.
         version: policy version of the next training step; each step after it is one version later.
     """
-    return all(
-        rank < batch_size * (first + max_staleness - version + 1) for rank, first in enumerate(sorted(first_versions))
-    )
+    begun = 0
+    for first, count in sorted(Counter(first_versions).items()):
+        begun += count
+        if begun > batch_size * (first + max_staleness - version + 1):
+            return False
+    return True
 
 
 def age(group: Group) -> tuple[float, int]:
@@ -77,6 +81,6 @@ def select(
     if max_staleness is None:
         return chosen
     taken = {group.id for group in chosen}
-    rest = (group.first_version for group in under_way if group.id not in taken)
-    begun = [first for first in rest if first is not None]
+    rest = [group for group in under_way if group.id not in taken]
+    begun = [first for group in rest if (first := group.first_version) is not None]
     return chosen if feasible(begun, version + 1, batch_size, max_staleness) else None

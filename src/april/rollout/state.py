@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -26,11 +26,13 @@ from april.rollout.trajectory import Group, Sample
 
 
 class Absorbed(NamedTuple):
-    """What came of a batch of chunks: tokens that are in their samples now, the chunks that end a request or tell of an
-    error, and those that broke a rule."""
+    """What came of a batch of chunks: tokens that are in their samples now, the chunks that end a request and those
+    that tell of an error, the groups that are complete with them, and the chunks that broke a rule."""
 
     tokens: int
     ended: list[Chunk]
+    failed: list[Chunk]
+    complete: list[Group]
     broken: list[ChunkError]
 
 
@@ -60,8 +62,6 @@ class RolloutState:
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
         """Complete groups that may be trained on: nothing can turn them away any more."""
-        self.samples: dict[str, tuple[Sample, Group]] = {}
-        """Those of the groups under way, by name."""
         self._lengths: dict[str, int] = {}
         """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
         self._sampled: int | None = 0
@@ -83,16 +83,16 @@ class RolloutState:
                 if broken := self.absorb((event,)).broken:
                     raise broken[0]
             case Admitted(id, prompt, n, sampling, seed):
-                self.buffer.admit(group := Group.start(id, prompt, n, sampling, seed))
-                self._index(group)
+                self.buffer.admit(Group.start(id, prompt, n, sampling, seed))
             case Stepped():
                 self._step(event)
             case Restarted(sample_id):
-                self._begin_again(*self.samples[sample_id])
+                self._begin_again(self.buffer.find(sample_id))
             case Rewarded(group_id, rewards):
                 group = self.buffer.groups[group_id]
                 for index, reward in rewards.items():
-                    group.samples[index].reward, group.samples[index].reward_info = reward.value, reward.info
+                    sample = group.samples[index]
+                    sample.reward, sample.reward_info = reward.value, reward.info
                 self._consider(group)
             case Accepted(group_id):
                 self.ready[group_id] = self.buffer.groups[group_id]
@@ -101,7 +101,6 @@ class RolloutState:
                 self.ready.pop(group_id, None)
                 self.buffer.reject(group, reason)
                 self._left += self._growth(group.samples)
-                self._drop(group)
             case Trained():
                 self._train(event)
             case Updated(version):
@@ -112,37 +111,45 @@ class RolloutState:
                 if self.params.redraft:
                     self._redraft()
 
-    def absorb(
-        self, chunks: Sequence[Chunk], among: Mapping[str, tuple[Sample, Group, *tuple[Any, ...]]] | None = None
-    ) -> Absorbed:
+    def absorb(self, chunks: Sequence[Chunk], among: Mapping[str, Sample] | None = None) -> Absorbed:
         """Append what engines sampled. A chunk that breaks a rule is left out, with what follows it for the same
         sample; the others are not.
 
         Args:
             among: the samples that may get something, by name; all that are under way if None.
         """
-        samples = self.samples if among is None else among
-        tokens, current = 0, self.version
+        find = self.buffer.find if among is None else among.__getitem__
+        tokens, current, groups = 0, self.version, self.buffer.groups
+        wrong: set[str] = set()
         ended: list[Chunk] = []
+        failed: list[Chunk] = []
+        complete: list[Group] = []
         broken: list[ChunkError] = []
         for chunk in chunks:
             id, token_ids, logprobs, version, finish, error, _ = chunk
             try:
-                entry = samples[id]
-                if version != current and token_ids and not self._late(version, entry[1]):
+                if id in wrong:
+                    raise KeyError(id)
+                sample = find(id)
+                if version != current and token_ids and not self._late(version, groups[sample.group_id]):
                     raise ValueError(f"the engine's policy version is {current}")
-                tokens += entry[0].extend(token_ids, logprobs, version, finish)
+                tokens += sample.extend(token_ids, logprobs, version, finish)
             except (KeyError, ValueError, TypeError) as reason:
                 rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
                 broken.append(ChunkError(chunk, rule))
-                samples = {name: entry for name, entry in samples.items() if name != id}
+                wrong.add(id)
                 continue
-            if finish is not None or error is not None:
+            if finish is not None:
                 ended.append(chunk)
-                if finish is not None:
-                    self._consider(entry[1])
+                group = groups[sample.group_id]
+                if group.complete:
+                    complete.append(group)
+            elif error is not None:
+                failed.append(chunk)
         self.buffer.sampled_tokens += tokens
-        return Absorbed(tokens, ended, broken)
+        for group in complete:
+            self._consider(group)
+        return Absorbed(tokens, ended, failed, complete, broken)
 
     def _late(self, version: int, group: Group) -> bool:
         """Whether tokens of an earlier version may still come: of a request that a server froze over an update. They
@@ -151,7 +158,7 @@ class RolloutState:
         return first is not None and first <= version < self.version
 
     def _step(self, event: Stepped) -> None:
-        sample, group = self.samples[event.sample_id]
+        sample = self.buffer.find(event.sample_id)
         if event.turn != len(sample.transitions) - 1:
             raise ValueError(f"turn {event.turn} was answered where turn {len(sample.transitions) - 1} is due")
         if event.action != (spoken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
@@ -160,18 +167,18 @@ class RolloutState:
         self.buffer.environment_tokens += len(event.token_ids)
         if sample.finish is not None:
             self._ended[sample.id] = sample.policy_tokens
-        self._consider(group)
+        self._consider(self.buffer.group_of(sample))
 
-    def _begin_again(self, sample: Sample, group: Group) -> None:
+    def _begin_again(self, sample: Sample) -> None:
         if sample.finish is not None:
             raise ValueError(f"the sample has finished ({sample.finish}) and cannot begin again")
         self._left += self._growth([sample])
         self._lengths.pop(sample.id, None)
         self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
-        group.begin_again(sample.index)
+        self.buffer.group_of(sample).begin_again(sample.index)
 
     def _redraft(self) -> None:
-        self._left += self._growth([sample for sample, _ in self.samples.values()])
+        self._left += self._growth(self.buffer.samples)
         self._lengths, self._ended = {}, {}
         self.buffer.redraft()
         self.ready = {}
@@ -190,11 +197,9 @@ class RolloutState:
         self.trained = step.version + 1
         for group in step.groups:
             self.ready.pop(group.id, None)
-            self._drop(group)
         self._lengths = {
             sample.id: sample.length - sample.environment_tokens
-            for group in self.buffer
-            for sample in group.samples
+            for sample in self.buffer.samples
             if sample.length > sample.environment_tokens
         }
         self._left = []
@@ -219,18 +224,9 @@ class RolloutState:
                 after.append(length)
                 finished.append(True)
         self.lengths.observe(before, after, finished)
-        self.lengths.observe_groups([[sample.policy_tokens for sample in group.samples] for group in groups])
+        self.lengths.observe_groups([[s.length - s.environment_tokens for s in group.samples] for group in groups])
 
-    def _index(self, group: Group) -> None:
-        for sample in group.samples:
-            self.samples[sample.id] = sample, group
-
-    def _drop(self, group: Group) -> None:
-        """Forget the samples of a group that leaves."""
-        for sample in group.samples:
-            del self.samples[sample.id]
-
-    def _growth(self, samples: Sequence[Sample]) -> list[Span]:
+    def _growth(self, samples: Iterable[Sample]) -> list[Span]:
         before = self._lengths
         return [
             Span(
@@ -251,7 +247,7 @@ class RolloutState:
         the next step brought that was cut short."""
         if self.buffer.sampled_tokens == self._sampled:
             return []
-        return [*self._left, *self._growth([sample for sample, _ in self.samples.values()])]
+        return [*self._left, *self._growth(self.buffer.samples)]
 
     def check_bound(self, version: int, otherwise: str) -> None:
         """Whether all groups under way can be trained on within the bound, if the next step is for policy `version`.
@@ -287,9 +283,6 @@ class RolloutState:
         self.version = state["version"]
         self.trained = state.get("trained", self.version)
         self.buffer = Buffer.from_state_dict(state["buffer"])
-        self.samples = {}
-        for group in self.buffer:
-            self._index(group)
         self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
         self._lengths = dict(state["before"])
         self._left = [Span(**span) for span in state["left"]]

@@ -205,7 +205,7 @@ class Step:
         tokens: Counter[int] = Counter()
         for sample in (sample for group in self.groups for sample in group.samples):
             for segment in sample.segments:
-                tokens[segment.version] += len(segment.token_ids)
+                tokens[segment.version] += len(segment)
         tokens.pop(ENVIRONMENT, None)
         by_age = np.zeros(self.version - min(tokens, default=self.version) + 1, np.int64)
         for version, count in tokens.items():

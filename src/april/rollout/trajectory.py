@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.seeds import seeds
 
 ENVIRONMENT = -1
 """The version of tokens that no policy sampled: tool output, the next turn of a conversation."""
@@ -129,7 +130,7 @@ class Sample:
     reward_info: Mapping[str, Any] = field(default_factory=dict)
     """What the reward function said beside its number."""
     id: str = ""
-    transitions: list[Transition] = field(default_factory=list)
+    transitions: tuple[Transition, ...] = ()
     """Of an episode: the reset's, and one for each turn that was answered."""
     turn_ended: bool = False
     """The policy has ended a turn that the environment has not answered."""
@@ -180,7 +181,7 @@ class Sample:
         if self.turn_ended:
             raise ValueError("the turn has ended, and the environment has not answered it")
         count = len(token_ids)
-        if count != len(logprobs):
+        if logprobs is not token_ids and count != len(logprobs):  # what is simulated is both
             raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
         if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
@@ -194,18 +195,26 @@ class Sample:
                 else:
                     last.extend(token_ids, logprobs)
             else:
-                if version < 0 or (segments and max([s.version for s in segments]) > version):
+                if version < 0 or (segments and self._latest > version):
                     raise ValueError(f"policy versions never go back, but {version} came")
-                kind: type[Segment] = getattr(token_ids, "segment", Segment)  # a simulation's tokens have their own
-                last = kind(version)
-                if isinstance(token_ids, array):
-                    last.token_ids, last.logprobs = array("i"), array("d")
-                last.extend(token_ids, logprobs)
+                if hasattr(token_ids, "segment"):  # a simulation's tokens make their own
+                    last = token_ids.segment(version)
+                else:
+                    last = Segment(version)
+                    if isinstance(token_ids, array):
+                        last.token_ids, last.logprobs = array("i"), array("d")
+                    last.extend(token_ids, logprobs)
                 segments.append(last)
             self.length += count
         if finish is not None:
             self._end(finish)
         return count
+
+    @property
+    def _latest(self) -> int:
+        """The policy version of the last sampled token; ENVIRONMENT while none was."""
+        last = self.segments[-1].version
+        return max([segment.version for segment in self.segments]) if last == ENVIRONMENT else last
 
     def _end(self, finish: FinishReason) -> None:
         """An engine says that it is over: the sample, or of an episode the turn."""
@@ -234,7 +243,7 @@ class Sample:
             raise ValueError("an environment answered a turn that has not ended")
         if (transition.start, transition.tokens) != (self.length, len(token_ids)):
             raise ValueError(f"an answer of {len(token_ids)} tokens at {self.length} says that it is {transition}")
-        self.transitions.append(transition)
+        self.transitions = (*self.transitions, transition)
         self.turn_ended, self.state = False, state
         if token_ids:
             if not self.segments or self.segments[-1].version != ENVIRONMENT:
@@ -246,7 +255,7 @@ class Sample:
 
     def begin_again(self) -> None:
         """Give up everything behind the prompt: the environment cannot be brought to where it was."""
-        self.segments, self.transitions = [], []
+        self.segments, self.transitions = [], ()
         self.length = self.environment_tokens = 0
         self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
         self.attempt += 1
@@ -420,12 +429,9 @@ class Group:
         Args:
             evaluation: its samples have names and seeds that no training group's have.
         """
-        source = (seed, id, EVALUATION_SEED) if evaluation else (seed, id)
-        seeds = np.random.SeedSequence(source).generate_state(n, np.uint64).tolist()
-        samples = [Sample(id, i, prompt.token_ids, sampling, own) for i, own in enumerate(seeds)]
-        if evaluation:
-            for sample in samples:
-                sample.id = f"evaluation {sample.id}"
+        drawn = seeds(seed, id, n, EVALUATION_SEED) if evaluation else seeds(seed, id, n)
+        name = f"evaluation {id}" if evaluation else str(id)
+        samples = [Sample(id, i, prompt.token_ids, sampling, own, id=f"{name}.{i}") for i, own in enumerate(drawn)]
         return cls(id, prompt, samples)
 
     def to_dict(self) -> dict[str, Any]:
@@ -459,7 +465,7 @@ class Group:
                     sum(map(len, segments)),
                     sum(len(segment) for segment in segments if segment.version == ENVIRONMENT),
                     saved["reward_info"],
-                    transitions=[Transition(**one) for one in saved.get("transitions", ())],
+                    transitions=tuple(Transition(**one) for one in saved.get("transitions", ())),
                     turn_ended=saved.get("turn_ended", False),
                     attempt=saved.get("attempt", 0),
                     state=saved.get("state"),

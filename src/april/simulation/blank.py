@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import repeat
-from typing import Any, cast
+from typing import Any
 
 from april.rollout.trajectory import Segment
-
-
-class BlankSegment(Segment):
-    """A segment of blank tokens: one `Blank` stands for its tokens and their log-probabilities alike."""
-
-    __slots__ = ()
-
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.token_ids = self.logprobs = cast(Any, Blank())
-
-    def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        own: Any = self.token_ids
-        own.size += len(token_ids)
 
 
 class Blank(Sequence[int]):
     """`size` blank tokens, or their log-probabilities."""
 
     __slots__ = ("size",)
-    segment = BlankSegment
 
-    def __init__(self, size: int = 0) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
 
     def __len__(self) -> int:
@@ -40,4 +26,35 @@ class Blank(Sequence[int]):
 
     def __getitem__(self, index: Any) -> Any:
         chosen = range(self.size)[index]
-        return 0 if isinstance(chosen, int) else Blank(len(chosen))
+        return 0 if isinstance(chosen, int) else blank(len(chosen))
+
+    def segment(self, version: int) -> BlankSegment:
+        """These tokens as those of a policy version."""
+        return BlankSegment(version, self.size)
+
+
+blank = cache(Blank)
+
+
+class BlankSegment(Segment):
+    """A segment of blank tokens. It holds nothing but how many they are."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, version: int, size: int) -> None:
+        self.version = version
+        self.size = size
+
+    @property
+    def token_ids(self) -> Any:  # type: ignore[override]
+        return blank(self.size)
+
+    @property
+    def logprobs(self) -> Any:  # type: ignore[override]
+        return blank(self.size)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def extend(self, token_ids: Any, logprobs: Any) -> None:
+        self.size += token_ids.size

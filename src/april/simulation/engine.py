@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Container, Iterable
-from functools import cache
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -34,10 +33,9 @@ from april.engines.chunk_queue import parted
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy, make_chunk
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
-from april.simulation.blank import Blank
+from april.simulation.blank import blank
 from april.simulation.cost_model import CostModel
 
-blank = cache(Blank)
 NEVER = np.iinfo(np.int64).max
 WATERMARK = 0.01
 """Share of the KV cache that admission leaves free, so that who is admitted is not preempted at once."""
