@@ -6,19 +6,22 @@ what the simulated engines compute, and what is read of a step for the simulatio
 
     OMP_NUM_THREADS=1 python benchmarks/simulation/scheduler_share.py [--trees OTHER_CHECKOUT THIS_CHECKOUT]
 
-With several checkouts each is measured in turn, `--runs` times.
+With several checkouts each is measured in turn, `--runs` times; the last one with Python's garbage collector on, too,
+as `april train` sets it and as Python does. A simulation switches it off.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +96,19 @@ for name in ENGINES_WORK:
     setattr(TimedEngine, name, CLOCK.of(getattr(SimulatedEngine, name)))
 
 
-def measure(engines: int, steps: int) -> dict[str, float]:
-    """Seconds of a step: the scheduler's, and all."""
+def measure(engines: int, steps: int, collector: str = "off") -> dict[str, float]:
+    """Seconds of a step: the scheduler's, and all.
+
+    Args:
+        collector: whether Python's garbage collector is off, on as `april` sets it, or as `python` does.
+    """
+    if collector != "off":
+        simulation._without_garbage_collection = nullcontext  # type: ignore[assignment]
+    if collector == "april":
+        from april.rollout.collector import collect_seldom
+
+        assert gc.isenabled()
+        collect_seldom()
     groups = engines * SLOTS // WORKLOADS["lognormal"].n_samples_per_prompt
     marks: list[tuple[float, float]] = []
     record = CLOCK.of(simulation.StepRecord.of)
@@ -129,24 +143,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--trees", type=Path, nargs="*", default=[Path(__file__).parents[2]], help="checkouts")
+    parser.add_argument("--collector", choices=("off", "april", "python"), default="off")
     parser.add_argument("--once", action="store_true", help="measure once, and print it")
     args = parser.parse_args()
     if args.once:
-        print(json.dumps(measure(args.engines, args.steps)))
+        print(json.dumps(measure(args.engines, args.steps, args.collector)))
         return
-    found: list[list[dict[str, float]]] = [[] for _ in args.trees]
+    arms = [*((tree, "off") for tree in args.trees), (args.trees[-1], "april"), (args.trees[-1], "python")]
+    found: list[list[dict[str, float]]] = [[] for _ in arms]
     for _ in range(args.runs):
-        for tree, results in zip(args.trees, found, strict=True):
-            command = [sys.executable, __file__, "--once", "--engines", str(args.engines), "--steps", str(args.steps)]
+        for (tree, collector), results in zip(arms, found, strict=True):
+            sizes = ["--engines", str(args.engines), "--steps", str(args.steps), "--collector", collector]
+            command = [sys.executable, __file__, "--once", *sizes]
             environment = {**os.environ, "PYTHONPATH": str(tree.resolve() / "src")}
             said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
             results.append(json.loads(said))
-            print(tree.name, results[-1], flush=True)
-    sizes = {"samples_under_way": args.engines * SLOTS, "steps_counted": args.steps - FILLING}
+            print(tree.name, collector, results[-1], flush=True)
+    measured = {"samples_under_way": args.engines * SLOTS, "steps_counted": args.steps - FILLING}
     rows = [{name: spread([run[name] for run in results]) for name in results[0]} for results in found]
     sys.argv = [sys.argv[0], *(f"--runs={args.runs}",)]  # the names of checkouts say nothing elsewhere
-    order = ["before", "after"] if len(rows) == 2 else ["now"] if len(rows) == 1 else list(map(str, range(len(rows))))
-    print(save(__file__, {**sizes, **dict(zip(order, rows, strict=True))}))
+    trees = [*("before" if len(args.trees) == 2 else str(i) for i in range(len(args.trees) - 1)), "now"]
+    order = [*trees, "now, garbage collected as april train does", "now, garbage collected as Python does"]
+    print(save(__file__, {**measured, **dict(zip(order, rows, strict=True))}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
+from april.rollout.collector import collect_seldom
 from april.rollout.engine import Engine
 from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
@@ -79,6 +80,7 @@ async def trainer_of(
     if training.threads:
         torch.set_num_threads(training.threads)
     torch.manual_seed(training.seed)
+    collect_seldom()
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:

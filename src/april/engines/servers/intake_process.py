@@ -21,6 +21,7 @@ from april.engines.packed import pack
 from april.engines.servers.client import HTTPClient
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
+from april.rollout.collector import collect_seldom
 from april.rollout.engine import Chunk
 
 TOGETHER = 0.005
@@ -116,7 +117,7 @@ async def main() -> None:
     logger.setLevel(logging.INFO)
     logger.propagate = False
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    collect_seldom()
     own_end = socket.socket(fileno=int(sys.argv[1]))
     await asyncio.get_running_loop().create_connection(lambda: process.link, sock=own_end)
     await process.ended.wait()
