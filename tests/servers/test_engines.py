@@ -226,7 +226,8 @@ async def test_keep_goes_on_with_the_old_kv_cache(connect: Connect, oracles: lis
     engine = await connect(on_update="keep")
     samples = make_samples(SLOTS + 4, SamplingParams(240))
     submit(engine, samples)
-    await reach(engine, samples, 50)
+    while not any(sample.finish is None and sample.length > 40 for sample in samples):  # a server's first are slow
+        await advance(engine, samples)
     absorb(await engine.interrupt(), samples)
     assert await engine.poll() == []
     assert any(sample.finish is None and sample.length > 40 for sample in samples)
@@ -255,7 +256,8 @@ async def test_keep_a_frozen_sample_nobody_resumes_loses_nothing(connect: Connec
     engine = await connect(on_update="keep")
     samples = make_samples(4, SamplingParams(400))
     submit(engine, samples)
-    await reach(engine, samples, 20)
+    while not all(sample.length for sample in samples):
+        await advance(engine, samples)
     absorb(await engine.interrupt(), samples)
     await engine.update_weights(1, models[1])
     submit(engine, samples[:2])
