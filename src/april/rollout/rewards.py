@@ -151,9 +151,7 @@ class RewardTasks:
 
     async def _call(self, prompt: Prompt, samples: Sequence[Sample]) -> Sequence[float | Reward]:
         argument: Any = samples if self.scope == "group" else samples[0]
-        if self._async and self.timeout is None:
-            value = await self.function(prompt, argument)
-        elif self._async:
+        if self._async:
             async with time_limit(self.timeout):
                 value = await self.function(prompt, argument)
         else:
