@@ -23,7 +23,9 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from april.engines.embedded.attention import attend, causal_mask
+from april.engines.embedded.probe import LENGTHS, agrees, refuse_unknown, short_windows
 from april.training.context import Context
+from april.training.policy import trunk_of
 
 IMPLEMENTATION = "april_packed"
 
@@ -134,6 +136,7 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     if april_packing is None:
         raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's training step only")
+    refuse_unknown(others)
     context = april_packing.context
     if context is not None:
         query, key, value = (context.heads(tensor) for tensor in (query, key, value))
@@ -168,23 +171,24 @@ def attends_packed(model: Any) -> bool:
     return implementation == IMPLEMENTATION
 
 
-@torch.no_grad()
 def can_pack(model: Any) -> bool:
-    """Whether `model` was seen to compute of packed sequences what it computes of each alone."""
-    trunk, device = model.base_model, next(model.parameters()).device
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    sequences = [(torch.arange(1, 1 + n, device=device) * 7 % vocabulary)[None] for n in (11, 6, 5)]
-    alone = torch.cat([trunk(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in sequences]).float()
-    packing = Packing([ids.shape[1] for ids in sequences], device)
-    try:
+    """Whether `model` computes of packed sequences what it computes of each alone, within its windows and beyond."""
+    trunk = trunk_of(model)
+
+    def alone(ids: Tensor) -> Tensor:
+        hidden: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return hidden
+
+    def packed(ids: Tensor, positions: Tensor) -> Tensor:
+        packing = Packing(LENGTHS, ids.device)
         with packed_attention(model):
-            packed = trunk(
-                input_ids=torch.cat(sequences, 1),
-                position_ids=packing.position_ids,
-                use_cache=False,
-                april_packing=packing,
+            hidden: Tensor = trunk(
+                input_ids=ids, position_ids=positions, use_cache=False, april_packing=packing
             ).last_hidden_state[0]
+        return hidden
+
+    try:
+        with short_windows(model):
+            return agrees(model, alone, packed)
     except (TypeError, KeyError, ValueError, RuntimeError, AttributeError):
         return False
-    tolerance = 1e-3 if alone.dtype == packed.dtype else 0.05
-    return bool((packed.float() - alone).norm() <= tolerance * alone.norm())

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from april.engines.embedded.kv_cache import KVCache, Tier
+from april.engines.embedded.probe import refuse_unknown
 from april.engines.embedded.sequence import Sequence
 
 IMPLEMENTATION = "april_embedded"
@@ -54,10 +55,11 @@ def _dispatch(
     sliding_window: int | None = None,
     softcap: float | None = None,
     april_attention: Attention | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     if april_attention is None:
         raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's embedded engine only")
+    refuse_unknown(others)
     layer = getattr(module, "layer_idx", -1)
     return april_attention.attend(LayerCall(layer, query, key, value, scaling, sliding_window, softcap)), None
 
