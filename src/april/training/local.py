@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -144,7 +145,8 @@ class LocalLearner:
                 self.update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
                 for index, rows in enumerate(self.updates(step.groups))
             ]
-        metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
+        names = dict.fromkeys(name for made, _ in results for name in made)
+        metrics = {name: fmean(made[name] for made, _ in results if name in made) for name in names}
         metrics["skipped_updates"] *= len(results)
         own = {"out_of_memory": self.memory.shortages - shortages}
         return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
@@ -205,7 +207,7 @@ class LocalLearner:
         if finite and sums.tokens:
             self._step_optimizers(scale)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
-        means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
+        means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
         rate = scale * self.optimizer.param_groups[0]["lr"]
         more = {"ess": ess, "lr": rate, "skipped_updates": float(not finite)}
         return means | measured | more, sums.met
@@ -253,7 +255,7 @@ class LocalLearner:
             loss.backward()  # type: ignore[no-untyped-call]
             value_loss = loss.item()
         entropy_sum, kl_sum, tokens = terms.entropy.item(), terms.kl.item(), int(micro.mask.sum())
-        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.cpu())
+        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.to("cpu"))
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         """`rows` of the batch in micro-batches, and which rows each has."""
