@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall, attend, causal_mask
+from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall
 from april.engines.embedded.kv_cache import KVShape
 from april.engines.embedded.probe import LENGTHS, agrees, short_windows
+from april.engines.kernels import attend, causal_mask
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
