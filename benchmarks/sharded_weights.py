@@ -147,7 +147,7 @@ def forget_peak() -> int:
 
 def rank(rounds: int, hidden: int, out: Path) -> None:
     recipe = Recipe()
-    recipe.trainer.compute_dtype = "bfloat16"
+    recipe.model.compute_dtype = "bfloat16"
     recipe.engine.engine = "vllm"
     with joined("cpu", 120) as ranks:
         torch.set_num_threads(1)

@@ -19,7 +19,6 @@ from april.config.recipe import Recipe
         ("trainer", "policy_replicas", 2),
         ("trainer", "context_parallel", 2),
         ("trainer", "expert_parallel", 2),
-        ("trainer", "compute_dtype", "bfloat16"),
         ("trainer", "cpu_offload", True),
         ("lora", "rank", 4),
         ("algorithm", "algorithm", "ppo"),

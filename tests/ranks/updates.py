@@ -90,10 +90,11 @@ def assert_same(sharded: ShardedLearner, alone: LocalLearner, case: str, gradien
 def half(ranks: Ranks) -> None:
     """In bfloat16 the first update is that of one process up to rounding, and parameters stay in float32."""
     chosen = settings("grpo")
-    chosen.trainer.compute_dtype = "bfloat16"
+    chosen.model.compute_dtype = "bfloat16"
     sharded = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
     alone = LocalLearner(tiny.model(sharpness=1.0), settings("grpo"))
-    for learner in (sharded, alone):
+    mixed = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    for learner in (sharded, alone, mixed):
         learner.train(rollout(1), 1)
     own = dict(sharded.model.named_parameters())
     for name, parameter in alone.model.named_parameters():
@@ -101,3 +102,6 @@ def half(ranks: Ranks) -> None:
         assert own[name].dtype == gradient.dtype == torch.float32
         error = float((gradient - parameter.grad).norm() / (parameter.grad.norm() + 1e-3))
         assert 0 < error < 0.2, (name, error)
+    for name, parameter in mixed.model.named_parameters():
+        expected = mixed.masters.of(parameter).grad
+        assert float((whole(own[name].grad) - expected).norm() / (expected.norm() + 1e-3)) < 0.1, name

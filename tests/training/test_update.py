@@ -142,19 +142,24 @@ def test_an_update_has_the_loss_and_the_gradient_of_the_formula(case: str) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_a_bfloat16_policy_has_nearly_the_gradient_of_a_float32_one(algorithm: str) -> None:
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_bfloat16_computes_nearly_the_gradient_of_float32(algorithm: str, parameters: torch.dtype) -> None:
     gradients = []
     for dtype in (torch.float32, torch.bfloat16):
         settings = recipe(algorithm=algorithm, kl_coef=0.1, entropy_coef=0.1)
-        learner = LocalLearner(tiny.model(sharpness=1.0).to(dtype), settings)
+        settings.model.compute_dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
+        wide = parameters if dtype == torch.bfloat16 else torch.float32
+        learner = LocalLearner(tiny.model(sharpness=1.0).to(wide), settings)
         if learner.critic:
             torch.nn.init.constant_(learner.critic.head.weight, 0.1)
         batch = learner.prepare(uneven())
         with learner.packed():
             learner.gradient(batch)
-        trained = [*learner.model.parameters(), *(learner.critic.parameters() if learner.critic else ())]
-        assert {parameter.dtype for parameter in trained} == {dtype}
-        gradients.append(torch.cat([parameter.grad.float().flatten() for parameter in trained]))
+        models = [learner.model, *([learner.critic] if learner.critic else ())]
+        assert {parameter.dtype for model in models for parameter in model.parameters()} == {dtype}
+        trained = [tensor for model in models for tensor in learner.masters.trained(model)]
+        assert {tensor.dtype for tensor in trained} == {tensor.grad.dtype for tensor in trained} == {wide}
+        gradients.append(torch.cat([tensor.grad.float().flatten() for tensor in trained]))
     assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 

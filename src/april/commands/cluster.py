@@ -51,7 +51,7 @@ async def _check(recipe: Recipe) -> int:
         from april.training.memory_plan import planned
         from april.training.rank_nodes import demand_of_rank, model_of
 
-        weights = planned(recipe).parameters * getattr(torch, recipe.engine_dtype).itemsize
+        weights = planned(recipe).parameters * getattr(torch, recipe.compute_dtype).itemsize
         wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:

@@ -36,6 +36,10 @@ from april.extras import install_command
 from april.reporting.trackers import check_trackers
 from april.tasks.hub import path_problem
 
+TYPICAL_WEIGHT = 0.02
+"""Standard deviation that most architectures initialise their matrices with."""
+HALF_SPACING = 2**-9
+"""Smallest change of a number that bfloat16 can hold, relative to it: half the distance to its neighbour."""
 HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
 
 
@@ -74,6 +78,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield from _range_problems(section.name, getattr(recipe, section.name))
     yield from _rollout_problems(recipe)
     yield from _training_problems(recipe)
+    yield from _precision_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _environment_problems(recipe)
     if problem := model_path_problem(recipe.model.path):
@@ -83,7 +88,6 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"task.{name} = {value!r}: {problem}"
     yield from _cluster_problems(recipe)
     yield from _algorithm_problems(recipe.algorithm)
-    yield from _baseline_problems(recipe)
     yield from _engine_problems(recipe.engine)
     if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
         yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
@@ -152,6 +156,20 @@ def _training_problems(recipe: Recipe) -> Iterator[str]:
         yield f"training.betas = {training.betas}: each must lie in [0, 1)"
 
 
+def _precision_problems(recipe: Recipe) -> Iterator[str]:
+    """A weight w in bfloat16 changes only if an update is at least half the distance to its neighbour, which lies
+    between w * 2^-8 and w * 2^-7; an update of AdamW is about the learning rate."""
+    model, rate = recipe.model, recipe.training.learning_rate
+    if model.dtype == "bfloat16" and model.compute_dtype == "float32":
+        yield 'model.compute_dtype = "float32" with model.dtype = "bfloat16": set model.dtype = "float32"'
+    if model.dtype == "bfloat16" and not recipe.lora.rank and rate < TYPICAL_WEIGHT * HALF_SPACING:
+        yield (
+            f'model.dtype = "bfloat16" with training.learning_rate = {rate:g}: bfloat16 rounds such updates away '
+            f"(weights of about {TYPICAL_WEIGHT:g} need {TYPICAL_WEIGHT * HALF_SPACING:.0e} or more); leave "
+            "model.dtype out: parameters are float32 then, and model.compute_dtype is bfloat16 on GPUs all the same"
+        )
+
+
 def _trainer_problems(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     if trainer.backend == "local" and trainer.processes > 1:
@@ -159,8 +177,6 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             f'trainer.processes = {trainer.processes} with backend = "local", which is one process: choose "fsdp2", or '
             "leave backend out"
         )
-    if trainer.compute_dtype and not trainer.sharded:
-        yield f'trainer.compute_dtype = {trainer.compute_dtype!r} is a setting of backend = "fsdp2"; set model.dtype'
     if trainer.backend == "megatron":
         yield from _megatron_problems(recipe)
     layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
@@ -192,7 +208,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
 def _megatron_problems(recipe: Recipe) -> Iterator[str]:
     """What april's Megatron backend does not do."""
     trainer, rollout = recipe.trainer, recipe.rollout
-    of_fsdp2 = ("policy_replicas", "context_parallel", "expert_parallel", "compute_dtype", "cpu_offload")
+    of_fsdp2 = ("policy_replicas", "context_parallel", "expert_parallel", "cpu_offload")
     for name in of_fsdp2:
         if (value := getattr(trainer, name)) != getattr(TrainerSettings, name):
             yield f'trainer.{name} = {value!r} with backend = "megatron": remove it, or choose "fsdp2"'
@@ -292,25 +308,6 @@ def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
     for name in ("gamma", "gae_lambda", "turn_discount"):
         if (value := getattr(settings, name)) is not None and value > 1:
             yield f"algorithm.{name} = {value}: must lie in [0, 1]"
-
-
-def _baseline_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings under which all samples of a prompt would have the same reward, and advantages relative to it be 0."""
-    name, rollout = recipe.algorithm.algorithm, recipe.rollout
-    with suppress(ValueError):  # _algorithm_problems reports an unknown algorithm
-        if not algorithm(name).group_baseline:
-            return
-        others = "choose reinforce_plus_plus or ppo"
-        if rollout.n_samples_per_prompt == 1:
-            yield (
-                f"rollout.n_samples_per_prompt = 1: {name} compares the samples of a prompt with each other, so a "
-                f"single sample is never trained on; set 2 or more, or {others}"
-            )
-        if rollout.temperature == 0 and not recipe.environment.enabled:
-            yield (
-                f"rollout.temperature = 0: all samples of a prompt are equal, {name} compares them with each other, "
-                f"and nothing is trained on; raise it, or {others}"
-            )
 
 
 def _range_problems(section: str, values: Any) -> Iterator[str]:

@@ -63,9 +63,12 @@ class Recipe:
     """What is written, and where."""
 
     @property
-    def engine_dtype(self) -> str:
-        """What engines compute in."""
-        return self.trainer.compute_dtype or self.model.dtype
+    def compute_dtype(self) -> str:
+        """Type that training passes and engines compute in."""
+        own = self.model
+        if own.compute_dtype != "auto":
+            return own.compute_dtype
+        return "bfloat16" if own.dtype == "bfloat16" or own.on_gpu else "float32"
 
     def rollout_params(self, partial_rollout: bool | None = None) -> RolloutParams:
         """The scheduler's parameters. The reference's policy has no bound, trains on the groups that are complete

@@ -25,14 +25,28 @@ class ModelSettings:
     """The policy.
 
     Args:
-        path: Policy: a Hugging Face causal LM, as a directory or a hub name.
-        dtype: Precision of the parameters that are trained.
+        path: Policy: a Hugging Face causal LM, as a directory or a hub name. Relative to the recipe's folder
+            first.
+        dtype: Type of the parameters that are trained, of the sums of their gradients and of the optimizer's state.
+            bfloat16 rounds away the updates of usual learning rates, and is refused there.
+        compute_dtype: Type that forward and backward passes compute in, and that engines generate in. With float32
+            parameters, bfloat16 is a rounded copy of them. auto: bfloat16 on GPUs, else as dtype.
         device: Where to train and, with the embedded engine, to generate: auto, cpu, cuda, cuda:1, …
     """
 
     path: str = ""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "auto"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the policy is trained on a GPU; `auto` asks PyTorch."""
+        if self.device != "auto":
+            return self.device.startswith("cuda")
+        import torch
+
+        return torch.cuda.is_available()
 
 
 @dataclass(kw_only=True)
@@ -111,7 +125,7 @@ class EnvironmentSettings:
     """What answers the policy's turns, in episodes; without path and tools a response is one turn, and nothing does.
 
     Args:
-        path: The environment: FILE.py:NAME or package.module:NAME.
+        path: The environment: FILE.py:NAME (relative to the recipe's folder first) or package.module:NAME.
         tools: Instead of it, Python functions that are tools: FILE.py:NAME,NAME,…
         params: What the environment is made with.
         max_turns: Turns of an episode. The response budget (max_response_length) counts the policy's tokens of all of
@@ -413,8 +427,6 @@ class TrainerSettings:
             environment that has it. auto: local with one process, fsdp2 with more.
         processes: Processes that train together, ranks, which april starts on this machine, or on nodes of a cluster
             (cluster.ranks); on GPUs one each.
-        compute_dtype: fsdp2: forward and backward in this type, and engines compute in it too; parameters, sums of
-            gradients and the optimizer stay of model.dtype. Unset: as model.dtype.
         overlap: Generation goes on while a step is trained on, and stops for the weight update alone; max_staleness
             holds all the same. For engines with devices of their own: servers, or engine.own_process. Off: they take
             turns. auto: on wherever it is possible.
@@ -436,7 +448,6 @@ class TrainerSettings:
 
     backend: Literal["auto", "local", "fsdp2", "megatron"] = "auto"
     processes: Positive[int] = 1
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
     overlap: bool | Literal["auto"] = False
     policy_replicas: Positive[int] = 1
     context_parallel: Positive[int] = 1

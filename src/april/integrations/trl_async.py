@@ -184,7 +184,7 @@ class AsyncRollouts:
         self.reward_funcs = reward_funcs
         batch_size = samples // args.num_generations
         dtype: Any = args.dtype if args.dtype == "bfloat16" else "float32"
-        recipe = Recipe(model=ModelSettings(path=model, dtype=dtype), engine=settings)
+        recipe = Recipe(model=ModelSettings(path=model, dtype=dtype, compute_dtype=dtype), engine=settings)
         self.model, _ = load_policy(recipe.model)
         stops = stop_tokens(self.model, tokenizer)
         self.episodes: TRLEpisodes | None = None

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -20,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from april.loading import load_object
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, check_rewards
 from april.rollout.trajectory import Reward
@@ -187,7 +188,7 @@ class NamedFunction:
     signature names, or everything if it takes `**kwargs`. It returns a number, or a `Reward` with more to say.
 
     Args:
-        path: see `load_function`.
+        path: `package.module:function`, or `package.module.function`. The current directory is searched first.
         scope: "group" if the function takes a list of responses; an attribute `reward_scope = "group"` of the function
             says the same.
     """
@@ -258,17 +259,32 @@ class NamedFunction:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Return the function at `FILE.py:NAME`, `package.module:NAME` or `package.module.NAME`.
+    """The function at `package.module:function` or `package.module.function`.
+
+    The current directory is put first on `sys.path`, as `python -m` does, so that a file beside the recipe is found.
 
     Raises:
-        ValueError: see `load_object`; or the object cannot be called.
+        ValueError: no such module, no such attribute, or it cannot be called.
     """
-    place, dot, name = path.rpartition(".")
-    if ":" not in path and not dot:
+    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module_name or not name:
         raise ValueError(
-            f'reward = {path!r}: must be "task", "math-verify" or a function, "FILE.py:NAME" or "package.module:NAME"'
+            f'reward = {path!r}: must be "task", "math-verify" or the path of a function, "package.module:function"'
         )
-    target = load_object("reward", path if ":" in path else f"{place}:{name}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, but something it imports is not
+        raise ValueError(
+            f"reward = {path!r}: there is no module {error.name!r}, neither in the current directory nor installed"
+        ) from None
+    for attribute in name.split("."):
+        if not hasattr(target, attribute):
+            raise ValueError(f"reward = {path!r}: {getattr(target, '__file__', target)} has no {attribute!r}")
+        target = getattr(target, attribute)
     if not callable(target):
         raise ValueError(f"reward = {path!r}: this is a {type(target).__name__}, which cannot be called")
     function: Callable[..., Any] = target

@@ -93,7 +93,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
     settings = recipe.engine
     return EmbeddedSettings(
         model=str(Path(recipe.model.path).expanduser()),
-        dtype=recipe.engine_dtype,
+        dtype=recipe.compute_dtype,
         device=device,
         threads=threads,
         max_running=settings.max_running,
@@ -171,7 +171,7 @@ def _in_process(recipe: Recipe) -> Engine:
     settings = recipe.engine
     context = {} if settings.context_length is None else {"max_model_len": settings.context_length}
     return VLLMInProcess.load(
-        recipe.model.path, dtype=recipe.engine_dtype, max_num_seqs=settings.max_running, enforce_eager=True, **context
+        recipe.model.path, dtype=recipe.compute_dtype, max_num_seqs=settings.max_running, enforce_eager=True, **context
     )
 
 
@@ -262,7 +262,7 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
 def _limits(recipe: Recipe, vllm: bool) -> list[str]:
     """What the recipe says of a server's size and drafts, as its own options."""
     settings = recipe.engine
-    arguments = ["--dtype", recipe.engine_dtype]
+    arguments = ["--dtype", recipe.compute_dtype]
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(settings.max_running)]
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]

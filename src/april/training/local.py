@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from april.algorithms.truncation import WHOLE, Truncation
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import AlgorithmSettings, RolloutSettings
+from april.engines.embedded.model import cast_parameters
 from april.engines.weights import WeightTransfer
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Sample
@@ -45,6 +45,7 @@ from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
 from april.training.lora import Adapters
+from april.training.master_weights import MasterWeights
 from april.training.micro_batches import plan
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
@@ -53,6 +54,8 @@ from april.training.schedule import share_of_peak
 from april.training.shards import read, stored, write
 from april.training.weights import transfer_of
 
+FUSED = ("cpu", "cuda")
+"""Devices on which PyTorch has a fused AdamW."""
 AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
 """What to do where a checkpoint does not go with the settings."""
 
@@ -84,6 +87,8 @@ class LocalLearner:
         self.reference = self._frozen_copy() if self.objective.regularised and not recipe.lora.rank else None
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
         self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
+        self.dtype: torch.dtype = getattr(torch, recipe.compute_dtype)
+        self.masters = self._master_weights()
         self.packs = can_pack(model)
         self._place()
         self.optimizer = self._adamw(self.policy)
@@ -93,6 +98,12 @@ class LocalLearner:
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
                 checkpoint_layers(trunk)
+
+    def _master_weights(self) -> MasterWeights:
+        """Have all models compute in the recipe's type; those that are trained keep parameters of their own."""
+        if self.reference is not None:
+            cast_parameters(self.reference, self.dtype)
+        return MasterWeights(self._trained(), self.dtype)
 
     def _place(self) -> None:
         """Put the parameters where they are trained; whole until here, and checked."""
@@ -105,8 +116,13 @@ class LocalLearner:
         return PolicyModel(frozen, self.policy.temperature, self.policy.truncation)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        return torch.optim.AdamW(trained, lr=0.0, betas=self.settings.betas, weight_decay=self.settings.weight_decay)
+        trained = self.masters.trained(module)
+        fused = self.device.type in FUSED  # which updates in place, without a copy of the parameters
+        decay = self.settings.weight_decay
+        optimizer = torch.optim.AdamW(trained, lr=0.0, betas=self.settings.betas, weight_decay=decay, fused=fused)
+        for parameter in trained:
+            moments(optimizer, parameter)  # now, so that an engine that sizes its KV cache leaves them their memory
+        return optimizer
 
     @property
     def context_length(self) -> int | None:
@@ -145,8 +161,7 @@ class LocalLearner:
                 self.update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
                 for index, rows in enumerate(self.updates(step.groups))
             ]
-        names = dict.fromkeys(name for made, _ in results for name in made)
-        metrics = {name: fmean(made[name] for made, _ in results if name in made) for name in names}
+        metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
         metrics["skipped_updates"] *= len(results)
         own = {"out_of_memory": self.memory.shortages - shortages}
         return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
@@ -205,9 +220,9 @@ class LocalLearner:
         ess = sums.met.effective_sample_size
         scale = math.sqrt(ess) if self.settings.ess_learning_rate else 1.0
         if finite and sums.tokens:
-            self._step_optimizers(scale)
+            self.memory.fit(lambda: self._step_optimizers(scale), batch.lengths)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
-        means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
+        means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
         rate = scale * self.optimizer.param_groups[0]["lr"]
         more = {"ess": ess, "lr": rate, "skipped_updates": float(not finite)}
         return means | measured | more, sums.met
@@ -219,15 +234,18 @@ class LocalLearner:
         """One step of each, the policy's at `scale` times its learning rate."""
         rate = self.optimizer.param_groups[0]["lr"]
         _set_learning_rate(self.optimizer, scale * rate)
-        self.optimizer.step()
-        _set_learning_rate(self.optimizer, rate)
+        try:
+            self.optimizer.step()
+        finally:
+            _set_learning_rate(self.optimizer, rate)
         if self.critic_optimizer:
             self.critic_optimizer.step()
+        self.masters.write()
         self.skipped.made()
 
     def _clip_gradient(self, module: Any) -> float:
         """Clip the gradient of `module` and return its norm before that."""
-        return float(torch.nn.utils.clip_grad_norm_(module.parameters(), self.settings.max_grad_norm))
+        return float(torch.nn.utils.clip_grad_norm_(self.masters.trained(module), self.settings.max_grad_norm))
 
     def gradient(self, batch: Batch) -> Sums:
         """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
@@ -255,7 +273,7 @@ class LocalLearner:
             loss.backward()  # type: ignore[no-untyped-call]
             value_loss = loss.item()
         entropy_sum, kl_sum, tokens = terms.entropy.item(), terms.kl.item(), int(micro.mask.sum())
-        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.to("cpu"))
+        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.cpu())
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         """`rows` of the batch in micro-batches, and which rows each has."""
@@ -289,12 +307,12 @@ class LocalLearner:
     def save(self, directory: Path) -> None:
         self.save_policy(directory)
         if self.adapters:
-            self.adapters.save(directory / ADAPTER)
+            self.adapters.save(directory / ADAPTER, masters=self.masters.of)
         self.save_state(directory)
 
     def save_policy(self, directory: Path) -> None:
         """Write the policy as transformers loads it."""
-        save_policy(directory, self.model, self.tokenizer, self.adapters)
+        save_policy(directory, self.model, self.tokenizer, self.adapters, self.masters.of)
 
     def save_state(self, directory: Path, rank: int = 0) -> None:
         """Write what training has changed but the policy itself."""
@@ -308,6 +326,7 @@ class LocalLearner:
         except ValueError as error:
             raise ValueError(f"the checkpoint is of other settings ({error}): {AS_BEGUN}") from None
         torch.set_rng_state(state["random"])
+        self.masters.write()
 
     def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
         read(directory, "state", state)
@@ -322,7 +341,8 @@ class LocalLearner:
         }
         for kind, part in parts.items():
             if part is not None:
-                held |= {f"{kind}.{name}": tensor for name, tensor in part.state_dict().items()}
+                own = part.state_dict(keep_vars=True)
+                held |= {f"{kind}.{name}": self.masters.of(tensor).detach() for name, tensor in own.items()}
         for kind, module, optimizer in (
             ("policy_optimizer", self.policy, self.optimizer),
             ("critic_optimizer", self.critic, self.critic_optimizer),
@@ -330,7 +350,7 @@ class LocalLearner:
             if module is not None and optimizer is not None:
                 for name, parameter in module.named_parameters():
                     if parameter.requires_grad:
-                        own = moments(optimizer, parameter)
+                        own = moments(optimizer, self.masters.of(parameter))
                         held |= {f"{kind}.{name}.{key}": moment for key, moment in own.items()}
         return held
 
@@ -413,7 +433,7 @@ def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
     """AdamW's state of a parameter, also before its first update."""
     if not optimizer.state[parameter]:
         moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0, device=parameter.device), **moments}
     found: dict[str, Tensor] = optimizer.state[parameter]
     return found
 

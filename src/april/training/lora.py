@@ -97,16 +97,19 @@ class Adapters:
         }
         return copy.deepcopy(self._wrapped, shared).merge_and_unload()
 
-    def save(self, directory: Path, writes: bool = True) -> None:
+    def save(self, directory: Path, writes: bool = True, masters: Callable[[Tensor], Tensor] = lambda own: own) -> None:
         """Write the adapters alone, as peft reads them.
 
         Args:
             writes: of ranks, which all have to call this, one does.
+            masters: gives the tensor to write for each parameter.
         """
-        named = self._wrapped.state_dict().items()
+        named = {name: masters(own).detach() for name, own in self._wrapped.state_dict(keep_vars=True).items()}.items()
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named if "lora_" in n}
         if writes:
             self._wrapped.save_pretrained(directory, state_dict=whole)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self._model.named_parameters() if "lora_" in name}
+    def state_dict(self, keep_vars: bool = False) -> dict[str, Tensor]:
+        """Adapters by name; with `keep_vars` the parameters themselves."""
+        named = self._model.named_parameters()
+        return {name: p if keep_vars else p.detach() for name, p in named if "lora_" in name}

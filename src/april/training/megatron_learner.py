@@ -42,11 +42,12 @@ class MegatronLearner(ShardedLearner):
         self._stands_for = {name: names[id(tensor)] for name, tensor in held.items() if name not in self._kept}
         self._tensors = {name: tensor.detach().to("meta") for name, tensor in self.model.named_parameters()}
         whole, recompute = self.policy, self.settings.gradient_checkpointing
-        self.policy = MegatronPolicy(self.model, self.ranks, whole.temperature, recompute)
+        self.policy = MegatronPolicy(self.model, self.ranks, whole.temperature, recompute, dtype=self.dtype)
+        self.masters = self.policy.masters
         check_computation(self.policy, whole, self.ranks.device)
         if self.reference is not None:
-            self.reference = MegatronPolicy(self.reference.model, self.ranks, whole.temperature)
-            self.reference.requires_grad_(False)
+            frozen = self.reference.model
+            self.reference = MegatronPolicy(frozen, self.ranks, whole.temperature, dtype=self.dtype, trains=False)
         self.model.to("meta")  # from here on it says what the policy is, and no more
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
@@ -69,7 +70,8 @@ class MegatronLearner(ShardedLearner):
     def _clip_gradient(self, module: Any) -> float:
         norm: float = module.squared_norm() ** 0.5
         scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
-        for parameter in module.parameters():
+        for parameter in self.masters.trained(module):
+            assert parameter.grad is not None
             parameter.grad.mul_(scale)
         return norm
 
@@ -85,7 +87,8 @@ class MegatronLearner(ShardedLearner):
 
     @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
-        tensor = self.policy.translated(lambda own: own if dtype is None else own.to(dtype))
+        masters = self.masters.of
+        tensor = self.policy.translated(lambda own: masters(own) if dtype is None else own.to(dtype))
 
         def make(name: str) -> Tensor:
             kept: Tensor | None = self._kept.get(name)
@@ -128,7 +131,7 @@ class MegatronLearner(ShardedLearner):
         return tensor
 
     def _moment(self, key: str) -> Callable[[Tensor], Tensor]:
-        return lambda parameter: moments(self.optimizer, parameter)[key]
+        return lambda parameter: moments(self.optimizer, self.masters.of(parameter))[key]
 
     def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
         found = stored(directory, "state")
@@ -146,7 +149,7 @@ class MegatronLearner(ShardedLearner):
         for key in ("exp_avg", "exp_avg_sq"):
             self.policy.load(lambda own, key=key: whole(f"{POLICY}.{own}.{key}"), self._moment(key))
         updates = whole(f"{POLICY}.{next(iter(self._tensors))}.step")
-        for parameter in self.policy.parameters():
+        for parameter in self.masters.trained(self.policy):
             moments(self.optimizer, parameter)["step"].copy_(updates)
         if self.reference is not None:
             self.reference.load(lambda own: whole(f"reference.{own}"))
@@ -160,7 +163,7 @@ def check_computation(policy: MegatronPolicy, whole: PolicyModel, device: torch.
     Raises:
         ConfigError: it does not.
     """
-    batch, dtype = probe(whole.model), next(whole.model.parameters()).dtype
+    batch, dtype = probe(whole.model), next(policy.module.parameters()).dtype
     for found, expected in zip(policy(batch.rows([0], device)), whole(batch), strict=True):
         if not alike(found.cpu(), expected, dtype):
             raise ConfigError(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from april.algorithms.batch import Batch
 from april.config.error import ConfigError
+from april.training.master_weights import MasterWeights
 from april.training.ranks import Ranks
 from april.training.split_vocabulary import split_logprobs
 
@@ -43,12 +44,23 @@ class MegatronPolicy(nn.Module):
         ranks: all of them; those that have the same tokens divide the layers.
         temperature: what logits are divided by; positive.
         recompute: whether layers compute their activations again in the backward pass.
+        dtype: type to compute in. A trained policy keeps its parameters in the model's type as well (`masters`).
+        trains: whether parameters require gradients.
 
     Raises:
         ConfigError: Megatron-Bridge does not know the architecture.
     """
 
-    def __init__(self, model: Any, ranks: Ranks, temperature: float = 1.0, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ranks: Ranks,
+        temperature: float = 1.0,
+        recompute: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        trains: bool = True,
+    ) -> None:
         super().__init__()
         _initialize(ranks)
         config = copy.deepcopy(model.config)
@@ -56,14 +68,15 @@ class MegatronPolicy(nn.Module):
         self.temperature = temperature
         self.vocabulary = int(config.vocab_size)
         self.group = parallel_state.get_tensor_model_parallel_group()
-        self.module = _built(config, ranks, next(model.parameters()).dtype, recompute)
+        self.module = _built(config, ranks, dtype, recompute).to(next(model.parameters()).dtype).requires_grad_(trains)
+        self.masters = MasterWeights([self.module], dtype)
         self._bridge = get_model_bridge(type(model), hf_config=config)
         tasks = self._bridge.build_conversion_tasks(config, [self.module])
         self.tasks: dict[str, Any] = {task.param_name: task for task in tasks}
         """How each of Megatron's parameters is translated, by its name."""
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         """Of transformers' parameters, whole."""
-        self.load(dict(model.named_parameters()).__getitem__)
+        self.load(dict(model.named_parameters()).__getitem__, self.masters.of)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""
@@ -137,24 +150,26 @@ class MegatronPolicy(nn.Module):
             tensor: gives a whole tensor by the name that transformers has for it.
             part_of: what is filled, of a parameter of Megatron's: itself, or what has its shape.
         """
-        for name, task in self.tasks.items():
-            own = self.parameter(name)
-            found = {part: tensor(part).to(own.device, own.dtype) for part in self.names(name)}
-            stored = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, found)
-            part = task.mapping.hf_to_megatron(stored, task.megatron_module)
-            filled = part_of(own)
-            filled.zero_()[: part.shape[0]] = part
+        with self.masters.exposed():
+            for name, task in self.tasks.items():
+                own = self.parameter(name)
+                found = {part: tensor(part).to(own.device) for part in self.names(name)}
+                stored = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, found)
+                part = task.mapping.hf_to_megatron(stored, task.megatron_module)
+                filled = part_of(own)
+                filled.zero_()[: part.shape[0]] = part
 
     @torch.no_grad()
     def reduce_gradient(self) -> None:
         """Sum up the gradients of the ranks that had other tokens, and of those that used other heads."""
         others = parallel_state.get_data_parallel_group()
         for name, parameter in self.module.named_parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            own = self.masters.of(parameter)
+            if own.grad is None:
+                own.grad = torch.zeros_like(own)
             if any(part in name for part in PARTIAL):
-                dist.all_reduce(parameter.grad, group=self.group)
-            dist.all_reduce(parameter.grad, group=others)
+                dist.all_reduce(own.grad, group=self.group)
+            dist.all_reduce(own.grad, group=others)
 
     @torch.no_grad()
     def squared_norm(self) -> float:
@@ -163,8 +178,9 @@ class MegatronPolicy(nn.Module):
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in self.module.parameters():
             if counts or getattr(parameter, "tensor_model_parallel", False):
-                assert parameter.grad is not None
-                squares = squares.to(parameter.device) + torch.linalg.vector_norm(parameter.grad).double() ** 2
+                gradient = self.masters.of(parameter).grad
+                assert gradient is not None
+                squares = squares.to(parameter.device) + torch.linalg.vector_norm(gradient).double() ** 2
         dist.all_reduce(squares, group=self.group)
         return float(squares)
 

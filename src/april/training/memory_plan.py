@@ -23,7 +23,6 @@ from april.config.recipe import Recipe
 from april.config.settings import TrainerSettings
 from april.training.local import checkpoint_layers, objective_of
 from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
-from april.training.policy import trunk_of
 
 MOMENTS = 2
 """Of AdamW, for each parameter."""
@@ -51,7 +50,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
     """
     training, engine, trainer = recipe.training, recipe.engine, recipe.trainer
     check_layout(recipe)
-    own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.engine_dtype))
+    own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.compute_dtype))
     megatron = trainer.backend == "megatron"
     holders = _holders(trainer)
     with FakeTensorMode():
@@ -68,7 +67,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
         root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
         unfused = megatron and recipe.model.device == "cpu"  # Megatron's own layers, without Transformer Engine
         attention = "eager" if unfused else None  # which holds the scores of every pair of tokens
-        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.engine_dtype), attention)
+        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
         width = part.config.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
         activations = _activations(part, recipe, computed, len(names), width)
         cache = _cache_bytes(model.config, computed)
@@ -170,7 +169,7 @@ def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, m
     """
     length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
     ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
-    trunk: Any = trunk_of(model)
+    trunk: Any = model.base_model
     trunk.requires_grad_(True)
     whole, hidden = _saved(trunk, ids)
     whole += layers * ids.numel() * more * hidden.element_size()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from april.config.error import ConfigError
@@ -46,12 +48,27 @@ def policy_at(recipe: Recipe, checkpoint: Path | None) -> Path | None:
     return None if recipe.lora.rank else checkpoint
 
 
-def save_policy(directory: Path, model: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
-    """Write the policy, its adapters merged in, as a directory that transformers loads."""
+def save_policy(
+    directory: Path,
+    model: Any,
+    tokenizer: Any,
+    adapters: Adapters | None = None,
+    masters: Callable[[Tensor], Tensor] = lambda own: own,
+) -> None:
+    """Write the policy, its adapters merged in, as a directory that transformers loads.
+
+    Args:
+        masters: gives the tensor to write for each of the model's own.
+    """
     if adapters is None:
-        model.save_pretrained(directory)
+        tensors = {name: masters(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
     else:
-        model.save_pretrained(directory, state_dict=dict(adapters.merged()))
+        tensors = dict(adapters.merged())
+    written = copy.deepcopy(model.config)
+    written.architectures = [type(model).__name__]
+    written.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    model.save_pretrained(directory, state_dict=tensors)
+    written.save_pretrained(directory)  # in the place of one that has the type the model computes in
     tokenizer.save_pretrained(directory)
 
 
@@ -70,14 +87,6 @@ def device_of(settings: ModelSettings) -> torch.device:
     if settings.device != "auto":
         return torch.device(settings.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def trunk_of(model: Any) -> Any:
-    """The causal LM without its head."""
-    if model.base_model is not model:
-        return model.base_model
-    # Llama 4's text model has a trunk, but not under the name that its class states.
-    return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

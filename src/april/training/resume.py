@@ -40,7 +40,7 @@ Repair = Literal["none", "salvage", "rewind"]
 """What to do about the state that is there: take it as it is; leave out what is damaged; leave out what happened after
 the newest checkpoint."""
 ALIKE = {
-    "model": ("path", "dtype"),
+    "model": ("path", "dtype", "compute_dtype"),
     "rollout": ("max_response_length", "temperature", "top_p", "top_k", "min_p"),
     "training": (
         "updates_per_step",

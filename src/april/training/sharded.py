@@ -29,10 +29,12 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.embedded.model import cast_parameters
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
+from april.training.master_weights import MasterWeights
 from april.training.micro_batches import share
 from april.training.model_parallel import divide
 from april.training.packing import attends_packed
@@ -87,7 +89,6 @@ class ShardedLearner(LocalLearner):
         self, model: Any, recipe: Recipe, ranks: Ranks, tokenizer: Any = None, directory: Path | None = None
     ) -> None:
         self.ranks = ranks
-        self.dtype = getattr(torch, recipe.engine_dtype)
         self._offload = recipe.trainer.cpu_offload
         self._generates = ranks.leads and recipe.engine.engine == "embedded" and not recipe.cluster.enabled
         self._copy: Any = None
@@ -104,8 +105,12 @@ class ShardedLearner(LocalLearner):
             )
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
-            self._copy.requires_grad_(False).to(self.ranks.device, self.dtype)
+            cast_parameters(self._copy.requires_grad_(False).to(self.ranks.device), self.dtype)
         self._divide()
+
+    def _master_weights(self) -> MasterWeights:
+        """FSDP2 casts shards in float32 as it gathers them."""
+        return MasterWeights()
 
     def _divide(self) -> None:
         """Leave each rank its part of the parameters."""

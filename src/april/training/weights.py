@@ -66,7 +66,7 @@ def transfer(
     if recipe.cluster.enabled and settings.engine == "embedded":
         from april.engines.cluster.weights import ObjectStore
 
-        return ObjectStore(tensors, getattr(torch, recipe.engine_dtype))
+        return ObjectStore(tensors, getattr(torch, recipe.compute_dtype))
     if settings.own_process:
         return OnDisk(directory / "weights", lambda path: _save_tensors(path, tensors()))
     if settings.engine == "embedded":

@@ -1,0 +1,76 @@
+"""Master weights: parameters in float32 that an optimizer updates, of modules that compute with rounded copies of them.
+
+Mixed precision as in arXiv 1710.03740. The modules keep one parameter for each name, of the type they compute in, so
+their layers, engines that share their parameters, and weight transfers need no casts. FSDP2 has its own master weights.
+
+Invariants:
+- each parameter that is trained in another type than it computes in has one master; every other parameter is its own;
+- masters collect the gradients of all micro-batches; parameters of the modules hold none after a backward pass;
+- after `write` the parameters of the modules are their masters, rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from april.engines.embedded.model import cast_parameters
+
+
+class MasterWeights:
+    """Master weights of `modules`, whose parameters are cast to `dtype` in place.
+
+    Args:
+        modules: trained modules; parameters that need no gradient are cast and get no master.
+        dtype: type to compute in.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = (), dtype: torch.dtype = torch.float32) -> None:
+        self._masters: dict[Tensor, Tensor] = {}
+        for module in modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.dtype != dtype:
+                    self._masters[parameter] = parameter.data
+                    parameter.register_post_accumulate_grad_hook(self._collect)
+            cast_parameters(module, dtype)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the master of a parameter; the tensor itself if it has none."""
+        return self._masters.get(tensor, tensor)
+
+    def trained(self, module: nn.Module) -> list[Tensor]:
+        """Return the tensors that an optimizer of `module` updates."""
+        return [self.of(parameter) for parameter in module.parameters() if parameter.requires_grad]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Bring the modules' parameters up to their masters."""
+        if self._masters:
+            torch._foreach_copy_(list(self._masters), list(self._masters.values()))
+
+    @contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Inside, the modules' parameters are their masters, for code that casts what it loads to their type."""
+        rounded = {parameter: parameter.data for parameter in self._masters}
+        for parameter, master in self._masters.items():
+            parameter.data = master
+        try:
+            yield
+        finally:
+            for parameter, own in rounded.items():
+                parameter.data = own
+            self.write()
+
+    @torch.no_grad()
+    def _collect(self, parameter: Tensor) -> None:
+        """Add a parameter's gradient to its master's: sums of micro-batches lose small addends in bfloat16."""
+        gradient, parameter.grad = parameter.grad, None
+        master = self._masters[parameter]
+        assert gradient is not None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)
