@@ -46,10 +46,9 @@ ALLOWED = {
         "pickle.loads",
     ): "what goes to and from processes that april started",
     ("engines/cluster/needs.py", "pickle.loads"): "what the driver hands its own task on a node, as Ray does all else",
-    ("environments/loading.py", "importlib.import_module"): "the dotted path of an environment or of tools",
     ("environments/workers.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("tasks/isolation.py", "pickle.loads"): "what goes to and from worker processes over pipes",
-    ("tasks/scoring.py", "importlib.import_module"): "the dotted path of a reward function",
+    ("loading.py", "importlib.import_module"): "the dotted path of a reward function, an environment or tools",
 }
 
 

@@ -91,6 +91,34 @@ def test_partial_rollouts_are_carried_over_steps_and_logged(run: Any) -> None:
         assert entry["april/step_consumed_tokens"] == sum(group.tokens for group in groups)
 
 
+def test_the_effective_sample_size_and_the_kl_are_those_of_the_samples_that_were_trained_on(run: Any) -> None:
+    first, *later = [entry for entry in run.state.log_history if "loss" in entry]
+    assert first["april/ess"] == pytest.approx(1, abs=1e-4)  # every token is of the policy that is trained
+    assert first["april/kl_behaviour"] == pytest.approx(0, abs=1e-5)
+    assert all(entry["april/ess"] < 0.999 and entry["april/kl_behaviour"] > 1e-5 for entry in later)
+
+
+def test_metrics_that_only_some_batches_have_are_aggregated_over_those(run: Any) -> None:
+    common = {"staleness_max": 1, "step_generated_tokens": 100, "rollout_seconds": 2.0}
+    surplus = {"staleness_max": 3, "step_generated_tokens": 0, "step_consumed_tokens": 200, "rollout_seconds": 1e-5}
+    run.rollouts.metrics = [
+        {**common, "step_consumed_tokens": 200, "consumed_tokens_per_second": 100.0},
+        {**common, "step_consumed_tokens": 400, "consumed_tokens_per_second": 200.0, "samples_redrafted": 6},
+        surplus,
+    ]
+    taken = run.rollouts.take_metrics()
+    assert taken["samples_redrafted"] == 6
+    assert taken["staleness_max"] == 3
+    assert taken["consumed_tokens_per_second"] == pytest.approx(200, rel=1e-4)
+    run.rollouts.metrics = [surplus]
+    assert "consumed_tokens_per_second" not in run.rollouts.take_metrics()
+
+
+def test_transformers_continuous_batching_is_named_as_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer(tmp_path, use_transformers_continuous_batching=True).close()
+    assert "use_transformers_continuous_batching = True is ignored" in caplog.text
+
+
 def test_drafts_leave_no_stale_token(tmp_path: Path) -> None:
     trained = trainer(tmp_path, rollouts={"on_update": "redraft"})
     trained.train()

@@ -26,6 +26,17 @@ def test_arms_are_compared_seed_by_seed() -> None:
     assert "× 1.50 (1.10 to 2.50)" in out.getvalue()
 
 
+def test_the_headline_is_the_time_to_the_target_where_all_runs_reached_it() -> None:
+    faster = {"consumed_tokens_per_second": 1.55, "overall_tokens_per_second": 1.4, "time_to_target": 1.07}
+    runs = [record("synchronous", 0), record("partial", 0, **faster)]
+    out = io.StringIO()
+    compare_runs(runs, Console(file=out, width=200))
+    assert out.getvalue().endswith("Time to the target reward, relative to synchronous: partial × 1.07\n")
+    runs += [record("synchronous", 1), record("partial", 1, **{**faster, "time_to_target": None})]
+    compare_runs(runs, Console(file=out, width=200))
+    assert out.getvalue().endswith("Overall tokens/s, relative to synchronous: partial × 1.40\n")
+
+
 def test_a_target_that_was_never_reached_says_so() -> None:
     runs = [record("a", 0, time_to_target=10.0), record("b", 0, time_to_target=None), record("a", 1), record("b", 1)]
     out = io.StringIO()

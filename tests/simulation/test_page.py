@@ -41,6 +41,15 @@ def test_the_frontier_is_drawn_for_a_phone_too() -> None:
     assert ">0.5</text>" in wide, "staleness is no whole number"
 
 
+def test_only_points_of_one_kind_are_joined() -> None:
+    fixed = [replace(POINT, mean_staleness=stale) for stale in (0.0, 1.0, 2.0)]
+    automatic = replace(POINT, automatic=True, mean_staleness=1.5)
+    page = simulation_page("a", "b", [SYNCHRONOUS, *fixed, automatic], POINT, "", "")
+    for title in ("occupancy", "peak_kv"):
+        chart = page.split(f'aria-label="{title}')[1].split("</svg>")[0]
+        assert len(chart.split('class="line')) - 1 == 2, "a line of the fixed N', and one of the automatic choice"
+
+
 def test_a_table_of_large_figures_fits_a_terminal_of_80_columns() -> None:
     console = Console(file=io.StringIO(), width=80)
     print_points([POINT], POINT, console)

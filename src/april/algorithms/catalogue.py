@@ -60,6 +60,11 @@ class Algorithm:
     note: str = ""
 
     @property
+    def group_baseline(self) -> bool:
+        """Whether a sample's advantage is relative to the other samples of its prompt."""
+        return self.advantage not in ("reinforce_plus_plus", "gae")
+
+    @property
     def value_head(self) -> bool:
         """Whether the policy needs one."""
         return self.advantage == "gae"

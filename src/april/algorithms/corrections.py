@@ -223,8 +223,8 @@ class Diagnostics:
         largest = torch.maximum(self.largest, other.largest)
         return Diagnostics(self.sums + other.sums, self.k3 + other.k3, largest, self.sequences + other.sequences)
 
-    def cpu(self) -> Diagnostics:
-        return Diagnostics(self.sums.cpu(), self.k3.cpu(), self.largest.cpu(), self.sequences.cpu())
+    def to(self, device: torch.device | str) -> Diagnostics:
+        return Diagnostics(*(value.to(device) for value in (self.sums, self.k3, self.largest, self.sequences)))
 
     @property
     def effective_sample_size(self) -> float:

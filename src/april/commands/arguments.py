@@ -11,6 +11,7 @@ from typing import TypeVar
 from april.commands.help import help_asked_for, parse
 from april.config.checking import check_recipe
 from april.config.error import ConfigError
+from april.config.paths import anchor
 from april.config.reading import load_recipe, setting_line
 from april.config.recipe import Recipe
 
@@ -40,8 +41,9 @@ def read_recipe(args: Sequence[str], program: str, description: str = "") -> Rec
 
 
 def override(recipe: Recipe, flags: Sequence[str], program: str, description: str) -> Recipe:
-    """The recipe with what the flags say instead."""
+    """The recipe with what the flags say instead; paths in flags are relative to the current directory."""
     changed: Recipe = parse(Recipe, program, description, flags, default=recipe)
+    anchor(changed, Path.cwd())
     return changed
 
 

@@ -88,6 +88,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
             yield f"task.{name} = {value!r}: {problem}"
     yield from _cluster_problems(recipe)
     yield from _algorithm_problems(recipe.algorithm)
+    yield from _baseline_problems(recipe)
     yield from _engine_problems(recipe.engine)
     if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
         yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
@@ -308,6 +309,25 @@ def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
     for name in ("gamma", "gae_lambda", "turn_discount"):
         if (value := getattr(settings, name)) is not None and value > 1:
             yield f"algorithm.{name} = {value}: must lie in [0, 1]"
+
+
+def _baseline_problems(recipe: Recipe) -> Iterator[str]:
+    """Settings under which all samples of a prompt would have the same reward, and advantages relative to it be 0."""
+    name, rollout = recipe.algorithm.algorithm, recipe.rollout
+    with suppress(ValueError):  # _algorithm_problems reports an unknown algorithm
+        if not algorithm(name).group_baseline:
+            return
+        others = "choose reinforce_plus_plus or ppo"
+        if rollout.n_samples_per_prompt == 1:
+            yield (
+                f"rollout.n_samples_per_prompt = 1: {name} compares the samples of a prompt with each other, so a "
+                f"single sample is never trained on; set 2 or more, or {others}"
+            )
+        if rollout.temperature == 0 and not recipe.environment.enabled:
+            yield (
+                f"rollout.temperature = 0: all samples of a prompt are equal, {name} compares them with each other, "
+                f"and nothing is trained on; raise it, or {others}"
+            )
 
 
 def _range_problems(section: str, values: Any) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from april.config.error import ConfigError
+from april.config.paths import anchor
 from april.config.recipe import Recipe
 
 
@@ -42,25 +42,8 @@ def load_recipe(path: Path) -> Recipe:
         recipe: Recipe = TypeAdapter(Recipe).validate_python(settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(path, text, problems) for problems in _by_setting(error))) from None
-    recipe.model.path = _beside(path, recipe.model.path)
-    data, held_out = (value and _beside(path, value) for value in (recipe.task.path, recipe.task.eval_path))
-    recipe.environment.path, recipe.environment.tools = (
-        _object_beside(path, name) for name in (recipe.environment.path, recipe.environment.tools)
-    )
-    recipe.task = dataclasses.replace(recipe.task, path=data, eval_path=held_out)
+    anchor(recipe, path.parent)
     return recipe
-
-
-def _beside(recipe: Path, name: str) -> str:
-    """A path in a recipe: relative to the recipe's folder if it exists there, else as it is."""
-    beside = os.path.join(recipe.parent, name)
-    return os.path.realpath(beside) if name and os.path.exists(beside) else name
-
-
-def _object_beside(recipe: Path, name: str) -> str:
-    """`FILE.py:NAME` in a recipe: the file relative to the recipe's folder if it exists there."""
-    file, colon, names = name.partition(":")
-    return f"{_beside(recipe, file)}:{names}" if colon and file.endswith(".py") else name
 
 
 def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str]:

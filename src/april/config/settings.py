@@ -25,8 +25,7 @@ class ModelSettings:
     """The policy.
 
     Args:
-        path: Policy: a Hugging Face causal LM, as a directory or a hub name. Relative to the recipe's folder
-            first.
+        path: Policy: a Hugging Face causal LM, as a directory or a hub name.
         dtype: Type of the parameters that are trained, of the sums of their gradients and of the optimizer's state.
             bfloat16 rounds away the updates of usual learning rates, and is refused there.
         compute_dtype: Type that forward and backward passes compute in, and that engines generate in. With float32
@@ -125,7 +124,7 @@ class EnvironmentSettings:
     """What answers the policy's turns, in episodes; without path and tools a response is one turn, and nothing does.
 
     Args:
-        path: The environment: FILE.py:NAME (relative to the recipe's folder first) or package.module:NAME.
+        path: The environment: FILE.py:NAME or package.module:NAME.
         tools: Instead of it, Python functions that are tools: FILE.py:NAME,NAME,…
         params: What the environment is made with.
         max_turns: Turns of an episode. The response budget (max_response_length) counts the policy's tokens of all of

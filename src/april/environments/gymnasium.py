@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from april.environments.loading import load_object
 from april.environments.randomness import OwnRandom
 from april.extras import missing_package
+from april.loading import load_object
 from april.rollout.environment import EnvStep, Observation, Turn
 
 SEEDS = 1 << 32

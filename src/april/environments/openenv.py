@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from april.environments.loading import load_object
+from april.loading import load_object
 from april.rollout.environment import EnvironmentLost, EnvStep, Observation, Turn
 
 

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from april.environments.loading import load_object
 from april.environments.tools import Schema, ToolClassEnvironment, ToolEnvironment, ToolError
+from april.loading import load_object
 from april.rollout.environment import Environment
 
 

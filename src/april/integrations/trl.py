@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from april.algorithms.corrections import Diagnostics, correct, diagnostics
 from april.integrations.ranks import last_words
 from april.integrations.requirement import require
 from april.integrations.trl_episodes import completion
@@ -34,6 +38,7 @@ from april.integrations.trl_rollouts import (
     partial_rollouts_of,
     read_state,
 )
+from april.reporting.alarms import Alarms
 
 require("trl", "1.16", extra="trl")
 
@@ -42,6 +47,8 @@ from datasets import Dataset, IterableDataset  # noqa: E402
 from transformers import PreTrainedTokenizerBase  # noqa: E402
 
 __all__ = ["GRPOTrainer", "PartialRollouts"]
+
+logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
@@ -69,6 +76,11 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         _refuse_model(self)
         self.rollouts = TRLRollouts(self, settings)
         self.rollout_func = self._completions
+        self._logprobs: Tensor | None = None
+        """Log-probabilities of the latest forward pass, which `_compute_loss` has no other way to return."""
+        self._drift = Diagnostics.none()
+        """How far this process's samples were from on-policy, over the updates since the last log."""
+        self._alarms = Alarms()
         self.add_callback(Checkpoint(self.rollouts))
         weakref.finalize(self, self.rollouts.close)
 
@@ -85,6 +97,21 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         if training and not (self.use_vllm and self.vllm_importance_sampling_correction):
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         return output
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logprobs = scores[0].detach()
+        return scores
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        behaviour = inputs.get("sampling_per_token_logps")
+        if self.model.training and behaviour is not None and self._logprobs is not None:
+            mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+            correction = correct("behaviour", self._logprobs, self._logprobs, behaviour, mask)
+            # Sums stay on the device until they are logged, so that no micro-batch waits for the GPU.
+            self._drift = diagnostics(correction, self._logprobs, behaviour, mask) + self._drift.to(mask.device)
+        return loss
 
     def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """TRL's `rollout_func`: what was just generated for this process, a row per sample."""
@@ -120,9 +147,19 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             self.rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As TRL's, with april's metrics of the rollouts since the last call under `april/`."""
-        if self.model.training:
-            logs.update(self.rollouts.take_metrics())
+        """As TRL's, with april's metrics of the rollouts since the last call under `april/`.
+
+        `april/ess` and `april/kl_behaviour` are of the samples of process 0. The alarms of `april train` are logged as
+        warnings.
+        """
+        if self.model.training and self.rollouts.job.leads:
+            measured = self.rollouts.take_metrics()
+            taken, self._drift = self._drift.metrics(), Diagnostics.none()
+            if taken["tokens"]:
+                measured |= {"ess": taken["ess"], "kl_behaviour": taken["kl_k3"]}
+            for warning in self._alarms.observe({**logs, **measured}):
+                logger.warning(warning)
+            logs.update({f"april/{name}": value for name, value in measured.items()})
         super().log(logs, start_time)
 
     def close(self) -> None:
@@ -156,6 +193,11 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
             raise ValueError("generation_kwargs: april does not know them; leave them out")
         if args.remove_unused_columns:
             raise ValueError("remove_unused_columns = True: it takes the answers out of the rows; leave it at False")
+        if args.use_transformers_continuous_batching:
+            logger.warning(
+                "use_transformers_continuous_batching = True is ignored: april's engine generates, with continuous "
+                "batching of its own"
+            )
 
 
 def check_arguments(args: Any) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -35,6 +34,7 @@ from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
 from april.integrations.trl_episodes import Row, TRLEpisodes
 from april.integrations.trl_sharded import WholeModel
+from april.reporting.totals import Totals
 from april.rollout.disk import write_whole
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
@@ -258,12 +258,12 @@ class TRLRollouts:
             self.loaded = step
 
     def take_metrics(self) -> dict[str, float]:
-        """In process 0, means over the generation batches since the last call; of maxima, the maximum."""
+        """In process 0, the metrics of the generation batches since the last call, aggregated as over a run (`Totals`).
+        Rates are left out if nothing was sampled."""
         taken, self.metrics = self.metrics, []
-        if not taken:
-            return {}
-        means = {f"april/{name}": fmean(metrics[name] for metrics in taken) for name in taken[0]}
-        return means | {"april/staleness_max": max(metrics["staleness_max"] for metrics in taken)}
+        measured = {name for metrics in taken for name in metrics}
+        totals = Totals.of(taken)
+        return {name: value for name, value in totals.values().items() if name in measured}
 
     def state_dict(self) -> dict[str, Any]:
         """In process 0: all there is, of the whole job. Nothing in it depends on the number of processes."""

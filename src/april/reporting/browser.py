@@ -20,7 +20,11 @@ MOST_STEPS, MOST_ROWS, LONGEST = 60, 240, 3000
 MOST_EPISODES = 60
 """Rows that are shown of a run with an environment: each has more to read."""
 
-CONTROLS = """<div class="choices"><select id="which" aria-label="which completions">
+ENDING = 160
+"""Characters of a completion's end that its row shows before it is opened: the answer is there."""
+
+CONTROLS = """<div class="choices"><input id="find" type="search" placeholder="find text" aria-label="find text">
+<select id="which" aria-label="which completions">
 <option value="">all shown</option><option value="false">trained on</option><option value="true">held out</option>
 </select><select id="at" aria-label="of which step"><option value="">every step</option>{steps}</select>
 <select id="order" aria-label="in which order"><option value="-step">latest step first</option>
@@ -73,7 +77,8 @@ def _item(row: Mapping[str, Any]) -> str:
     attributes = "".join(f' data-{name}="{escape(str(value))}"' for name, value in data.items())
     body = transcript(row) if row["turns"] else f"<pre>{''.join(_pieces(row))}</pre>"
     return (
-        f'<details class="completion"{attributes}><summary>{escape(" · ".join(facts))}</summary>'
+        f'<details class="completion"{attributes}><summary>{escape(" · ".join(facts))}'
+        f'<span class="ending">{escape(_ending(row["completion"]))}</span></summary>'
         f'<pre class="prompt">{_clipped(row["prompt"])}</pre>{body}</details>'
     )
 
@@ -87,6 +92,12 @@ def _pieces(row: Mapping[str, Any]) -> Sequence[str]:
     if len(row["completion"]) > LONGEST:
         parts.append(f"<i> … {len(row['completion']) - LONGEST:,} more characters</i>")
     return parts
+
+
+def _ending(text: str) -> str:
+    """The end of a completion on one line."""
+    line = " ".join(text[-4 * ENDING :].split())
+    return line if len(line) <= ENDING else f"… {line[-ENDING:]}"
 
 
 def _clipped(text: str) -> str:

@@ -18,11 +18,11 @@ from april.reporting.metrics import METRICS, busy_seconds
 from april.rollout.step import rate
 
 ROWS = {
-    "consumed_tokens_per_second": True,
-    "generated_tokens_per_second": True,
+    "time_to_target": True,
     "overall_tokens_per_second": True,
     "rollout_seconds": True,
-    "time_to_target": True,
+    "consumed_tokens_per_second": True,
+    "generated_tokens_per_second": True,
     "eval_reward": False,
     "accuracy": False,
     "staleness_mean": False,
@@ -34,7 +34,7 @@ ROWS = {
     "kv_cache_bytes": True,
     "resident_bytes": True,
 }
-"""The metrics that are compared, and whether a ratio to the first arm makes sense."""
+"""The metrics that are compared, and whether a ratio to the first arm makes sense; the one that matters most first."""
 
 MEMORY = {"buffer_bytes", "kv_cache_bytes", "resident_bytes"}
 
@@ -92,8 +92,22 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
         table.add_row(title, *cells)
         if any(ratios):
             table.add_row("", *ratios, style="bold")
-    (console or Console()).print(table)
+    console = console or Console()
+    console.print(table)
+    console.print(_headline(arms, result, all(record.get("time_to_target") for record in records)))
     return result
+
+
+def _headline(arms: Sequence[str], result: Mapping[str, Any], reached: bool) -> str:
+    """The comparison in a sentence: by the time to the target if all runs reached it, else by overall throughput."""
+    name, title = (
+        ("time_to_target", "Time to the target reward")
+        if reached
+        else ("overall_tokens_per_second", "Not all runs reached the target reward. Overall tokens/s")
+    )
+    ratios = {arm: result[arm][name]["ratio"]["median"] for arm in arms[1:]}
+    parts = [f"{arm} {_times(ratio)}" for arm, ratio in ratios.items() if ratio is not None]
+    return f"{title}, relative to {arms[0]}: {', '.join(parts) or 'no pair of runs to compare'}"
 
 
 def _times(ratio: float) -> str:

@@ -6,7 +6,7 @@ Invariant: a line is of bounded size, however much went wrong; what it leaves ou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ class FaultLog(StepLog):
     def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
         super().__init__(Path(directory) / FILE_NAME, resume_step)
 
-    def write_step(self, number: int, step: Step, learned: Mapping[str, Any], warning: str | None = None) -> None:
-        """The faults of training step `number`, from its rollout and from what its training measured, and a warning."""
-        record = faults_of(step, learned) | ({"warning": warning} if warning else {})
+    def write_step(self, number: int, step: Step, learned: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+        """The faults of training step `number`, from its rollout and its training's metrics, and its alarms."""
+        record = faults_of(step, learned) | ({"warnings": list(warnings)} if warnings else {})
         if record:
             self.write({"step": number, **record})
 
@@ -86,8 +86,7 @@ def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append((f"{more} more", "left out here"))
     if skipped := record.get("skipped_updates"):
         lines.append((f"{skipped} × update skipped", "loss or gradient not finite; the batch is in skipped/"))
-    if warning := record.get("warning"):
-        lines.append(("warning", warning))
+    lines += [("warning", warning) for warning in record.get("warnings", ())]
     if shortages := record.get("out_of_memory"):
         lines.append((f"{shortages} × out of memory", "micro-batches were made smaller"))
     return lines

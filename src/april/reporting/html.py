@@ -83,6 +83,8 @@ overflow-wrap:anywhere}
 .completion{border-bottom:1px solid var(--rule);padding:5px 0}
 .completion summary{font-weight:400;font-size:13px;overflow-wrap:anywhere}
 .completion[hidden]{display:none}
+.ending{display:block;color:var(--soft);white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.completion[open] .ending{display:none}
 .prompt{color:var(--soft)}
 .turn{margin:12px 0 0;color:var(--soft);font-size:13px}.turn+pre{margin-top:2px}
 .piece{box-shadow:inset 0 -2px var(--c);border-left:2px solid var(--c);padding-left:1px}
@@ -148,18 +150,19 @@ for (const svg of document.querySelectorAll('svg[data-hover]')) {
 
 const list = document.getElementById('completions');
 if (list) {
-  const [which, at, order] = ['which', 'at', 'order'].map(id => document.getElementById(id)), most = 40;
+  const [find, which, at, order] = ['find', 'which', 'at', 'order'].map(id => document.getElementById(id)), most = 40;
   const items = [...list.children];
   const arrange = () => {
     const name = order.value.replace('-', ''), sign = order.value[0] === '-' ? -1 : 1;
     const value = item => sign * (parseFloat(item.dataset[name]) || 0);
-    const fits = ({dataset: own}) =>
-      (!which.value || own.held === which.value) && (!at.value || own.step === at.value);
+    const wanted = find.value.toLowerCase();
+    const fits = ({dataset: own, textContent: text}) => (!which.value || own.held === which.value)
+      && (!at.value || own.step === at.value) && (!wanted || text.toLowerCase().includes(wanted));
     items.sort((a, b) => value(a) - value(b));
     let shown = 0;
     for (const item of items) { item.hidden = !fits(item) || ++shown > most; list.append(item); }
   };
-  for (const control of [which, at, order]) control.addEventListener('change', arrange);
+  for (const control of [find, which, at, order]) control.addEventListener('input', arrange);
   arrange();
 }
 

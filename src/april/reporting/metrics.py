@@ -47,6 +47,7 @@ class Metric:
         form: how a value reads.
         over: what its values over a run amount to.
         weight: the metric by which a mean is weighted; equal weights if None.
+        amount: of a rate, the metric whose sum is divided by the sum of `weight`; empty for other metrics.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Metric:
     form: Format = compact
     over: Over = Over.MEAN
     weight: str | None = None
+    amount: str = ""
 
     @property
     def title(self) -> str:
@@ -76,6 +78,7 @@ TABLE: Sequence[Metric] = (
         ("accuracy", "held-out accuracy", thousandths, LAST),
         ("reward", "reward", thousandths),
         ("reward_std", "standard deviation of rewards", thousandths),
+        ("frac_reward_zero_std", "share of groups with equal rewards", percent),
     ),
     *_section(
         "response",
@@ -88,11 +91,12 @@ TABLE: Sequence[Metric] = (
     ),
     *_section(
         "throughput",
-        ("consumed_tokens_per_second", "consumed tokens/s", whole, MEAN, "rollout_seconds"),
-        ("generated_tokens_per_second", "generated tokens/s", whole, MEAN, "rollout_seconds"),
+        ("consumed_tokens_per_second", "consumed tokens/s", whole, MEAN, "rollout_seconds", "step_consumed_tokens"),
+        ("generated_tokens_per_second", "generated tokens/s", whole, MEAN, "rollout_seconds", "step_generated_tokens"),
         ("expected_consumed_tokens_per_second", "expected consumed tokens/s", whole, LAST),
         ("engine_occupancy", "engine slots decoding", percent, MEAN, "rollout_seconds"),
         ("step_consumed_tokens", "tokens trained on in a step", whole),
+        ("step_generated_tokens", "tokens generated in a step", whole),
         ("consumed_tokens", "tokens trained on", compact, LAST),
         ("generated_tokens", "tokens generated", compact, LAST),
         ("rejected_tokens", "tokens of rejected groups", compact, LAST),
@@ -124,6 +128,7 @@ TABLE: Sequence[Metric] = (
         ("turns_mean", "turns of an episode", tenths),
         ("turns_max", "turns of the longest episode", whole, MAX),
         ("step_environment_tokens", "environment tokens of a step", whole),
+        ("episodes_failed_share", "episodes with a failing environment", percent),
     ),
     *_section(
         "optimisation",
@@ -191,6 +196,8 @@ TABLE: Sequence[Metric] = (
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in TABLE}
+RATES = [metric for metric in TABLE if metric.amount]
+"""Metrics that amount to one sum divided by another over a run, steps without a value of their own included."""
 
 
 def busy_seconds(metrics: Mapping[str, Any]) -> float:

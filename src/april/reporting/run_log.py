@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from april.reporting.alarms import Alarms
 from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
@@ -28,7 +29,6 @@ from april.reporting.metrics import busy_seconds, counted, failures_in, plotted,
 from april.reporting.metrics_log import MetricsLog, last_step
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
-from april.reporting.stability import StabilityWatch
 from april.reporting.step_log import plain
 from april.reporting.totals import Totals
 from april.reporting.trace import TraceWriter, trace_of
@@ -85,7 +85,7 @@ class RunLog:
         self.totals = Totals(state["totals"] if state else None)
         self._trained = 0.0
         """Seconds that training on the latest step took."""
-        self._stability = StabilityWatch()
+        self._alarms = Alarms()
         self._clock = clock
         self._show_completions = show_completions
         self._rows: deque[list[Completion]] = deque()
@@ -120,11 +120,11 @@ class RunLog:
         record = self._record({"consumed_tokens": total, **metrics_of(step), **self._overlap(step), **measured})
         self._trained = record.get("train_seconds") or 0.0
         self._trace.write(trace_of(self.steps, step, slots))
-        warning = self._stability.observe(record)
-        self._faults.write_step(self.steps, step, measured, warning)
+        warnings = self._alarms.observe(record)
+        self._faults.write_step(self.steps, step, measured, warnings)
         if self.progress:
             self.progress.step(record, failures_in(self.totals.values()))
-            if warning:
+            for warning in warnings:
                 self.progress.note(f"warning: {warning}")
         if self._completions:
             self._completions.write(step.groups, self.steps, step.version)
@@ -215,14 +215,13 @@ def metrics_of(step: Step) -> dict[str, Any]:
         **step.metrics(),
         "reward": rewards.mean(),
         "reward_std": rewards.std(),
+        "frac_reward_zero_std": np.mean([len({s.reward for s in group.samples}) == 1 for group in step.groups]),
         "response_length_mean": lengths.mean(),
         "response_length_p50": np.percentile(lengths, 50),
         "response_length_p99": np.percentile(lengths, 99),
         "response_length_max": lengths.max(),
         "truncated_share": np.mean([sample.truncated for sample in samples]),
         "admission_reason": step.plan.reason,
-        "expected_consumed_tokens_per_second": step.plan.consumed_tokens_per_second,
-        "expected_staleness": step.plan.staleness,
         "groups_consumed": len(step.groups),
         "groups_quarantined": len(step.quarantined),
         "reward_failures": sum(failure.kind == "reward" for failure in step.failures),

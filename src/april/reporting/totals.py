@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
-from april.reporting.metrics import LAST, MAX, SUM, Metric, is_number, metric
+from april.reporting.metrics import LAST, MAX, RATES, SUM, Metric, is_number, metric
 
 
 class Totals:
@@ -29,8 +29,12 @@ class Totals:
     def add(self, record: Mapping[str, Any]) -> None:
         """Count a record; only its numbers count."""
         for name, value in record.items():
-            if is_number(value) and name != "step":
+            if is_number(value) and name != "step" and not metric(name).amount:
                 self._count(metric(name), value, record)
+        for rate in RATES:
+            amount, weight = record.get(rate.amount), record.get(rate.weight or "")
+            if amount is not None and weight is not None:
+                self._add(rate.name, amount, weight)
 
     def _count(self, own: Metric, value: float, record: Mapping[str, Any]) -> None:
         entry = self._sums.get(own.name)
@@ -42,8 +46,11 @@ class Totals:
             self._sums[own.name] = [value + (entry[0] if entry else 0)]
         else:
             weight = record.get(own.weight, 1) if own.weight else 1
-            before, weights = entry or (0, 0)
-            self._sums[own.name] = [before + value * weight, weights + weight]
+            self._add(own.name, value * weight, weight)
+
+    def _add(self, name: str, amount: float, weight: float) -> None:
+        before, weights = self._sums.get(name) or (0, 0)
+        self._sums[name] = [before + amount, weights + weight]
 
     def get(self, name: str) -> float | None:
         """What the metric amounts to; None if it was never measured."""

@@ -17,7 +17,7 @@ from april.rollout.trajectory import ENVIRONMENT, Group
 
 
 def rate(amount: float, seconds: float) -> float:
-    """`amount` per second; 0 if it took no time, as a step does for which enough complete groups had waited."""
+    """`amount` per second; 0 if it took no time."""
     return amount / seconds if seconds > 0 else 0.0
 
 
@@ -223,6 +223,7 @@ class Step:
         """Of the episodes trained on, and of the environments that failed meanwhile; nothing without an environment."""
         samples = [sample for group in self.groups for sample in group.samples if sample.transitions]
         kinds = Counter(failure.kind for failure in self.failures)
+        failed = {failure.sample_id for failure in self.failures if failure.kind.startswith("environment")}
         if not samples:
             return {}
         return {
@@ -231,6 +232,7 @@ class Step:
             "environment_seconds": self.environment_seconds / len(samples),
             "environment_wait_seconds": self.environment_wait_seconds,
             "step_environment_tokens": self.environment_tokens,
+            "episodes_failed_share": len(failed) / len(samples),
             "environment_failures": kinds["environment"],
             "environment_timeouts": kinds["environment timeout"],
             "environments_lost": kinds["environment lost"],
@@ -250,6 +252,27 @@ class Step:
             "draft_tokens_kept": sum(sample.kept_of_draft for sample in samples),
         }
 
+    @property
+    def throughput_metrics(self) -> dict[str, float]:
+        """Tokens per second. Empty for a step that sampled nothing because enough complete groups had waited: such a
+        step takes microseconds, and its rates would be meaningless."""
+        if not self.sampled_tokens:
+            return {}
+        return {
+            "consumed_tokens_per_second": rate(self.consumed_tokens, self.seconds),
+            "generated_tokens_per_second": rate(self.sampled_tokens, self.seconds),
+        }
+
+    @property
+    def forecast_metrics(self) -> dict[str, float]:
+        """Forecasts of admission for the long run; empty without a forecast."""
+        plan = self.plan
+        expected = {
+            "expected_consumed_tokens_per_second": plan.consumed_tokens_per_second,
+            "expected_staleness": plan.staleness,
+        }
+        return {name: value for name, value in expected.items() if value is not None}
+
     def metrics(self) -> dict[str, float]:
         """The account of the step as numbers for a log: the names are the same wherever april runs."""
         return {
@@ -267,8 +290,9 @@ class Step:
             "samples_resumed": self.resumed_samples,
             "engine_failures": sum(failure.kind == "engine" for failure in self.failures),
             "step_consumed_tokens": self.consumed_tokens,
-            "consumed_tokens_per_second": rate(self.consumed_tokens, self.seconds),
-            "generated_tokens_per_second": rate(self.sampled_tokens, self.seconds),
+            "step_generated_tokens": self.sampled_tokens,
+            **self.throughput_metrics,
+            **self.forecast_metrics,
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
             **self.episode_metrics,

@@ -107,22 +107,7 @@ def frontier(points: Sequence[Point]) -> str:
     """Throughput against staleness, the first of `points` being the synchronous one."""
     synchronous, *partial = points
     axis, rate = _by_staleness(partial), rate_of(points)
-
-    def line(name: str, style: str, automatic: bool, overlapping: bool = False) -> Series:
-        kind = (automatic, overlapping)
-        values = [rate(p) if (p.automatic, p.overlapping) == kind else None for p in partial]
-        return Series(name, values, style, dots=True)
-
-    beside = (
-        line("generation beside training, N' fixed", "c-amber", automatic=False, overlapping=True),
-        line("beside training, N' automatic", "c-purple", automatic=True, overlapping=True),
-    )
-    rates = [
-        line("partial rollouts, N' fixed", "c-blue", automatic=False),
-        line("N' chosen automatically", "c-green", automatic=True),
-        *(beside if any(point.overlapping for point in points) else ()),
-        Series("synchronous", [rate(synchronous)] * len(partial), "c-grey"),
-    ]
+    rates = [*_by_kind(partial, rate), Series("synchronous", [rate(synchronous)] * len(partial), "c-grey")]
     return both_widths(
         *(
             line_chart(
@@ -131,6 +116,27 @@ def frontier(points: Sequence[Point]) -> str:
             for size in (WIDE, HALF)
         )
     )
+
+
+def _by_kind(partial: Sequence[Point], value: Callable[[Point], float]) -> list[Series]:
+    """A line for each kind of setting: only points of one kind are joined."""
+    kinds = {
+        (False, False): ("partial rollouts, N' fixed", "c-blue"),
+        (True, False): ("N' chosen automatically", "c-green"),
+        (False, True): ("generation beside training, N' fixed", "c-amber"),
+        (True, True): ("beside training, N' automatic", "c-purple"),
+    }
+    present = {(point.automatic, point.overlapping) for point in partial}
+    return [
+        Series(
+            name,
+            [value(point) if (point.automatic, point.overlapping) == kind else None for point in partial],
+            style,
+            dots=True,
+        )
+        for kind, (name, style) in kinds.items()
+        if kind in present
+    ]
 
 
 def _rate_name(points: Sequence[Point]) -> str:
@@ -162,8 +168,8 @@ def _last_tile(chosen: Point) -> Tile:
 
 
 def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
-    values = [float(getattr(point, name)) for point in points]
-    return line_chart(name, axis, [Series(name, values, "c-blue", dots=True)], y_format=percent, legend=False)
+    lines = _by_kind(points, lambda point: float(getattr(point, name)))
+    return line_chart(name, axis, lines, y_format=percent, legend=False)
 
 
 def table_of(points: Sequence[Point], chosen: Point) -> str:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -22,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from april.loading import load_object
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, check_rewards
 from april.rollout.trajectory import Reward
@@ -188,7 +187,7 @@ class NamedFunction:
     signature names, or everything if it takes `**kwargs`. It returns a number, or a `Reward` with more to say.
 
     Args:
-        path: `package.module:function`, or `package.module.function`. The current directory is searched first.
+        path: see `load_function`.
         scope: "group" if the function takes a list of responses; an attribute `reward_scope = "group"` of the function
             says the same.
     """
@@ -259,32 +258,17 @@ class NamedFunction:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """The function at `package.module:function` or `package.module.function`.
-
-    The current directory is put first on `sys.path`, as `python -m` does, so that a file beside the recipe is found.
+    """Return the function at `FILE.py:NAME`, `package.module:NAME` or `package.module.NAME`.
 
     Raises:
-        ValueError: no such module, no such attribute, or it cannot be called.
+        ValueError: see `load_object`; or the object cannot be called.
     """
-    module_name, _, name = path.partition(":") if ":" in path else path.rpartition(".")
-    if not module_name or not name:
+    place, dot, name = path.rpartition(".")
+    if ":" not in path and not dot:
         raise ValueError(
-            f'reward = {path!r}: must be "task", "math-verify" or the path of a function, "package.module:function"'
+            f'reward = {path!r}: must be "task", "math-verify" or a function, "FILE.py:NAME" or "package.module:NAME"'
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, but something it imports is not
-        raise ValueError(
-            f"reward = {path!r}: there is no module {error.name!r}, neither in the current directory nor installed"
-        ) from None
-    for attribute in name.split("."):
-        if not hasattr(target, attribute):
-            raise ValueError(f"reward = {path!r}: {getattr(target, '__file__', target)} has no {attribute!r}")
-        target = getattr(target, attribute)
+    target = load_object("reward", path if ":" in path else f"{place}:{name}")
     if not callable(target):
         raise ValueError(f"reward = {path!r}: this is a {type(target).__name__}, which cannot be called")
     function: Callable[..., Any] = target

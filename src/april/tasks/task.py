@@ -107,8 +107,8 @@ class TaskSpec:
         answer_column: the reference answer; None if the reward function needs none.
         metadata_columns: columns that reward functions are given beside the answer; unset: all.
         id_column: a unique name per record; by default file name and record number.
-        reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or the dotted path of a
-            function, `package.module:function`.
+        reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or a function,
+            `FILE.py:NAME` or `package.module:NAME`.
         rewards: several of them instead, each with its weight: the reward is their weighted sum, and each is logged
             by its name. april.tasks.format and april.tasks.length have ready-made ones.
         reward_scope: whether that function scores one response or all responses to a problem at once.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from april.algorithms.batch import Batch
 from april.training.forward import hidden_states
+from april.training.policy import trunk_of
 
 
 class Critic(nn.Module):
@@ -26,7 +27,7 @@ class Critic(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         weight = model.get_output_embeddings().weight
-        self.trunk = copy.deepcopy(model.base_model).requires_grad_(True)
+        self.trunk = copy.deepcopy(trunk_of(model)).requires_grad_(True)
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)

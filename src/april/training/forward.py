@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
+from april.engines.embedded.probe import in_float32
 from april.training.context import current
 from april.training.packing import Packing, attends_packed
+from april.training.policy import trunk_of
 
 
 class PolicyModel(nn.Module):
@@ -42,7 +44,7 @@ class PolicyModel(nn.Module):
         The language-model head runs on the masked positions only, a chunk at a time.
         """
         mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config
-        hidden = hidden_states(self.model.base_model, batch)
+        hidden = hidden_states(trunk_of(self.model), batch)
         softcap = getattr(config, "final_logit_softcapping", None)
         scaled = self.temperature / _logit_scale(config)
         targets = batch.input_ids[:, 1:][mask]
@@ -88,9 +90,10 @@ def check_head(model: Any) -> None:
     """
     batch = probe(model)
     ids = batch.input_ids
-    found, _ = PolicyModel(model)(batch)
-    expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-    if not alike(found, expected, model.get_output_embeddings().weight.dtype):
+    with in_float32(model):
+        found, _ = PolicyModel(model)(batch)
+        expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+    if not alike(found, expected, torch.float32):
         raise ValueError(
             f"{type(model).__name__}: its logits are not its head's output on its last hidden states, scaled or "
             "softcapped; april does not know how this architecture computes them"

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from april.algorithms.truncation import WHOLE, Truncation
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import AlgorithmSettings, RolloutSettings
-from april.engines.embedded.model import cast_parameters
+from april.engines.embedded.model import convert
 from april.engines.weights import WeightTransfer
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Sample
@@ -102,7 +103,7 @@ class LocalLearner:
     def _master_weights(self) -> MasterWeights:
         """Have all models compute in the recipe's type; those that are trained keep parameters of their own."""
         if self.reference is not None:
-            cast_parameters(self.reference, self.dtype)
+            convert(self.reference, self.dtype)
         return MasterWeights(self._trained(), self.dtype)
 
     def _place(self) -> None:
@@ -161,7 +162,8 @@ class LocalLearner:
                 self.update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
                 for index, rows in enumerate(self.updates(step.groups))
             ]
-        metrics = {name: sum(made[name] for made, _ in results) / len(results) for name in results[0][0]}
+        names = dict.fromkeys(name for made, _ in results for name in made)
+        metrics = {name: fmean(made[name] for made, _ in results if name in made) for name in names}
         metrics["skipped_updates"] *= len(results)
         own = {"out_of_memory": self.memory.shortages - shortages}
         return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
@@ -222,7 +224,7 @@ class LocalLearner:
         if finite and sums.tokens:
             self.memory.fit(lambda: self._step_optimizers(scale), batch.lengths)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
-        means = {term: total / max(sums.tokens, 1) for term, total in means.items()}
+        means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
         rate = scale * self.optimizer.param_groups[0]["lr"]
         more = {"ess": ess, "lr": rate, "skipped_updates": float(not finite)}
         return means | measured | more, sums.met
@@ -273,7 +275,7 @@ class LocalLearner:
             loss.backward()  # type: ignore[no-untyped-call]
             value_loss = loss.item()
         entropy_sum, kl_sum, tokens = terms.entropy.item(), terms.kl.item(), int(micro.mask.sum())
-        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.cpu())
+        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.to("cpu"))
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         """`rows` of the batch in micro-batches, and which rows each has."""

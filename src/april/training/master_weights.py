@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from april.engines.embedded.model import cast_parameters
+from april.engines.embedded.model import convert
 
 
 class MasterWeights:
@@ -31,11 +31,12 @@ class MasterWeights:
     def __init__(self, modules: Iterable[nn.Module] = (), dtype: torch.dtype = torch.float32) -> None:
         self._masters: dict[Tensor, Tensor] = {}
         for module in modules:
-            for parameter in module.parameters():
-                if parameter.requires_grad and parameter.dtype != dtype:
-                    self._masters[parameter] = parameter.data
+            wide = {parameter: parameter.data for parameter in module.parameters() if parameter.requires_grad}
+            convert(module, dtype)
+            for parameter, master in wide.items():
+                if parameter.dtype != master.dtype:
+                    self._masters[parameter] = master
                     parameter.register_post_accumulate_grad_hook(self._collect)
-            cast_parameters(module, dtype)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the master of a parameter; the tensor itself if it has none."""

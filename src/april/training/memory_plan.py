@@ -23,6 +23,7 @@ from april.config.recipe import Recipe
 from april.config.settings import TrainerSettings
 from april.training.local import checkpoint_layers, objective_of
 from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
+from april.training.policy import trunk_of
 
 MOMENTS = 2
 """Of AdamW, for each parameter."""
@@ -169,7 +170,7 @@ def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, m
     """
     length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
     ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
-    trunk: Any = model.base_model
+    trunk: Any = trunk_of(model)
     trunk.requires_grad_(True)
     whole, hidden = _saved(trunk, ids)
     whole += layers * ids.numel() * more * hidden.element_size()

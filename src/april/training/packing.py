@@ -1,8 +1,8 @@
 """Sequences one after another in a single row, so that no layer computes padding.
 
-Attention alone needs to know where a sequence begins and ends: it runs over runs of sequences of like length, padded to
-one another where that costs little, and on GPUs in half precision through flash-attn's kernel for sequences of any
-length where that package is installed.
+Attention alone needs to know where a sequence begins and ends. It is one call of a kernel for packed sequences where
+the device has one (GPUs in half precision), and elsewhere one call for each run of sequences of like length, padded to
+one another where that costs little.
 
 Invariants:
 - no token attends to another sequence than its own;
@@ -11,19 +11,23 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from april.engines.embedded.attention import attend, causal_mask
+from april.engines.embedded.probe import LENGTHS, agrees, refuse_unknown, short_windows
+from april.engines.kernels import Bounds, KernelCase, attend, causal_mask, varlen_kernel
 from april.training.context import Context
+from april.training.policy import trunk_of
+
+log = logging.getLogger(__name__)
 
 IMPLEMENTATION = "april_packed"
 
@@ -58,23 +62,29 @@ class Packing:
     def __init__(self, lengths: Sequence[int], device: torch.device, context: Context | None = None) -> None:
         self.lengths = lengths
         self.context = context
+        self.device = device
         self.position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-        self.runs = list(_runs(lengths, device))
+        firsts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+        self.bounds = Bounds(firsts, firsts, max(lengths), max(lengths))
         self._masks: dict[tuple[int, int | None], Tensor] = {}
-        bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
-        longest = max(lengths)
-        self.flash = {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": longest,
-            "max_length_k": longest,
-        }
+
+    @cached_property
+    def runs(self) -> list[_Padded]:
+        return list(_runs(self.lengths, self.device))
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, cap: float | None
     ) -> Tensor:
         """Causal attention within each sequence: [1, heads, tokens, size] to [1, tokens, heads, size]."""
+        if torch.is_autocast_enabled(query.device.type):
+            # Autocast does not know the kernels, and rotary embeddings are float32 under it.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        heads, sizes = (query.shape[1], key.shape[1]), (key.shape[3], value.shape[3])
+        kernel = varlen_kernel(KernelCase(query.device, query.dtype, *heads, *sizes, cap is not None, cached=False))
+        if kernel is not None:
+            return kernel(queries, keys, values, self.bounds, scaling, window, cap)[None]
         parts = []
         for run in self.runs:
             mask = self._mask(run, window, cap, query)
@@ -134,15 +144,11 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     if april_packing is None:
         raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's training step only")
+    refuse_unknown(others)
     context = april_packing.context
     if context is not None:
         query, key, value = (context.heads(tensor) for tensor in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and find_spec("flash_attn"):
-        flash = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
-        settings = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, **others}
-        out = flash(module, query, key, value, None, **{**settings, **april_packing.flash})[0]
-    else:
-        out = april_packing.attend(query, key, value, scaling, sliding_window, softcap)
+    out = april_packing.attend(query, key, value, scaling, sliding_window, softcap)
     return out if context is None else context.tokens(out), None
 
 
@@ -168,23 +174,28 @@ def attends_packed(model: Any) -> bool:
     return implementation == IMPLEMENTATION
 
 
-@torch.no_grad()
 def can_pack(model: Any) -> bool:
-    """Whether `model` was seen to compute of packed sequences what it computes of each alone."""
-    trunk, device = model.base_model, next(model.parameters()).device
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    sequences = [(torch.arange(1, 1 + n, device=device) * 7 % vocabulary)[None] for n in (11, 6, 5)]
-    alone = torch.cat([trunk(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in sequences]).float()
-    packing = Packing([ids.shape[1] for ids in sequences], device)
-    try:
+    """Whether `model` computes of packed sequences what it computes of each alone, within its windows and beyond."""
+    trunk = trunk_of(model)
+
+    def alone(ids: Tensor) -> Tensor:
+        hidden: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state[0]
+        return hidden
+
+    def packed(ids: Tensor, positions: Tensor) -> Tensor:
+        packing = Packing(LENGTHS, ids.device)
         with packed_attention(model):
-            packed = trunk(
-                input_ids=torch.cat(sequences, 1),
-                position_ids=packing.position_ids,
-                use_cache=False,
-                april_packing=packing,
+            hidden: Tensor = trunk(
+                input_ids=ids, position_ids=positions, use_cache=False, april_packing=packing
             ).last_hidden_state[0]
-    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError):
-        return False
-    tolerance = 1e-3 if alone.dtype == packed.dtype else 0.05
-    return bool((packed.float() - alone).norm() <= tolerance * alone.norm())
+        return hidden
+
+    try:
+        with short_windows(model):
+            if agrees(model, alone, packed):
+                return True
+        reason = "packed sequences change its results"
+    except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    log.warning("%s: training batches are padded, not packed: %s", type(model).__name__, reason)
+    return False

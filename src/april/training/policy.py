@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from april.config.error import ConfigError
@@ -87,6 +87,14 @@ def device_of(settings: ModelSettings) -> torch.device:
     if settings.device != "auto":
         return torch.device(settings.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def trunk_of(model: Any) -> Any:
+    """The causal LM without its head."""
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4's text model has a trunk, but not under the name that its class states.
+    return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.engines.embedded.model import cast_parameters
+from april.engines.embedded.model import convert
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted
@@ -105,7 +105,7 @@ class ShardedLearner(LocalLearner):
             )
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
-            cast_parameters(self._copy.requires_grad_(False).to(self.ranks.device), self.dtype)
+            convert(self._copy.requires_grad_(False).to(self.ranks.device), self.dtype)
         self._divide()
 
     def _master_weights(self) -> MasterWeights:

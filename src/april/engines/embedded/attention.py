@@ -15,11 +15,12 @@ from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from april.engines.embedded.kv_cache import KVCache, Tier
+from april.engines.embedded.probe import refuse_unknown
 from april.engines.embedded.sequence import Sequence
+from april.engines.kernels import attend, causal_mask
 
 IMPLEMENTATION = "april_embedded"
 
@@ -54,54 +55,17 @@ def _dispatch(
     sliding_window: int | None = None,
     softcap: float | None = None,
     april_attention: Attention | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     if april_attention is None:
         raise RuntimeError(f"the attention implementation {IMPLEMENTATION!r} works inside april's embedded engine only")
+    refuse_unknown(others)
     layer = getattr(module, "layer_idx", -1)
     return april_attention.attend(LayerCall(layer, query, key, value, scaling, sliding_window, softcap)), None
 
 
 # No mask function is registered beside it: transformers then builds no masks, and the step makes its own.
 AttentionInterface.register(IMPLEMENTATION, _dispatch)
-
-
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Grouped-query attention, [batch, heads, queries, head size]; causal where there is no mask.
-
-    `softcap` bounds the scores by softcap · tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2) and needs a
-    mask.
-    """
-    if softcap is None:
-        gqa = query.shape[1] != key.shape[1]
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-        )
-    assert mask is not None
-    batch, heads, queries, size = query.shape
-    groups = query.reshape(batch, key.shape[1], -1, queries, size)
-    scores = groups @ key.unsqueeze(2).transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
-    scores = torch.tanh(scores / softcap) * softcap + mask.unsqueeze(1)
-    weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
-    return (weights @ value.unsqueeze(2)).reshape(batch, heads, queries, -1)
-
-
-def causal_mask(positions: torch.Tensor, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [batch, 1, queries, keys] for queries at `positions` [batch, queries]."""
-    key_positions = torch.arange(keys, device=positions.device)
-    hidden = key_positions > positions[..., None]
-    if window is not None:
-        hidden |= key_positions <= positions[..., None] - window
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    # The lowest finite number, because a query that pads a batch may see nothing at all.
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
 class TokenRun(NamedTuple):

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall, attend, causal_mask
+from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall
 from april.engines.embedded.kv_cache import KVShape
+from april.engines.embedded.probe import LENGTHS, agrees, short_windows
+from april.engines.kernels import attend, causal_mask
 
 NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-_PROBE_TOKENS = 12
 
 
 class ServedModel:
@@ -54,9 +55,12 @@ class ServedModel:
         vars(self.module).pop("forward", None)
         self.module.eval()
         if not self.shared:
-            cast_parameters(self.module.requires_grad_(False), self.dtype)
+            convert(self.module, self.dtype)
+            self.module.requires_grad_(False)
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
-        self.shape, self._windows = self._verify()
+        self.shape = self._verify()
+        with short_windows(self.module):
+            self._keeps_windows = self._agrees(_Probe())
 
     @torch.inference_mode()
     def logits(
@@ -110,15 +114,11 @@ class ServedModel:
                     f"beyond {original} tokens, which continuous batching cannot follow: pass context_length={original}"
                 )
         sliding = getattr(self.config, "sliding_window", None)
-        types = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.shape.layers
-        for layer, kind in enumerate(types):
-            if kind != "sliding_attention" or sliding is None or context_length <= sliding:
-                continue
-            if self._windows[layer] != sliding:
-                raise ValueError(
-                    f"{self.name}: layer {layer} has a sliding window that it does not hand to its attention: pass "
-                    f"context_length={sliding}"
-                )
+        if sliding is not None and context_length > sliding and not self._keeps_windows:
+            raise ValueError(
+                f"{self.name} has a sliding window that it does not hand to its attention: pass "
+                f"context_length={sliding}"
+            )
 
     def _refuse_layers(self) -> None:
         for layer, kind in enumerate(getattr(self.config, "layer_types", None) or ()):
@@ -128,22 +128,10 @@ class ServedModel:
                     f"{' and '.join(sorted(_KNOWN_LAYERS))}"
                 )
 
-    @torch.inference_mode()
-    def _verify(self) -> tuple[KVShape, list[int | None]]:
-        """Run a few tokens through both attentions, and see that each layer came by once and the logits agree."""
-        tokens = torch.arange(1, _PROBE_TOKENS + 1, device=self.device)[None] % self.vocabulary
-        positions = torch.arange(_PROBE_TOKENS, device=self.device)[None]
-        self.module.set_attn_implementation("eager")
-        expected = self.module(input_ids=tokens, position_ids=positions, use_cache=False).logits[0].float()
-        probe = _Probe(positions)
-        try:
-            self.module.set_attn_implementation(IMPLEMENTATION)
-            found = self.logits(tokens, positions, probe).float()
-        except (TypeError, KeyError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{self.name} does not compute attention through transformers' AttentionInterface, which the embedded "
-                f"engine needs ({error})"
-            ) from error
+    def _verify(self) -> KVShape:
+        """See that each layer calls the engine's attention once, and that the logits are those of the model's own."""
+        probe = _Probe()
+        agrees = self._agrees(probe)
         layers = int(self.config.num_hidden_layers)
         if [call.layer for call in probe.calls] != list(range(layers)):
             raise ValueError(
@@ -153,32 +141,61 @@ class ServedModel:
         shapes = {(call.key.shape[1], call.key.shape[3], call.value.shape[3]) for call in probe.calls}
         if len(shapes) > 1:
             raise ValueError(f"{self.name}: layers with different KV heads or head sizes: {sorted(shapes)}")
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
-        difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
-        if not difference <= tolerance:
+        if not agrees:
             raise ValueError(
-                f"{self.name}: logits differ from its own attention's by {difference:.1e} (relative): its layers "
-                "attend in a way that the embedded engine does not know"
+                f"{self.name}: logits differ from its own attention's: its layers attend, or place their tokens, in a "
+                "way that the embedded engine does not know"
             )
-        return KVShape(layers, *shapes.pop()), [call.window for call in probe.calls]
+        return KVShape(layers, *shapes.pop())
+
+    def _agrees(self, probe: _Probe) -> bool:
+        """Whether the logits by the engine's attention are those by the model's own."""
+
+        def alone(ids: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.module(input_ids=ids, use_cache=False).logits[0]
+            return logits
+
+        def packed(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            self.module.set_attn_implementation(IMPLEMENTATION)
+            try:
+                return self.logits(ids, positions, probe)
+            except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
+                raise ValueError(
+                    f"{self.name} does not compute attention through transformers' AttentionInterface, as the "
+                    f"embedded engine needs it: {error}"
+                ) from error
+
+        return agrees(self.module, alone, packed)
 
 
-def cast_parameters(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast a module's parameters in place, and leave its buffers: rotary frequencies lose all meaning at long contexts
-    in bfloat16."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+@torch.no_grad()
+def convert(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert a model, or a module around one, in place, as loading it in `dtype` would.
+
+    What transformers keeps in float32 stays so, and so do buffers that are computed and not stored: rotary frequencies
+    in bfloat16 place distant tokens wrongly.
+    """
+    kept: set[str] = set()
+    for model in module.modules():
+        if isinstance(model, PreTrainedModel):
+            kept |= set(model._keep_in_fp32_modules_strict or ())
+            kept |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not any(part in name for part in kept):
+            tensor.data = tensor.data.to(dtype)
 
 
 class _Probe:
-    """Plain causal attention over one sequence that remembers who called."""
+    """Plain causal attention within each of the probe's sequences that records its calls."""
 
-    def __init__(self, positions: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self.calls: list[LayerCall] = []
-        self._positions = positions
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         self.calls.append(call)
-        mask = causal_mask(self._positions, self._positions.shape[1], call.window, call.query.dtype)
-        return attend(call.query, call.key, call.value, mask, call.scaling, call.softcap).transpose(1, 2).contiguous()
+        parts = []
+        for query, key, value in zip(*(t.split(LENGTHS, 2) for t in (call.query, call.key, call.value)), strict=True):
+            positions = torch.arange(query.shape[2], device=query.device)[None]
+            mask = causal_mask(positions, query.shape[2], call.window, query.dtype)
+            parts.append(attend(query, key, value, mask, call.scaling, call.softcap))
+        return torch.cat(parts, 2).transpose(1, 2).contiguous()

@@ -1,0 +1,40 @@
+"""Paths in a recipe.
+
+Invariant: the policy, records, rewards, environments and tools are found by one rule: beside the recipe, else in the
+current directory. Names of files become absolute, so that workers and resumed runs find them from any directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from april.config.recipe import Recipe
+
+
+def anchor(recipe: Recipe, folder: Path) -> None:
+    """Make every path in `recipe` that exists in `folder` absolute; other paths stay as they are."""
+    recipe.model.path = _path(folder, recipe.model.path)
+    own, task = recipe.environment, recipe.task
+    own.path, own.tools = _object(folder, own.path), _object(folder, own.tools)
+    recipe.task = dataclasses.replace(
+        task,
+        path=task.path and _path(folder, task.path),
+        eval_path=task.eval_path and _path(folder, task.eval_path),
+        reward=_object(folder, task.reward),
+        rewards={_object(folder, name): weight for name, weight in task.rewards.items()},
+    )
+
+
+def _path(folder: Path, name: str) -> str:
+    found = os.path.join(folder, name)
+    return os.path.realpath(found) if name and os.path.exists(found) else name
+
+
+def _object(folder: Path, name: str) -> str:
+    """`FILE.py:NAME` and `package.module:NAME` as `/absolute/FILE.py:NAME` where the file is in `folder`."""
+    place, colon, names = name.partition(":") if ":" in name else name.rpartition(".")
+    file = place if place.endswith(".py") else place.replace(".", "/") + ".py"
+    found = os.path.join(folder, file)
+    return f"{os.path.realpath(found)}:{names}" if colon and place and os.path.isfile(found) else name
