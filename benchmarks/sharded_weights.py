@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config.recipe import Recipe
-from april.engines.servers.broadcast import join
+from april.engines.servers.weight_group import join
 from april.engines.weights import Meeting, Receiver
 from april.training.leader import Leader, dismissing, follow
 from april.training.rank_process import RENDEZVOUS
@@ -86,10 +87,12 @@ def engine() -> None:
         if order == "join":
             group = join(Meeting(**told), timedelta(seconds=60))
         elif order == "receive":
-            for name, kind, shape in zip(told["names"], told["dtypes"], told["shapes"], strict=True):
-                tensor = held[name] if name in held else torch.empty(shape, dtype=getattr(torch, kind))
-                dist.broadcast(tensor, src=0, group=group)
-                held[name] = tensor
+            kinds = [getattr(torch, kind) for kind in told["dtypes"]]
+            sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, told["shapes"], strict=True)]
+            packed = torch.empty(sum(sizes), dtype=torch.uint8)
+            dist.broadcast(packed, src=0, group=group)
+            for name, kind, shape, part in zip(told["names"], kinds, told["shapes"], packed.split(sizes), strict=True):
+                held[name] = part.view(kind).view(shape)
         elif order == "load":
             for path in Path(told).glob("*.safetensors"):
                 held |= load_file(path)

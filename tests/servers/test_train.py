@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from april.algorithms import objective
 from april.config.reading import load_recipe
-from april.engines.servers import broadcast
+from april.engines.servers import weight_group
 from april.engines.servers.launch import Server
 from april.engines.weights import Meeting
 from april.reporting.progress import Progress
@@ -157,13 +156,13 @@ async def test_servers_that_april_starts_and_that_die(
         server_args=VLLM if kind.name == "vllm" else SGLANG,
     )
     sizes = []
-    join = broadcast.join
+    join = weight_group.join
 
-    def watched(meeting: Meeting, timeout: timedelta) -> Any:
+    def watched(meeting: Meeting, *rest: Any) -> Any:
         sizes.append(meeting.world_size)
-        return join(meeting, timeout)
+        return join(meeting, *rest)
 
-    monkeypatch.setattr(broadcast, "join", watched)
+    monkeypatch.setattr(weight_group, "join", watched)
     run, killing = tmp_path / "run", Killing(str(model))
     check(await train(load_recipe(recipe), progress=killing), mismatches)
     assert len(killing.killed) == 2

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from april.engines.child_environment import inherited
 from april.engines.link import Link
 from april.rollout.engine import EngineError
 
@@ -47,7 +48,7 @@ class LinkedProcess:
                 *(sys.executable, "-m", module, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**inherited(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,  # Ctrl-C is for this process, which ends it
             )
         except OSError as error:

@@ -78,11 +78,15 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is sent next: tensors' names, types (`float32`, `bfloat16`, …) and shapes, in this order."""
+    """Tensors that are sent together, as their bytes in this order: names, types (`float32`, `bfloat16`, …), shapes."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
+
+
+async def _untold() -> str | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,7 @@ class Receiver:
         begin: has it get ready for buckets.
         receive: has it receive one.
         end: has it compute with what it received.
+        nccl_version: asks for the version of its nccl library; None if the server does not tell.
     """
 
     name: str
@@ -108,6 +113,7 @@ class Receiver:
     begin: Callable[[], Awaitable[Any]]
     receive: Callable[[Meeting, Bucket], Awaitable[Any]]
     end: Callable[[], Awaitable[Any]]
+    nccl_version: Callable[[], Awaitable[str | None]] = _untold
 
 
 class Share(ABC):

@@ -1,12 +1,10 @@
-"""Weights that go from the trainer to servers over a process group: gloo between CPUs, nccl between GPUs.
+"""Weights that go from the trainer to servers over a process group (`weight_group.py`).
 
 Invariants:
-- the trainer is rank 0 of one group with all servers that go over together, and sends each tensor once;
-- a tensor is sent in the order in which its name was announced, bucket by bucket;
-- a group that an update failed on is never used again, nor one with a server that has been restarted since.
-
-torch has no public call for a group that is not part of the default one; this is the construction servers use on their
-side, and both have to agree on it.
+- the trainer is rank 0 of one group with all servers that are updated together, and sends each tensor once;
+- tensors travel in buckets, one collective each, as the bytes of the tensors in the order of the announced names; wider
+  types come first, so that each tensor is aligned;
+- a group is left as soon as an update fails on it, or one of its servers has been restarted, and is never used again.
 """
 
 from __future__ import annotations
@@ -21,20 +19,17 @@ from datetime import timedelta
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
+from april.engines.servers import weight_group
 from april.engines.servers.address import is_loopback
 from april.engines.servers.client import FAILURES, describe
-from april.engines.servers.launch import free_port
 from april.engines.weights import Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
 from april.rollout.engine import EngineError
 
 GROUP = "april_weights"
-BUCKET_BYTES = 2**29
-"""Tensors are announced and sent by so many bytes at a time."""
+BUCKET_BYTES = 2**28
+"""Bytes of tensors that are announced and sent together; packing holds as many again."""
 
 
 class Broadcast:
@@ -46,8 +41,8 @@ class Broadcast:
         address: where servers reach this process; None: the loopback interface if all of them are there, else the
             address of this machine from which the first one is reached.
         interface: the network interface that tensors take on this machine (`eth0`); None leaves it to the backend.
-        timeout: seconds that meeting the servers, or sending one tensor, may take.
-        bucket_bytes: tensors are announced and sent by so many bytes at a time.
+        timeout: seconds that meeting the servers, or sending a bucket, may take.
+        bucket_bytes: bytes of tensors that are announced and sent together.
     """
 
     def __init__(
@@ -97,9 +92,15 @@ class Broadcast:
                 await self._send_bucket(receivers, meetings, group, tensors)
             await _all(receivers, lambda i, receiver: receiver.end())
         except BaseException:
-            self._groups.pop(key, None)
+            await self._leave(key)
             raise
         offer.require()
+
+    async def _leave(self, key: tuple[tuple[str, int], ...]) -> None:
+        """Leave the group with these servers; a server that hangs in it may hold this up, and the run goes on."""
+        if key in self._groups:
+            _, group = self._groups.pop(key)
+            await asyncio.shield(asyncio.to_thread(weight_group.leave, group))
 
     async def _send_bucket(
         self, receivers: Sequence[Receiver], meetings: list[Meeting], group: Any, tensors: list[tuple[str, Tensor]]
@@ -109,27 +110,60 @@ class Broadcast:
             [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
             [list(tensor.shape) for _, tensor in tensors],
         )
-        sending = asyncio.create_task(asyncio.to_thread(_broadcast, tensors, group))
+        own = [tensor for _, tensor in tensors]
+        sending = asyncio.create_task(asyncio.to_thread(_send, own, group, self._timeout))
         await _beside(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
 
     async def _meet(self, receivers: Sequence[Receiver]) -> tuple[list[Meeting], Any]:
         """Make a group with these servers; each is in no other one from then on."""
         urls = {receiver.url for receiver in receivers}
         for key in [key for key in self._groups if urls & {url for url, _ in key}]:
-            del self._groups[key]
+            await self._leave(key)
+        if self._backend == "nccl":
+            await _require_nccl(receivers, weight_group.nccl_version())
         self.meetings += 1
-        port = free_port()
+        address = self._address or address_towards(sorted(urls))
+        store = weight_group.listen(address, self._timeout)
         # Names must differ from meeting to meeting: torch knows groups by name.
-        name = f"{GROUP}_{port}_{self.meetings}"
+        name = f"{GROUP}_{store.port}_{self.meetings}"
         world_size = 1 + sum(receiver.workers for receiver in receivers)
-        own = Meeting(self._address or address_towards(sorted(urls)), port, world_size, 0, name, self._backend)
+        own = Meeting(address, store.port, world_size, 0, name, self._backend)
         first = itertools.accumulate((receiver.workers for receiver in receivers), initial=1)
         meetings = [replace(own, first_rank=rank) for rank, _ in zip(first, receivers, strict=False)]
         if self._interface:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = self._interface
-        joining = asyncio.create_task(asyncio.to_thread(join, own, self._timeout))
-        await _beside(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
+        joining = asyncio.create_task(asyncio.to_thread(weight_group.join, own, self._timeout, store))
+        try:
+            await _beside(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
+        except BaseException:
+            joining.add_done_callback(_leave_unused)
+            raise
         return meetings, joining.result()
+
+
+def _leave_unused(joining: asyncio.Task[Any]) -> None:
+    if not joining.cancelled() and joining.exception() is None:
+        weight_group.leave(joining.result())
+
+
+async def _require_nccl(receivers: Sequence[Receiver], own: str) -> None:
+    """See that servers have the trainer's version of nccl, which connects to no other version.
+
+    Raises:
+        EngineError: one has another version.
+    """
+    found: dict[str, str | None] = {}
+
+    async def ask(_: int, receiver: Receiver) -> None:
+        found[receiver.name] = await receiver.nccl_version()
+
+    await _all(receivers, ask)
+    for name, version in found.items():
+        if version not in (None, own):
+            raise EngineError(
+                f"{name} has NCCL {version} and the trainer {own}, which do not connect: install the same version of "
+                'torch in both environments, or set engine.weight_transfer = "disk"'
+            )
 
 
 class _Sending(Sending):
@@ -188,18 +222,23 @@ class _Seat(Share):
 
 def _buckets(tensors: Iterator[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
+    size = 0
     for name, tensor in tensors:
-        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > most:
-            yield bucket
-            bucket = []
+        if bucket and size + tensor.nbytes > most:
+            yield _by_width(bucket)
+            bucket, size = [], 0
         bucket.append((name, tensor))
+        size += tensor.nbytes
     if bucket:
-        yield bucket
+        yield _by_width(bucket)
 
 
-def _broadcast(tensors: Sequence[tuple[str, Tensor]], group: Any) -> None:
-    for _, tensor in tensors:
-        dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
+def _by_width(tensors: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    return sorted(tensors, key=lambda named: -named[1].itemsize)
+
+
+def _send(tensors: Sequence[Tensor], group: Any, timeout: timedelta) -> None:
+    weight_group.send(weight_group.packed(tensors), group, timeout)
 
 
 async def _all(receivers: Sequence[Receiver], call: Callable[[int, Receiver], Awaitable[Any]]) -> None:
@@ -240,21 +279,3 @@ def address_towards(urls: Sequence[str]) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of datagrams: nothing is sent
         return str(probe.getsockname()[0])
-
-
-def join(meeting: Meeting, timeout: timedelta) -> Any:
-    """Join a group beside the default one, as `first_rank`; returns when all ranks have."""
-    where = f"tcp://{meeting.address}:{meeting.port}"
-    store, _, _ = next(iter(rendezvous(where, meeting.first_rank, meeting.world_size, timeout=timeout)))
-    store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        meeting.world_size,
-        meeting.first_rank,
-        [],
-        c10d.Backend(meeting.backend),
-        c10d.PrefixStore(meeting.name, store),
-        group_name=meeting.name,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(meeting.world_size)}
-    return group

@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+from april.engines.child_environment import inherited
+
 GRACE = 10.0
 """Seconds a server has to end itself before it is killed."""
 GUARD = """exec 3<&0; {
@@ -43,7 +45,7 @@ async def process_group(
                 stdout=asyncio.subprocess.PIPE if secret else output,
                 stderr=asyncio.subprocess.STDOUT,
                 # A log that is buffered lacks its last lines, or has them in another order.
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                env={**inherited(), "PYTHONUNBUFFERED": "1", **environment},
                 start_new_session=True,
             )
         os.write(guard, f"{process.pid}\n".encode())

@@ -84,6 +84,8 @@ class SGLang:
     def __init__(self, http: HTTPClient) -> None:
         self._http = http
         self._vocab_size = 0
+        self._group: str | None = None
+        """The name of the group over which it was sent weights."""
 
     @property
     def pausing(self) -> Pausing:
@@ -224,7 +226,9 @@ class SGLang:
     def _receiver(self, options: dict[str, Any], receiver: Callable[..., Receiver]) -> Receiver:
         post = self._http.post
 
-        def join(meeting: Meeting) -> Awaitable[Any]:
+        async def join(meeting: Meeting) -> None:
+            await self._leave_group()
+            self._group = meeting.name
             group = {
                 "master_address": meeting.address,
                 "master_port": meeting.port,
@@ -233,10 +237,11 @@ class SGLang:
                 "group_name": meeting.name,
                 "backend": meeting.backend,
             }
-            return post("/init_weights_update_group", group)
+            await post("/init_weights_update_group", group)
 
         def receive(meeting: Meeting, bucket: Bucket) -> Awaitable[Any]:
-            return post("/update_weights_from_distributed", {**asdict(bucket), "group_name": meeting.name, **options})
+            body = {**asdict(bucket), "group_name": meeting.name, "load_format": "flattened_bucket", **options}
+            return post("/update_weights_from_distributed", body)
 
         return receiver(
             self._workers,
@@ -245,6 +250,13 @@ class SGLang:
             receive=receive,
             end=lambda: post("/end_weight_update", {}),
         )
+
+    async def _leave_group(self) -> None:
+        """Free the group of the last update; a trainer that makes a new group has left it."""
+        if self._group is not None:
+            name, self._group = self._group, None
+            with suppress(RequestError):  # a server that has been restarted since knows no such group
+                await self._http.post("/destroy_weights_update_group", {"group_name": name})
 
     async def label(self) -> str | None:
         return str((await self._http.get("/model_info"))["weight_version"])

@@ -240,7 +240,12 @@ class VLLM:
             begin=lambda: post("/start_weight_update"),
             receive=lambda meeting, bucket: post("/update_weights", {"update_info": asdict(bucket)}),
             end=lambda: post("/finish_weight_update", {"weight_version": str(version)}),
+            nccl_version=self._nccl_version,
         )
+
+    async def _nccl_version(self) -> str | None:
+        answer = await self._http.post("/collective_rpc", {"method": "nccl_version"})
+        return next(filter(None, answer["results"]), None)
 
     async def label(self) -> str | None:
         return str((await self._http.get("/weight_info"))["weight_version"])

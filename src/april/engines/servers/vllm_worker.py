@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch._C import _distributed_c10d as c10d_types
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.triton_utils import HAS_TRITON
@@ -51,13 +52,13 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     _group: Any = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()  # a trainer that makes a new group has left the one before
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         timeout = timedelta(seconds=init_info.timeout)
-        store, _, _ = next(
-            iter(rendezvous(f"tcp://{init_info.address}:{init_info.port}", rank, init_info.world_size, timeout=timeout))
+        store = c10d_types.TCPStore(
+            init_info.address, init_info.port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        store.set_timeout(timeout)
         self._group, _ = c10d._new_process_group_helper(
             init_info.world_size,
             rank,
@@ -75,10 +76,16 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        for name, dtype, shape in zip(update_info.names, update_info.dtypes, update_info.shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            dist.broadcast(tensor, src=0, group=self._group)
-            self.model.load_weights([(name, tensor)])
+        """The bytes of all tensors come as one, and the tensors are views of it."""
+        kinds = [getattr(torch, dtype) for dtype in update_info.dtypes]
+        sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, update_info.shapes, strict=True)]
+        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        dist.broadcast(packed, src=0, group=self._group)
+        tensors = [
+            part.view(kind).view(shape)
+            for part, kind, shape in zip(packed.split(sizes), kinds, update_info.shapes, strict=True)
+        ]
+        self.model.load_weights(zip(update_info.names, tensors, strict=True))
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -88,7 +95,10 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            if dist.get_backend(self._group) == "nccl":
+                c10d._abort_process_group(self._group)  # destroying waits for a trainer that may be gone
+            else:
+                dist.destroy_process_group(self._group)
             self._group = None
 
 
@@ -167,6 +177,10 @@ class WorkerExtension:
         base.model_weights, base.revision = "", None
         weights = get_model_loader(settings.load_config).get_all_weights(base, worker.model_runner.get_model())
         worker.reload_weights(weights_iterator=merged(weights, Path(directory)))
+
+    def nccl_version(self) -> str | None:
+        """The version of the nccl library that torch uses in this worker; None without a GPU."""
+        return ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
 
     def refresh_output_layer(self) -> None:
         refresh_output_layer(self.model_runner.get_model())  # type: ignore[attr-defined]
