@@ -16,7 +16,7 @@ from typing import Any
 from april.commands.arguments import read_options, read_recipe
 from april.commands.failure import fail
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
+from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.comparison import compare_runs, run_record
 
 IN_TURNS = ("--overlap", "False")
@@ -76,7 +76,7 @@ def run(args: list[str]) -> int:
             if status := _train_in_subprocess(path, each.flags):
                 return fail(f"{each.arm}, seed {each.seed} ended with status {status}; the other runs are kept", status)
         summary = json.loads(each.summary.read_text())
-        slots = summary["recipe"]["engine"]["max_running"]
+        slots = recipe_from_dict(summary["recipe"]).slots
         records.append(run_record(each.arm, each.seed, summary, slots, options.target_reward))
     _write(options.output, args, records)
     return 0
@@ -84,7 +84,7 @@ def run(args: list[str]) -> int:
 
 def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     """The flags of each arm, by its name."""
-    slots, under_way = recipe.engine.max_running, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
+    slots, under_way = recipe.slots, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
     groups = under_way if isinstance(under_way, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
     partial = ["--partial-rollout", "--max-running", str(slots)]
@@ -105,7 +105,7 @@ def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
     for ratio in ratios:
         if not 1 <= ratio < float("inf"):
             raise ConfigError(f"--ratios {ratio:g}: N' is at least N, so give 1 or more")
-    slots = ["--max-running", str(recipe.engine.max_running)]
+    slots = ["--max-running", str(recipe.slots)]
     partial = {
         f"N'/N = {ratio:g}": [
             "--partial-rollout",

@@ -223,7 +223,7 @@ class _Hardware:
         self.recipe, self.options, self.measured = recipe, options, measured
         self.gpu = GPUS[options.hardware or "h100"]
         self.shape = MODELS[options.model] if options.model else shape_of(recipe.model.path)
-        self.engine_gpus = recipe.gpus_per_engine
+        self.engine_gpus = max(recipe.gpus_per_engine, 1)
         self.gpus, self.training_gpus = options.gpus or 8, options.training_gpus
         if (processes := recipe.trainer.processes) > 1:
             engines = recipe.engines_beside * self.engine_gpus
@@ -239,7 +239,7 @@ class _Hardware:
             self.gpu,
             self.shape,
             self.gpus,
-            slots=self.recipe.engine.max_running,
+            slots=self.recipe.slots,
             training_gpus=training_gpus,
             engine_gpus=self.engine_gpus,
             lora=self.lora,

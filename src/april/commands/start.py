@@ -9,17 +9,20 @@ from april.commands.rank import leave
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.agent import Agent
+from april.training.device_map import device_map
 from april.training.installed import check_megatron
 from april.training.rank_process import Report, is_rank, job, may_start_anew
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """See that what ranks need is installed, and that torchrun, if it started this process, starts those of the recipe.
+    """See that the GPUs suffice and that what ranks need is installed, and that torchrun, if it started this process,
+    starts the recipe's ranks.
 
     Raises:
-        ConfigError: it is not, or it does not, or they would not know their run.
+        ConfigError: they do not, or it is not, or it does not, or the ranks would not know their run.
     """
     check_megatron(recipe)
+    device_map(recipe)
     if not is_rank():
         return
     if (world := int(os.environ["WORLD_SIZE"])) != recipe.trainer.processes:

@@ -89,7 +89,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _cluster_problems(recipe)
     yield from _algorithm_problems(recipe.algorithm)
     yield from _baseline_problems(recipe)
-    yield from _engine_problems(recipe.engine)
+    yield from _engine_problems(recipe.engine, recipe.cluster.enabled)
     if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
         yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
     yield from _speculation_problems(recipe.engine, recipe.rollout.min_p)
@@ -335,7 +335,7 @@ def _range_problems(section: str, values: Any) -> Iterator[str]:
         yield f"{section}.{name} = {getattr(values, name)}: {rule}"
 
 
-def _engine_problems(engine: EngineSettings) -> Iterator[str]:
+def _engine_problems(engine: EngineSettings, on_cluster: bool = False) -> Iterator[str]:
     servers = engine.engine in ("vllm", "sglang")
     if engine.urls and not servers:
         yield f'engine.urls is set but engine = "{engine.engine}": choose "vllm" or "sglang", or remove urls'
@@ -344,8 +344,25 @@ def _engine_problems(engine: EngineSettings) -> Iterator[str]:
             yield f'engine.urls has {url!r}: write each as "http://host:port"'
     if servers and not engine.urls and engine.server_python and shutil.which(engine.server_python) is None:
         yield f"engine.server_python = {engine.server_python!r}: no such interpreter"
+    if engine.gpus_per_replica != "auto" and (engine.engine in ("embedded", "vllm-inproc") and not on_cluster):
+        yield (
+            f'engine.gpus_per_replica = {engine.gpus_per_replica} with engine = "{engine.engine}": it is for servers '
+            "that april starts, and for engines on a cluster; remove it"
+        )
+    named = engine.gpus_by_arguments
+    if named is not None and engine.gpus_per_replica not in ("auto", named):
+        yield (
+            f"engine.gpus_per_replica = {engine.gpus_per_replica}, but server_args divide a server among {named} GPUs: "
+            "remove one of them"
+        )
     if engine.on_update == "redraft" and engine.engine != "embedded":
         yield f'engine.on_update = "redraft": {engine.engine} verifies no drafts; use "recompute"'
+    for name in ("gpu_memory_utilization", "enforce_eager"):
+        value = getattr(engine, name)
+        if engine.engine != "vllm-inproc" and value != getattr(EngineSettings, name):
+            yield f'engine.{name} = {value} with engine = "{engine.engine}": it is for "vllm-inproc"; remove it'
+    if engine.gpu_memory_utilization > 1:
+        yield f"engine.gpu_memory_utilization = {engine.gpu_memory_utilization:g}: must be a share, at most 1"
     if engine.own_process and engine.engine != "embedded":
         yield f'engine.own_process is set but engine = "{engine.engine}": it is for "embedded"; remove it'
     if engine.engine == "vllm-inproc":

@@ -26,11 +26,14 @@ from april.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
+from april.engines.gpus import visible
 from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.tasks.task import TaskSpec
 
+GPU_SLOTS, CPU_SLOTS = 256, 64
+"""Samples that decode together in an engine, where a recipe leaves that open."""
 FLAT: Any = tyro.conf.OmitArgPrefixes
 """Flags of this section carry no prefix."""
 
@@ -105,10 +108,33 @@ class Recipe:
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs that one engine is divided among; 1 where that is not said."""
-        if self.cluster.enabled:
-            return 1 if self.cluster.gpus_per_replica == "auto" else max(self.cluster.gpus_per_replica, 1)
-        return self.engine.gpus_per_server
+        """GPUs that one engine is divided among; 0 if it works on the CPU by its settings."""
+        own = self.engine.gpus_per_replica
+        return (self.engine.gpus_by_arguments or 1) if own == "auto" else own
+
+    @property
+    def slots(self) -> int:
+        """Samples that decode together in each engine."""
+        if self.engine.max_running != "auto":
+            return self.engine.max_running
+        device = self.model.device if self.generates_inside or self.engine.own_process else "auto"
+        on_gpu = device != "cpu" and self.gpus_per_engine > 0 and bool(visible())
+        return GPU_SLOTS if on_gpu else CPU_SLOTS
+
+    @property
+    def generates_inside(self) -> bool:
+        """Whether the engine works in the process that trains."""
+        inside = self.engine.engine in ("embedded", "vllm-inproc")
+        return inside and not self.engine.own_process and not self.cluster.enabled
+
+    @property
+    def engines_here(self) -> list[str]:
+        """Names of the engines that april starts on this machine beside the trainer."""
+        if self.cluster.enabled or self.engine.urls or self.generates_inside:
+            return []
+        if self.engine.own_process:
+            return ["embedded"]
+        return [f"{self.engine.engine}-{index}" for index in range(self.engine.replicas)]
 
     @property
     def engines_beside(self) -> int:

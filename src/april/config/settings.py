@@ -6,6 +6,7 @@ nowhere else.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from april.rollout.params import MAX_STALENESS
 
 API_KEY = "APRIL_ENGINE_API_KEY"
 """The environment variable that holds the key of servers that want one."""
+PARALLEL = r"(?:--(?:tensor|pipeline|data)-parallel-size|--(?:tp|pp|dp)-size|--?(?:tp|pp|dp))[ =](\d+)"
+"""Options of vLLM and SGLang that have a server take several GPUs."""
 SPECULATIVE = r"--spec(ulative)?[-_](config|method|model|tokens|algo|draft)|-sc$"
 """Options of vLLM and SGLang that have them speculate."""
 
@@ -175,7 +178,7 @@ class EngineSettings:
     Args:
         engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
             servers (vllm, sglang).
-        max_running: Samples that decode together: engine slots, of each server.
+        max_running: Samples that decode together: engine slots, of each server. auto: 256 on GPUs, else 64.
         context_length: Prompt and response tokens of a sample together; unset: what the model allows.
         on_update: What becomes of an unfinished sample when the weights change. Its KV cache is computed anew under the
             new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
@@ -187,12 +190,18 @@ class EngineSettings:
             sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
             as many tokens as a sample gets in a second, which is what a lost connection may cost it.
         own_process: embedded: generate in a process of its own, on a copy of the policy; what trainer.overlap needs.
+        gpu_memory_utilization: vllm-inproc: Share of the GPU's memory that vLLM takes for weights and KV cache at the
+            start, and keeps while the trainer trains on the rest. Servers: server_args.
+        enforce_eager: vllm-inproc: Without CUDA graphs, which take memory and time at the start. Servers: server_args.
         draft_tokens: embedded, and vllm where april starts it: tokens that a forward pass may verify for a sample
             besides drawing its next one. embedded: from what the other answers to its prompt said; no token changes,
             log-probabilities by rounding. vllm: from its own text (n-grams), by rejection sampling, which changes no
             distribution. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
         replicas: vllm, sglang: servers to start.
+        gpus_per_replica: vllm, sglang: GPUs of each server that april starts, or of each engine on a cluster, across
+            which the model is split. 0: on the CPU. auto: one if there are any, or as many as server_args name. On one
+            machine servers get GPUs that no other server and no training process has.
         intake_processes: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
             to 1,024 samples in flight, which the trainer reads itself, else one for each 4,096.
         server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
@@ -210,15 +219,18 @@ class EngineSettings:
     """
 
     engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
-    max_running: Positive[int] = 64
+    max_running: Positive[int] | Literal["auto"] = "auto"
     context_length: Positive[int] | None = None
     on_update: Literal["recompute", "keep", "redraft"] = "recompute"
     kv_cache_gb: Positive[float] | None = None
     stream_interval: Positive[int] | Literal["auto"] = "auto"
     own_process: bool = False
+    gpu_memory_utilization: Positive[float] = 0.3
+    enforce_eager: bool = False
     draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
     replicas: Positive[int] = 1
+    gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
     intake_processes: NotNegative[int] | Literal["auto"] = "auto"
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
@@ -229,10 +241,10 @@ class EngineSettings:
     ready_timeout: Positive[float] = 900.0
 
     @property
-    def gpus_per_server(self) -> int:
-        """As its own options say; 1 if they do not."""
-        named = re.search(r"(?:--tensor-parallel-size|--tp-size|--tp|-tp)[ =](\d+)", " ".join(self.server_args))
-        return int(named[1]) if named else 1
+    def gpus_by_arguments(self) -> int | None:
+        """GPUs of a server by its own options of parallelism; None if they name none."""
+        named = re.findall(PARALLEL, " ".join(self.server_args))
+        return math.prod(map(int, named)) if named else None
 
     @property
     def speculative_option(self) -> str | None:
@@ -257,8 +269,6 @@ class ClusterSettings:
             one that this machine is a node of. Unset: no cluster, and the engine works in this process or on this
             machine.
         replicas: Engines, each with a copy of the policy. auto: as many as there is room for, also on nodes that join.
-        gpus_per_replica: GPUs of an engine, all on one node. auto: one if the cluster has any and model.device, for the
-            embedded engine, is not cpu; else none.
         cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
         placement: Nodes that get engines: all, as evenly as there is room (spread); all but those that train (apart);
             those alone (beside).
@@ -273,7 +283,6 @@ class ClusterSettings:
 
     address: str = ""
     replicas: Positive[int] | Literal["auto"] = "auto"
-    gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
     cpus_per_replica: Positive[int] = 1
     placement: Literal["spread", "apart", "beside"] = "spread"
     rewards: Literal["trainer", "nodes"] = "trainer"

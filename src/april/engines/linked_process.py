@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,12 @@ class LinkedProcess:
 
     @classmethod
     async def start(
-        cls, name: str, module: str, received: Callable[[Any], None], lost: Callable[[], None]
+        cls,
+        name: str,
+        module: str,
+        received: Callable[[Any], None],
+        lost: Callable[[], None],
+        environment: Mapping[str, str] | None = None,
     ) -> LinkedProcess:
         """Start `module`.
 
@@ -38,6 +43,7 @@ class LinkedProcess:
             name: what messages call it.
             received: called with each message that comes.
             lost: called once it is gone.
+            environment: more variables of the process.
 
         Raises:
             EngineError: it cannot be started.
@@ -48,7 +54,7 @@ class LinkedProcess:
                 *(sys.executable, "-m", module, str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={**inherited(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**inherited(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for this process, which ends it
             )
         except OSError as error:

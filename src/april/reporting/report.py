@@ -39,7 +39,7 @@ def write_report(run_directory: Path | str, refresh: int = 0) -> Path:
     """
     run = Run.read(Path(run_directory))
     sections = [_note(run)] if not run.steps else plots_of(run)
-    sections += [browser(run.directory), _faults(run), _numbers(run), _recipe(run)]
+    sections += [browser(run.directory), _faults(run), _numbers(run), _devices(run), _recipe(run)]
     versions = ", ".join(f"{name} {version}" for name, version in run.summary.get("versions", {}).items())
     text = page(
         run.directory.resolve().name,
@@ -142,6 +142,14 @@ def _numbers(run: Run) -> Section:
     return Section(
         "", folded("Every metric in numbers", f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>')
     )
+
+
+def _devices(run: Run) -> Section:
+    rows = "".join(
+        f'<tr><td>{escape(gpu)}</td><td class="text">{escape(task)}</td></tr>'
+        for gpu, task in run.summary.get("devices", ())
+    )
+    return Section("GPUs", f"<table>{rows}</table>" if rows else "")
 
 
 def _recipe(run: Run) -> Section:

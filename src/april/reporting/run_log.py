@@ -56,6 +56,7 @@ class RunLog:
         clock: seconds that only ever grow.
         decode: turns token ids into text, for the table of completions; there is none if None.
         show_completions: of each step, on `progress`.
+        devices: each GPU of the run, and its task.
 
     Raises:
         ValueError, ModuleNotFoundError: a tracker cannot be used; see `check_trackers`.
@@ -74,6 +75,7 @@ class RunLog:
         clock: Callable[[], float] = time.perf_counter,
         decode: Decode | None = None,
         show_completions: int = 0,
+        devices: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.directory = Path(directory)
         self.recipe = recipe
@@ -88,6 +90,7 @@ class RunLog:
         self._alarms = Alarms()
         self._clock = clock
         self._show_completions = show_completions
+        self._devices = devices
         self._rows: deque[list[Completion]] = deque()
         """Written, and not sent to the trackers yet."""
         self._began = clock() - (self.totals.get("seconds") or 0.0)
@@ -172,6 +175,7 @@ class RunLog:
             **self.totals.values(),
             "evaluations": self.evaluations,
             "versions": versions(),
+            "devices": [list(row) for row in self._devices],
             "recipe": self.recipe,
         }
 

@@ -28,6 +28,7 @@ from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import ChatTemplate, Task
 from april.training.crew import leading
+from april.training.device_map import device_map, device_rows
 from april.training.engines import engine_of
 from april.training.environment import World
 from april.training.episode_reward import EpisodeRewards
@@ -99,6 +100,10 @@ async def trainer_of(
         rewards = _rewards(recipe, task, tokenizer)
         await stack.enter_async_context(rewards)
         starting = progress.phase if progress else log.info
+        devices = device_map(recipe)
+        tasks = device_rows(recipe, devices) if devices else []
+        if progress and tasks:
+            progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
         episodes = stack.enter_context(world.episodes(engine.capacity.context_length)) if world else None
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
@@ -115,6 +120,7 @@ async def trainer_of(
             clock,
             tokenizer.decode,
             reporting.show_completions,
+            devices=tasks,
         )
         stack.enter_context(run_log)
         note_beginning(directory, recipe)

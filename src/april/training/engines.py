@@ -23,7 +23,7 @@ from april.config.settings import API_KEY, EngineSettings
 from april.engines.embedded.host import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
-from april.training.policy import device_of
+from april.training.device_map import device_map
 from april.training.rank_process import nodes_of_ranks
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ async def engine_of(
         elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
-            engine = _embedded(settings, model)
+            engine = _embedded(recipe, model)
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
         else:
@@ -66,12 +66,13 @@ async def engine_of(
         yield engine
 
 
-def _embedded(settings: EngineSettings, model: Any) -> Engine:
+def _embedded(recipe: Recipe, model: Any) -> Engine:
     from april.engines.embedded import EmbeddedEngine
 
+    settings = recipe.engine
     return EmbeddedEngine(
         model,
-        max_running=settings.max_running,
+        max_running=recipe.slots,
         context_length=settings.context_length,
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
         on_update=settings.kv_policy,
@@ -83,9 +84,10 @@ def _embedded(settings: EngineSettings, model: Any) -> Engine:
 async def _own_process(recipe: Recipe) -> Engine:
     from april.engines.embedded.process import EngineProcess
 
-    return await EngineProcess.start(
-        _elsewhere(recipe, device=str(device_of(recipe.model)), threads=recipe.training.threads)
-    )
+    devices = device_map(recipe)
+    own = devices.environment(0) if devices else {}
+    device = "cuda" if devices and devices.engines[0] else "cpu"
+    return await EngineProcess.start(_elsewhere(recipe, device, recipe.training.threads), own)
 
 
 def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSettings:
@@ -96,7 +98,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         dtype=recipe.compute_dtype,
         device=device,
         threads=threads,
-        max_running=settings.max_running,
+        max_running=recipe.slots,
         context_length=settings.context_length,
         kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
         on_update=settings.kv_policy,
@@ -129,8 +131,9 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
     from april.engines.cluster.connection import demand_of
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
-    without = own.gpus_per_replica == "auto" and not servers and recipe.model.device == "cpu"
-    demand = demand_of(own.cpus_per_replica, 0 if without else own.gpus_per_replica)
+    gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
+    without = gpus == "auto" and not servers and recipe.model.device == "cpu"
+    demand = demand_of(own.cpus_per_replica, 0 if without else gpus)
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
     key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
     return Wanted(
@@ -149,15 +152,14 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
 
     settings = recipe.engine
     vllm = settings.engine == "vllm"
-    split = ["--tensor-parallel-size" if vllm else "--tp-size", str(demand.gpus)] if demand.gpus > 1 else []
     return ServerSettings(
         kind="vllm" if vllm else "sglang",
         model=str(Path(recipe.model.path).expanduser()),
         python=settings.server_python or sys.executable,
-        arguments=[*_limits(recipe, vllm), *split, *settings.server_args],
+        arguments=[*_limits(recipe, vllm, demand.gpus), *settings.server_args],
         log_dir=logs.absolute(),
         api_key=key,
-        max_running=settings.max_running,
+        max_running=recipe.slots,
         context_length=settings.context_length,
         on_update=settings.kv_policy,
         ready_timeout=settings.ready_timeout,
@@ -171,7 +173,12 @@ def _in_process(recipe: Recipe) -> Engine:
     settings = recipe.engine
     context = {} if settings.context_length is None else {"max_model_len": settings.context_length}
     return VLLMInProcess.load(
-        recipe.model.path, dtype=recipe.compute_dtype, max_num_seqs=settings.max_running, enforce_eager=True, **context
+        recipe.model.path,
+        dtype=recipe.compute_dtype,
+        max_num_seqs=recipe.slots,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enforce_eager=settings.enforce_eager,
+        **context,
     )
 
 
@@ -232,12 +239,14 @@ async def _started(
         starting(f"starting {server.name}, {seconds:.0f} s, log: {server.log}")
 
     launching = []
-    for index in range(settings.replicas):
+    devices = device_map(recipe)
+    for index, name in enumerate(recipe.engines_here):
         how = Launch(
             log_dir=directory / "servers",
-            name=f"{settings.engine}-{index}",
+            name=name,
             python=settings.server_python or sys.executable,
-            arguments=[*_limits(recipe, vllm), *settings.server_args],
+            arguments=[*_limits(recipe, vllm, len(devices.engines[index]) if devices else 0), *settings.server_args],
+            environment=devices.environment(index) if devices else {},
             host=settings.server_host,
             api_key=os.environ.get(API_KEY),
             ready_timeout=settings.ready_timeout,
@@ -259,11 +268,13 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
     return [task.result() for task in entering]
 
 
-def _limits(recipe: Recipe, vllm: bool) -> list[str]:
-    """What the recipe says of a server's size and drafts, as its own options."""
+def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
+    """A server's size, its division among GPUs and its drafts by the recipe, as its own options."""
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
-    arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(settings.max_running)]
+    arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
+    if gpus > 1 and settings.gpus_by_arguments is None:
+        arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
     if settings.draft_tokens:

@@ -85,10 +85,10 @@ def planned(recipe: Recipe) -> MemoryPlan:
         "activations": activations // trainer.context_parallel,
         "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
     }
-    tokens = engine.max_running * (engine.context_length or recipe.rollout.max_response_length)
+    tokens = recipe.slots * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
     whole = holders > 1 or engine.engine != "embedded"
-    devices = recipe.gpus_per_engine
+    devices = max(recipe.gpus_per_engine, 1)
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
     return MemoryPlan(rank, first, count)
 
@@ -126,7 +126,7 @@ def _sizes(
 
 def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     """The plan, line by line."""
-    trainer, devices = recipe.trainer, recipe.gpus_per_engine
+    trainer, devices = recipe.trainer, max(recipe.gpus_per_engine, 1)
     layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
     named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
     yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es){named}"
@@ -136,7 +136,7 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     inside = recipe.engine.engine in ("embedded", "vllm-inproc")
     server = "on each server" if devices == 1 else f"on each of a server's {devices} GPUs"
     where = "on the first rank" if inside else server
-    yield f"engine, {where}, with {recipe.engine.max_running} samples of full length:"
+    yield f"engine, {where}, with {recipe.slots} samples of full length:"
     for name, size in plan.first.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 

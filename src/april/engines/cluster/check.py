@@ -145,7 +145,7 @@ def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRa
         wish = "a node" if wanted.replicas is None else f"nodes for {wanted.replicas - placed} more"
         fewer = "" if not placed else f", or lower cluster.replicas to {placed}"
         less = (
-            "cluster.gpus_per_replica or cluster.cpus_per_replica" if wanted.demand.gpus else "cluster.cpus_per_replica"
+            "engine.gpus_per_replica or cluster.cpus_per_replica" if wanted.demand.gpus else "cluster.cpus_per_replica"
         )
         yield f"add {wish} with {wanted.demand} free for each, or lower {less}{fewer}"
 

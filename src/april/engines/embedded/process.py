@@ -5,6 +5,7 @@ Invariant: the process ends with the one that started it, however that ends, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ class EngineProcess(RemoteEngine):
         self.on_update = on_update
 
     @classmethod
-    async def start(cls, settings: EmbeddedSettings) -> EngineProcess:
+    async def start(cls, settings: EmbeddedSettings, environment: Mapping[str, str] | None = None) -> EngineProcess:
         """Start the process and wait until it has loaded the model.
+
+        Args:
+            environment: more variables of the process.
 
         Raises:
             EngineError: it cannot be started, or refuses the model; the message says why.
@@ -46,6 +50,7 @@ class EngineProcess(RemoteEngine):
             "april.engines.embedded.process_main",
             engine._received,
             lambda: engine._lost(f"{NAME} has died: april resume goes on with the run"),
+            environment,
         )
         engine._link = engine.process
         try:

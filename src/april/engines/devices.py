@@ -1,0 +1,80 @@
+"""Which GPU of this machine does what.
+
+Invariants:
+- no GPU is given twice;
+- everything that was asked for gets all of its GPUs, or nothing starts;
+- the same counts on the same machine give the same map, in every process that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from april.engines.gpus import Gpu, variables_for
+
+
+class GpuShortageError(ValueError):
+    """There are fewer GPUs than were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """GPUs of training processes and engines.
+
+    Args:
+        training: one of each training process, by its local rank.
+        engines: of each engine that has GPUs of its own, in its own order; without any it works on the CPU.
+        unused: the rest.
+    """
+
+    training: tuple[Gpu, ...]
+    engines: tuple[tuple[Gpu, ...], ...]
+    unused: tuple[Gpu, ...] = ()
+
+    def environment(self, engine: int) -> dict[str, str]:
+        """Variables that have the process of an engine see its own GPUs alone."""
+        return variables_for(self.engines[engine], any(gpu.rocm for gpu in self.all))
+
+    @property
+    def all(self) -> tuple[Gpu, ...]:
+        return (*self.training, *(gpu for own in self.engines for gpu in own), *self.unused)
+
+    def rows(self, engines: Sequence[str], generates: bool = False) -> Iterator[tuple[str, str]]:
+        """What does what, for people: each GPU and its task.
+
+        Args:
+            engines: names of the engines.
+            generates: whether an engine works in the first training process.
+        """
+        for rank, gpu in enumerate(self.training):
+            task = f"trains{f' (rank {rank})' if len(self.training) > 1 else ''}"
+            yield str(gpu), f"{task} and generates" if generates and rank == 0 else task
+        for name, own in zip(engines, self.engines, strict=True):
+            for gpu in own:
+                yield str(gpu), f"generates ({name})"
+        for gpu in self.unused:
+            yield str(gpu), "unused"
+
+
+def assign(gpus: Sequence[Gpu], training: Sequence[int], engines: int, gpus_per_engine: int) -> DeviceMap:
+    """Give training processes the GPUs that they name, and engines the next ones, neighbours together.
+
+    Args:
+        gpus: those that this process sees.
+        training: the place among them of each training process's GPU.
+        engines: engines with GPUs of their own.
+        gpus_per_engine: 0 for engines on the CPU.
+
+    Raises:
+        GpuShortageError: there are too few.
+    """
+    assert len(set(training)) == len(training), "a training process has a GPU of its own"
+    if any(place >= len(gpus) for place in training):
+        raise GpuShortageError
+    left = [gpu for place, gpu in enumerate(gpus) if place not in training]
+    needed = engines * gpus_per_engine
+    if needed > len(left):
+        raise GpuShortageError
+    own = tuple(tuple(left[i * gpus_per_engine : (i + 1) * gpus_per_engine]) for i in range(engines))
+    return DeviceMap(tuple(gpus[place] for place in training), own, tuple(left[needed:]))

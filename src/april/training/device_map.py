@@ -1,0 +1,93 @@
+"""The GPUs of a recipe's run on this machine: what trains, what generates.
+
+Invariant: the map is made before a model is loaded or a server started, and made again, alike, where they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.engines.devices import DeviceMap, GpuShortageError, assign
+from april.engines.gpus import Gpu, visible
+from april.rollout.engine import EngineError
+from april.training.rank_process import is_rank
+
+
+def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap | None:
+    """The map of this machine; None where it has no GPUs, or a cluster assigns them.
+
+    Args:
+        gpus: those that this process sees; by default they are counted.
+
+    Raises:
+        ConfigError: they do not suffice.
+    """
+    if recipe.cluster.enabled:
+        return None
+    try:
+        gpus = visible() if gpus is None else gpus
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+    engines, each, training = len(recipe.engines_here), _gpus_per_engine(recipe), _training(recipe)
+    if not gpus:
+        if engines and recipe.engine.gpus_per_replica not in ("auto", 0):
+            asked = f"engine.gpus_per_replica = {recipe.engine.gpus_per_replica}"
+            raise ConfigError(f"{asked}, but no GPU is visible on this machine: set it to 0, for servers on the CPU")
+        return None
+    try:
+        return assign(gpus, training, engines, each)
+    except GpuShortageError:
+        raise ConfigError(_shortage(recipe, gpus, training, engines, each)) from None
+
+
+def device_rows(recipe: Recipe, devices: DeviceMap) -> list[tuple[str, str]]:
+    """Each GPU and its task in the run."""
+    return list(devices.rows(recipe.engines_here, recipe.generates_inside))
+
+
+def _training(recipe: Recipe) -> Sequence[int]:
+    """Which of the visible GPUs the training processes of this machine take."""
+    device = recipe.model.device
+    if device == "cpu":
+        return ()
+    if is_rank():
+        return range(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if recipe.trainer.sharded:
+        return range(recipe.trainer.processes)
+    return (int(device.partition(":")[2] or 0),)
+
+
+def _gpus_per_engine(recipe: Recipe) -> int:
+    """Of an engine that april starts beside the trainer."""
+    if recipe.engine.own_process:
+        return int(recipe.model.device != "cpu")
+    return recipe.gpus_per_engine
+
+
+def _shortage(recipe: Recipe, gpus: Sequence[Gpu], training: Sequence[int], engines: int, each: int) -> str:
+    settings = recipe.engine
+    visible = f"{len(gpus)} GPU{'s are' if len(gpus) > 1 else ' is'} visible on this machine"
+    kind = "the engine's own process" if settings.own_process else f"{engines} server{'s' * (engines > 1)}"
+    parts = []
+    if training:
+        several = len(training) > 1
+        parts.append(f"{len(training)} ranks take one each" if several else f"training takes GPU {training[0]}")
+    if engines and each:
+        parts.append(f"{kind} {'take' if engines > 1 else 'takes'} {each}{' each' * (engines > 1)}")
+    return f"{visible}, but {' and '.join(parts)}: {_remedy(recipe, gpus, training, engines, each)}"
+
+
+def _remedy(recipe: Recipe, gpus: Sequence[Gpu], training: Sequence[int], engines: int, each: int) -> str:
+    if any(place >= len(gpus) for place in training):
+        return "lower trainer.processes" if recipe.trainer.sharded else "name another one in model.device"
+    if recipe.engine.own_process:
+        return "leave engine.own_process out, and the engine works in the trainer's process, on its GPU"
+    if engines * each > 1 and len(gpus) > len(training):
+        return "lower engine.replicas, engine.gpus_per_replica or trainer.processes"
+    return (
+        'choose engine.engine = "embedded" or "vllm-inproc", which work on the trainer\'s GPU, or name servers '
+        "elsewhere in engine.urls"
+    )

@@ -1,0 +1,45 @@
+"""What an engine is made with comes from the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from april.config.checking import check_engine
+from april.config.error import ConfigError
+from april.config.recipe import recipe_from_dict
+from april.config.settings import EngineSettings
+from april.engines.vllm_inproc import VLLMInProcess
+from april.training.engines import engine_of
+
+
+async def test_vllm_in_process_leaves_the_trainer_the_memory_that_the_recipe_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    async def close() -> None: ...
+
+    def load(model: str, **settings: Any) -> Any:
+        made.append(settings)
+        return SimpleNamespace(close=close)
+
+    monkeypatch.setattr(VLLMInProcess, "load", load)
+    for own in ({}, {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_running": 8}):
+        engine = {"engine": "vllm-inproc", **own}
+        async with engine_of(recipe_from_dict({"model": {"device": "cpu"}, "engine": engine}), None, tmp_path):
+            pass
+    names = ("gpu_memory_utilization", "enforce_eager", "max_num_seqs")
+    assert [tuple(settings[name] for name in names) for settings in made] == [(0.3, False, 64), (0.5, True, 8)]
+
+
+def test_settings_of_vllm_in_process_are_for_that_alone() -> None:
+    with pytest.raises(
+        ConfigError, match=r'enforce_eager = True with engine = "vllm": it is for "vllm-inproc"; remove'
+    ):
+        check_engine(EngineSettings(engine="vllm", enforce_eager=True))
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 1\.2: must be a share, at most 1"):
+        check_engine(EngineSettings(gpu_memory_utilization=1.2))
