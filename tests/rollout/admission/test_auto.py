@@ -183,7 +183,7 @@ def test_what_it_learned_is_saved_and_restored() -> None:
 
 
 def test_the_plan_shows_its_alternatives_and_is_the_freshest_of_those_fast_enough() -> None:
-    admission = AutoAdmission(engine(32), LengthModel(100), 4, 5)
+    admission = AutoAdmission(engine(16), LengthModel(100), 4, 5)
     for _ in range(4):
         learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
     plan = admission.plan(6)
@@ -193,6 +193,21 @@ def test_the_plan_shows_its_alternatives_and_is_the_freshest_of_those_fast_enoug
     assert chosen in enough
     assert chosen.staleness <= min(one.staleness for one in enough) + STALER
     assert Plan(**json.loads(json.dumps(asdict(plan)))) == plan
+
+
+def test_beyond_twice_the_batch_a_measurement_has_to_confirm_the_forecast() -> None:
+    """Steps as long as forecast let N' grow by half; steps four times as long do not."""
+    for slower, grows in ((1, True), (4, False)):
+        admission = AutoAdmission(engine(64), LengthModel(100), 4, 5)
+        for number in range(20):
+            step = a_step(np.random.default_rng(number), 6, 4, 100)
+            expected = admission.current and admission.current.consumed_tokens_per_second
+            if expected:
+                step.seconds = slower * step.consumed_tokens / expected
+            learn(admission, step)
+            assert admission.plan(6).target <= 12 or admission.observed.proven >= 12
+        assert (admission.plan(6).target > 12) is grows
+        assert grows or "until the run shows that more pays" in admission.plan(6).reason
 
 
 def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:

@@ -11,6 +11,7 @@ Invariants:
 - learning and planning take no more than a hundredth of the time that steps take, by an estimate of their own; only the
   first plan is made on credit;
 - N <= N' <= N * (max_staleness + 1), whatever was observed;
+- N' > 2 N only after the throughput measured at two thirds of it was close to its forecast;
 - the plan follows from the steps that were observed and from nothing else, so going through them again finds it again.
 """
 
@@ -101,6 +102,8 @@ class AutoAdmission:
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
+        if self.current is not None:
+            self.observed.prove(self.current)
         if self._planned is not None:  # a whole step ago: by now it is there
             self.current, self._planned = self._planned.result(), None
         self.observed.budget += EFFORT * step.seconds
@@ -116,7 +119,9 @@ class AutoAdmission:
             self.observed.probe()
         elif self._due(batch_size, probed):
             self.observed.budget -= self._cost(batch_size) * self._steps(batch_size)
-            self._planned = self._planner.submit(self._choose, batch_size, deepcopy(self.lengths))
+            self._planned = self._planner.submit(
+                self._choose, batch_size, self._trusted(batch_size), deepcopy(self.lengths)
+            )
 
     def _largest(self, batch_size: int) -> int:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
@@ -150,11 +155,15 @@ class AutoAdmission:
         held = self.observed.prompt_tokens + self.lengths.mean
         return capacity.kv_tokens is not None and most * held > capacity.kv_tokens
 
+    def _trusted(self, batch_size: int) -> int:
+        """The largest N' that forecasts alone may ask for: twice the batch, or half as much again as was proven."""
+        return max(2 * batch_size, 3 * self.observed.proven // 2)
+
     def _few_more(self, batch_size: int) -> int:
         """The fewest groups under way of which some are resumed, so that something is learned about that."""
         return min(batch_size + max(batch_size // 4, 1), self._largest(batch_size))
 
-    def _choose(self, batch_size: int, lengths: LengthModel) -> Plan:
+    def _choose(self, batch_size: int, trusted: int, lengths: LengthModel) -> Plan:
         workload, scale, steps = self._conditions(batch_size, lengths)
         per_second = self.observed.accepted / scale
 
@@ -175,19 +184,20 @@ class AutoAdmission:
         target = choice.choose(self.current.target if self.current else None)
         if self._early:
             target = max(target, self._few_more(batch_size))
-        chosen = choice.play(target)
+        limited = "" if target <= trusted else f" (limited from {target} until the run shows that more pays)"
+        chosen = choice.play(min(target, trusted))
         expected = chosen.consumed_tokens_per_second
         reason = (
             f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {choice.best:,.0f} "
             f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
-            f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens"
+            f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens{limited}"
         )
         played = sorted(choice.played.items())
         table = tuple(
             Alternative(n, round(float(one.consumed_tokens_per_second), 1), round(one.staleness, 3))
             for n, one in played
         )
-        return Plan(target, reason, expected, chosen.staleness, table)
+        return Plan(chosen.target, reason, expected, chosen.staleness, table)
 
     def _steps(self, batch_size: int) -> int:
         """How many steps a forecast plays: as many as a hundredth of four steps' time allows, within reason."""

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from april.rollout.step import Step
+from april.rollout.step import Plan, Step
+
+PROOF = 4
+"""Steps with the same N' before its measured throughput is compared with the forecast."""
+CLOSE = 0.8
+"""Share of the forecast throughput that has to be measured. Forecasts are off by 5 to 19 % where most groups are under
+way (`choice.py`)."""
 
 
 @dataclass(slots=True)
@@ -36,8 +42,24 @@ class RecentSteps:
     probes: int = 0
     """How often that was done since more were planned."""
 
+    target: int = 0
+    """N' of the latest step."""
+    target_steps: int = 0
+    """Steps in a row with this N', since the last comparison with a forecast."""
+    target_tokens: int = 0
+    """Tokens consumed in these steps."""
+    target_seconds: float = 0.0
+    """Seconds that these steps took."""
+    proven: int = 0
+    """Largest N' for which the measured throughput was close to its forecast; 0 for none."""
+
     def step(self, step: Step, prompt_tokens: float, slots: int) -> None:
         """Learn from a step that is over, on so many slots."""
+        if step.target != self.target:
+            self.target, self.target_steps, self.target_tokens, self.target_seconds = step.target, 0, 0, 0.0
+        self.target_steps += 1
+        self.target_tokens += step.consumed_tokens
+        self.target_seconds += step.seconds
         self.prompt_tokens = self._mean(self.prompt_tokens, prompt_tokens)
         self.accepted = self._mean(self.accepted, len(step.groups) / (len(step.groups) + len(step.rejections)))
         self.step_seconds = self._mean(self.step_seconds, step.seconds)
@@ -62,6 +84,14 @@ class RecentSteps:
             self.synchronous = self.probes = 0
         self.probing = False
         self.steps += 1
+
+    def prove(self, plan: Plan) -> None:
+        """Compare the throughput measured under `plan` with its forecast, every few steps."""
+        if plan.target != self.target or self.target_steps < PROOF or plan.consumed_tokens_per_second is None:
+            return
+        if self.target_tokens >= CLOSE * plan.consumed_tokens_per_second * self.target_seconds:
+            self.proven = max(self.proven, self.target)
+        self.target_steps, self.target_tokens, self.target_seconds = 0, 0, 0.0
 
     def probe(self) -> None:
         """Have the next step try more groups."""
