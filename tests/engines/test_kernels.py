@@ -148,24 +148,31 @@ class SDPACalls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "masked", "kv_heads"),
-    [
-        (torch.bfloat16, False, 2),  # FLASH groups heads
-        (torch.bfloat16, True, 8),  # EFFICIENT does not, and FLASH takes no mask
-        (torch.float32, False, 8),
-        (torch.float32, True, 8),
-    ],
-)
-def test_on_cuda_no_grouped_attention_is_left_to_the_math_kernel(
-    dtype: torch.dtype, masked: bool, kv_heads: int
+@pytest.mark.parametrize(("groups", "copied"), [(True, False), (False, True)])
+def test_on_cuda_keys_are_copied_only_where_a_fused_kernel_groups_no_heads(
+    groups: bool, copied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(kernels, "_fused", {})
+    monkeypatch.setattr(kernels, "_takes", lambda call, debug=False: groups or not call[-1])
     with FakeTensorMode(allow_non_fake_inputs=True), SDPACalls() as calls:
-        query = torch.empty(1, 8, 24, 64, dtype=dtype, device="cuda")
-        key = torch.empty(1, 2, 24, 64, dtype=dtype, device="cuda")
-        mask = torch.empty(1, 1, 24, 24, dtype=dtype, device="cuda") if masked else None
-        assert attend(query, key, key, mask, None, None).shape == query.shape
-    assert calls.made == [(8, kv_heads, False)]
+        query = torch.empty(1, 8, 24, 64, device="cuda")
+        key = torch.empty(1, 2, 24, 64, device="cuda")
+        assert attend(query, key, key, None, None, None).shape == query.shape
+    assert calls.made == [(8, 8 if copied else 2, False)], "and cuDNN is off"
+    assert not caplog.records
+
+
+def test_the_math_kernel_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+    monkeypatch.setattr(kernels, "_fused", {})
+    monkeypatch.setattr(kernels, "_takes", lambda call, debug=False: bool(asked.append((call[-1], debug))))
+    with FakeTensorMode(allow_non_fake_inputs=True), SDPACalls():
+        query, key = (torch.empty(1, heads, 24, 300, device="cuda") for heads in (8, 2))
+        for _ in range(3):
+            attend(query, key, key, None, None, None)
+    assert asked == [(True, False), (False, False), (False, True)]
+    (record,) = caplog.records
+    assert "heads of 300 runs in PyTorch's MATH kernel" in record.getMessage()
 
 
 def test_every_kernel_is_shielded_from_the_pass_that_needs_it() -> None:

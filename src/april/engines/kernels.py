@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 log = logging.getLogger(__name__)
 
 _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_LARGEST_FLASH_HEAD = 256
 
 
 def attend(
@@ -39,11 +38,12 @@ def attend(
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
         if not query.is_cuda:
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
-        if grouped and not _flash_takes(query, value, mask):
-            # The EFFICIENT kernel does not group heads; copies of keys and values are small beside MATH's scores.
+        if grouped and not _is_fused(query, key, value, mask, grouped):
+            # Copies of keys and values are small beside the scores that MATH keeps.
             key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
             grouped = False
-        _report_math(query, key, value, mask, grouped)
+        if not grouped:
+            _is_fused(query, key, value, mask, grouped)
         with sdpa_kernel(_SDPA_KERNELS):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
     assert mask is not None
@@ -55,34 +55,33 @@ def attend(
     return (weights @ value.unsqueeze(2)).reshape(batch, heads, queries, -1)
 
 
-def _flash_takes(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    size = query.shape[-1]
-    half = query.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled("cuda")
-    return mask is None and half and size == value.shape[-1] and size <= _LARGEST_FLASH_HEAD
+def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
+    """Whether PyTorch has another kernel than MATH for such a call; where no heads are grouped, warn if it has none.
 
-
-def _report_math(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> None:
-    """Warn once per kind of call for which PyTorch has no kernel but MATH."""
-    if not torch.backends.cuda.is_built() or torch.is_autocast_enabled("cuda"):
-        return
+    PyTorch is asked once per kind of call.
+    """
     kind = (query.device, query.dtype, query.shape[-1], value.shape[-1], mask is None, grouped, query.requires_grad)
-    if kind in _reported:
-        return
-    _reported.add(kind)
-    params = torch.backends.cuda.SDPAParams(query, key, value, mask, 0.0, mask is None, grouped)
-    takes = (torch.backends.cuda.can_use_flash_attention, torch.backends.cuda.can_use_efficient_attention)
-    if not any(can_use(params) for can_use in takes):
-        for can_use in takes:
-            can_use(params, debug=True)  # PyTorch warns with the reasons
-        log.warning(
-            "attention in %s with heads of %d runs in PyTorch's MATH kernel, whose memory is quadratic in the length: "
-            "PyTorch's warnings above name the reasons",
-            query.dtype,
-            query.shape[-1],
-        )
+    if kind not in _fused:
+        call = (query, key, value, mask, 0.0, mask is None, grouped)
+        _fused[kind] = _takes(call)
+        if not (_fused[kind] or grouped):
+            _takes(call, debug=True)  # PyTorch warns with its reasons
+            log.warning(
+                "attention in %s with heads of %d runs in PyTorch's MATH kernel, whose memory is quadratic in the "
+                "length: PyTorch's warnings name the reasons",
+                query.dtype,
+                query.shape[-1],
+            )
+    return _fused[kind]
 
 
-_reported: set[tuple[Any, ...]] = set()
+def _takes(call: tuple[Any, ...], debug: bool = False) -> bool:
+    params = torch.backends.cuda.SDPAParams(*call)
+    flash = torch.backends.cuda.can_use_flash_attention(params, debug)
+    return torch.backends.cuda.can_use_efficient_attention(params, debug) or flash
+
+
+_fused: dict[tuple[Any, ...], bool] = {}
 
 
 def causal_mask(positions: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
