@@ -62,6 +62,31 @@ def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: Exc
     assert max(sizes) <= 120
 
 
+def test_an_optimizer_step_that_runs_out_of_memory_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, short = (LocalLearner(tiny.model(), recipe()) for _ in range(2))
+    step, failures = short.optimizer.step, [SHORTAGES[0]]
+
+    def first_fails() -> None:
+        if failures:
+            raise failures.pop()
+        step()
+
+    monkeypatch.setattr(short.optimizer, "step", first_fails)
+    assert plain.train(rollout(3), 1)["out_of_memory"] == 0
+    assert short.train(rollout(3), 1)["out_of_memory"] == 1
+    for first, second in zip(*(learner.model.parameters() for learner in (plain, short)), strict=True):
+        assert torch.equal(first, second)
+
+
+def test_the_optimizer_has_its_memory_from_the_start_and_needs_no_more() -> None:
+    learner = LocalLearner(tiny.model(), recipe())
+    held = {name: tensor.data_ptr() for name, tensor in learner.state().items() if "_optimizer." in name}
+    assert len(held) == 3 * len(list(learner.model.parameters()))
+    assert learner.optimizer.param_groups[0]["fused"], "and makes no copy of the parameters"
+    learner.train(rollout(3), 1)
+    assert held == {name: tensor.data_ptr() for name, tensor in learner.state().items() if "_optimizer." in name}
+
+
 def test_memory_that_does_not_hold_one_sample_ends_the_training_with_what_to_do() -> None:
     learner = LocalLearner(tiny.model(), recipe())
     before = [p.clone() for p in learner.model.parameters()]

@@ -53,6 +53,7 @@ from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import Memory, SkippedUpdates
 from april.training.schedule import share_of_peak
 from april.training.shards import read, stored, write
+from april.training.update_share import UpdateShare
 from april.training.weights import transfer_of
 
 FUSED = ("cpu", "cuda")
@@ -94,6 +95,7 @@ class LocalLearner:
         self._place()
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
+        self.update_share = UpdateShare(self.masters.trained(self.policy))
         self._transfer = None if directory is None else self._way_to_engine(recipe, directory)
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
@@ -165,8 +167,13 @@ class LocalLearner:
         names = dict.fromkeys(name for made, _ in results for name in made)
         metrics = {name: fmean(made[name] for made, _ in results if name in made) for name in names}
         metrics["skipped_updates"] *= len(results)
-        own = {"out_of_memory": self.memory.shortages - shortages}
+        own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
+        if (updated := self._updated_share()) is not None:
+            own["updated_share"] = updated
         return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
+
+    def _updated_share(self) -> float | None:
+        return self.update_share.take()
 
     @contextmanager
     def packed(self) -> Iterator[None]:
@@ -237,7 +244,8 @@ class LocalLearner:
         rate = self.optimizer.param_groups[0]["lr"]
         _set_learning_rate(self.optimizer, scale * rate)
         try:
-            self.optimizer.step()
+            with self.update_share.of():
+                self.optimizer.step()
         finally:
             _set_learning_rate(self.optimizer, rate)
         if self.critic_optimizer:

@@ -217,6 +217,9 @@ class ShardedLearner(LocalLearner):
         own = super().gradient(batch)
         return self.ranks.total(own if self.ranks.counts else Sums())
 
+    def _updated_share(self) -> float | None:
+        return self.update_share.take(self.ranks.sum)
+
     @contextmanager
     def packed(self) -> Iterator[None]:
         with super().packed(), shared(self.ranks.context):
