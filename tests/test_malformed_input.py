@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import tempfile
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,50 @@ def test_a_recipe_with_any_value_for_any_setting(setting: tuple[str, str], value
     assert isinstance(found, str) or setting == ("model", "path"), "the model's path is missing at the least"
     if isinstance(value, float) and value != value:
         assert name in found, "no setting is allowed to be no number"
+
+
+EXTREMES = {
+    bool: (True,),
+    int: (0, -1, 2**63 - 1, 10**400),
+    float: (0.0, 5e-324, 1e308, 1e10, float("inf"), float("nan")),
+    str: ("", "x" * 5000, "\0", "../..", "a:b", "http://["),
+    list: ([], [10**400], [float("nan")], ["\0"]),
+    dict: ({}, {"a": {"b": [1]}}, {"a": float("inf")}),
+}
+"""Values at the edge of each type."""
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_extreme_values_of_every_type_for_every_setting(section: str) -> None:
+    """A value is accepted, or refused by name."""
+    for field in dataclasses.fields(getattr(Recipe(), section)):
+        for value in itertools.chain.from_iterable(EXTREMES.values()):
+            found = load(f"[{section}]\n{field.name} = {toml(value)}\n".encode())
+            if isinstance(value, bool) and not _takes_a_boolean(getattr(Recipe(), section), field.name):
+                assert isinstance(found, str)
+                assert f"{section}.{field.name}" in found, f"{value} is no number and no text"
+
+
+def _takes_a_boolean(section: object, name: str) -> bool:
+    return "bool" in str(typing.get_type_hints(type(section))[name])
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"[training]\nsteps = true\n", ":2: training.steps = True: Input should be a valid integer"),
+        (b"[training]\nlearning_rate = true\n", ":2: training.learning_rate = True: Input should be a valid number"),
+        (b"[training]\nbetas = [0.9, true]\n", ":2: training.betas.1 = True: Input should be a valid number"),
+        (b'[training]\nsteps = "3"\n', ":2: training.steps = '3': Input should be a valid integer"),
+        (b'[task]\nkind = "reasoning_gym"\nname = "gcd"\neval_size = inf\n', "task.eval_size = inf: must be a finite"),
+        (b"[training]\njournal_delay = 1e10\n", "training.journal_delay = 10000000000.0: must be seconds"),
+        (b"[training]\nsteps = " + b"9" * 5000, "no valid TOML: Exceeds the limit (4300 digits)"),
+        (b"[training]\nbetas = " + b"[" * 3000, "no valid TOML: maximum recursion depth"),
+        (b"\xef\xbb\xbf[training]\nsteps = 0\n", "training.steps = 0: must be positive"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_name(content: bytes, problem: str) -> None:
+    assert problem in load(content)
 
 
 def read(content: bytes, spec: TaskSpec, suffix: str = ".jsonl") -> list[Problem] | str:

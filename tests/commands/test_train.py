@@ -18,7 +18,7 @@ from tests.commands.conftest import status
         (
             ("over_sampling_batch_size = 6", 'over_sampling_batch_size = "many"'),
             (),
-            "as an integer; or: Input should be 'auto'",
+            "a valid integer; or: Input should be 'auto'",
         ),
         ((), ("--policy", "april-paper", "--on-update", "keep"), 'set engine.on_update = "recompute"'),
         (
@@ -88,6 +88,11 @@ from tests.commands.conftest import status
         ((), ("--engine", "sglang", "--server-args=--speculative-algorithm=NGRAM"), "not known to draw drafted tokens"),
         ((), ("--server-host", "0.0.0.0"), "set the environment variable APRIL_ENGINE_API_KEY"),
         ((), ("--reward-memory-gb", "0"), "rollout.reward_memory_gb = 0.0: must be positive"),
+        ((), ("--model.device", "gpu"), "model.device = 'gpu': PyTorch cannot compute on it here"),
+        ((), ("--model.device", "cuda:99"), "model.device = 'cuda:99': PyTorch cannot compute on it here"),
+        ((), ("--model.path", "/nowhere"), "april: command line: model.path = '/nowhere'"),
+        ((), ("--steps=0",), "april: command line: training.steps = 0"),
+        ((), ("--no-partial-rollout", "--lora.rank=-1"), "april: command line: lora.rank = -1"),
     ],
 )
 def test_bad_settings_are_one_clear_line_before_anything_starts(

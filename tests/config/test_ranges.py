@@ -9,7 +9,14 @@ import pytest
 
 from april.config.ranges import out_of_range
 from april.config.recipe import Recipe
-from april.config.settings import AlgorithmSettings, LoraSettings, RolloutSettings, TrainingSettings
+from april.config.settings import (
+    AlgorithmSettings,
+    EnvironmentSettings,
+    LoraSettings,
+    RolloutSettings,
+    TrainerSettings,
+    TrainingSettings,
+)
 
 SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Recipe)]
 
@@ -25,6 +32,12 @@ SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Re
         (AlgorithmSettings(value_clip=-math.inf), ("value_clip", "must be a finite number")),
         (AlgorithmSettings(value_clip=0.0), ("value_clip", "must be positive (inf is no bound)")),
         (LoraSettings(rank=-1), ("rank", "must not be negative")),
+        (TrainingSettings(steps=10**400), ("steps", "must fit into 64 bits")),
+        (TrainingSettings(journal_delay=1e10), ("journal_delay", "must be seconds from 0 to a year")),
+        (TrainingSettings(betas=(0.5, math.nan)), ("betas", "must be a finite number")),
+        (TrainerSettings(rank_timeout=1e10), ("rank_timeout", "must be positive seconds, a year at most")),
+        (EnvironmentSettings(step_timeout=1e10), ("step_timeout", "must be positive seconds, a year at most")),
+        (RolloutSettings(stop_token_ids=(1, -1)), ("stop_token_ids", "must not be negative")),
     ],
 )
 def test_a_number_outside_its_range_is_named(settings: object, problem: tuple[str, str]) -> None:

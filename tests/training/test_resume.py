@@ -111,6 +111,14 @@ def test_a_run_that_died_before_its_first_checkpoint_goes_on(saved_seldom: Path,
         assert [line.get(name) for line in after[:4]] == [line.get(name) for line in before[:4]], name
 
 
+def test_another_user_may_read_what_the_umask_lets_them(saved_often: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    for checkpoint in checkpoints(saved_often / "checkpoints"):
+        files = [path for path in checkpoint.rglob("*") if path.is_file()]
+        assert {path.stat().st_mode & 0o777 for path in files} == {0o666 & ~mask}
+
+
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
     saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

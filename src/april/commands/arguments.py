@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,13 +33,16 @@ def read_recipe(args: Sequence[str], program: str, description: str = "") -> Rec
     """
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     flags = args[1:] if path else args
-    recipe = override(load_recipe(path) if path else Recipe(), flags, f"{program} {path or 'RECIPE'}", description)
+    written = load_recipe(path) if path else Recipe()
+    recipe = override(copy.deepcopy(written), flags, f"{program} {path or 'RECIPE'}", description)
     try:
         check_recipe(recipe)
     except ConfigError as error:
         if path is None:
             raise
-        raise ConfigError("\n".join(_located(line, path, flags) for line in str(error).splitlines())) from None
+        anchor(written, Path.cwd())  # as `override` does: what differs then is a flag's
+        lines = (_located(line, path, written, recipe) for line in str(error).splitlines())
+        raise ConfigError("\n".join(lines)) from None
     return recipe
 
 
@@ -47,11 +53,15 @@ def override(recipe: Recipe, flags: Sequence[str], program: str, description: st
     return changed
 
 
-def _located(problem: str, path: Path, flags: Sequence[str]) -> str:
-    """The problem with the line of the recipe that it stands on, unless a flag has overridden that."""
+def _located(problem: str, path: Path, written: Recipe, recipe: Recipe) -> str:
+    """The problem, with the line of the recipe on which its setting stands unless a flag has overridden the setting."""
     name = problem.split(" ")[0].rstrip(":")
-    flag = "--" + name.rpartition(".")[2].replace("_", "-")
-    line = None if flag in flags else setting_line(path, name)
+    setting = ".".join(name.split(".")[:2])
+    with suppress(AttributeError):  # a problem that begins with no setting's name
+        value = attrgetter(setting)
+        if value(written) != value(recipe):
+            return f"command line: {problem}"
+    line = setting_line(path, name)
     return f"{path}:{line}: {problem}" if line else problem
 
 

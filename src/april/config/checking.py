@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
 from april.config.error import ConfigError
 from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
 from april.config.reading import messages, nearest
-from april.config.recipe import Recipe
+from april.config.recipe import Recipe, typed
 from april.config.settings import (
     API_KEY,
     AlgorithmSettings,
@@ -63,7 +63,7 @@ def check_engine(settings: EngineSettings) -> None:
     problems = []
     for name, kind in get_type_hints(type(settings)).items():
         try:
-            setattr(settings, name, TypeAdapter(kind).validate_python(getattr(settings, name)))
+            setattr(settings, name, typed(kind, getattr(settings, name)))
         except ValidationError as error:
             problems.append(f"{name} = {getattr(settings, name)!r}: {messages(error.errors())}")
     if not problems:

@@ -1,6 +1,9 @@
-"""The numbers that a setting may be, said in its type: `Positive[int]`, `NotNegative[float] | None`.
+"""The numbers that a setting may be, as part of its type: `Positive[int]`, `NotNegative[float] | None`, `Seconds`.
 
-Invariant: a float is finite unless its type is one of the unbounded ones, where inf stands for no bound.
+Invariants:
+- a float is finite unless its type is one of the unbounded ones, where inf stands for no bound;
+- an integer fits into 64 bits;
+- a duration is no longer than a year, so every timer of the operating system and of Python can wait that long.
 """
 
 from __future__ import annotations
@@ -12,21 +15,25 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 Number = TypeVar("Number", int, float)
+LARGEST_INTEGER = 2**63 - 1
+YEAR_SECONDS = 365 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `least` on.
+    """Numbers from `least` to `most`.
 
     Args:
         rule: what a number outside of it is told.
         least: the least number.
+        most: the largest number.
         without: whether `least` itself is left out.
         infinite: whether inf is a value, and stands for no bound.
     """
 
     rule: str
     least: float = -math.inf
+    most: float = math.inf
     without: bool = False
     infinite: bool = False
 
@@ -34,8 +41,10 @@ class Range:
         """What is wrong with the number, if anything."""
         if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value == math.inf)):
             return "must be a finite number"
+        if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+            return "must fit into 64 bits"
         outside = value <= self.least if self.without else value < self.least
-        return self.rule if outside else None
+        return self.rule if outside or value > self.most else None
 
 
 FINITE = Range("must be a finite number")
@@ -43,17 +52,26 @@ Positive = Annotated[Number, Range("must be positive", 0, without=True)]
 NotNegative = Annotated[Number, Range("must not be negative", 0)]
 PositiveUnbounded = Annotated[Number, Range("must be positive (inf is no bound)", 0, without=True, infinite=True)]
 NotNegativeUnbounded = Annotated[Number, Range("must not be negative (inf is no bound)", 0, infinite=True)]
+Seconds = Annotated[float, Range("must be positive seconds, a year at most", 0, YEAR_SECONDS, without=True)]
+SecondsOrZero = Annotated[float, Range("must be seconds from 0 to a year", 0, YEAR_SECONDS)]
 
 
 def out_of_range(section: Any) -> Iterator[tuple[str, str]]:
-    """Name and rule of each number of a settings dataclass that is outside its range."""
+    """Name and rule of each setting of a settings dataclass that holds a number outside its range."""
     hints = get_type_hints(type(section), include_extras=True)
     for setting in dataclasses.fields(section):
         value = getattr(section, setting.name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            range = next(_ranges(hints[setting.name]), FINITE)
-            if problem := range.problem(value):
-                yield setting.name, problem
+        range = next(_ranges(hints[setting.name]), FINITE)
+        problems = (range.problem(number) for number in _numbers(value))
+        if problem := next(filter(None, problems), None):
+            yield setting.name, problem
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The number that a setting is, or those of its tuple."""
+    for each in value if isinstance(value, tuple) else (value,):
+        if isinstance(each, int | float) and not isinstance(each, bool):
+            yield each
 
 
 def _ranges(hint: Any) -> Iterator[Range]:

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from april.config.error import ConfigError
 from april.config.paths import anchor
-from april.config.recipe import Recipe
+from april.config.recipe import Recipe, typed
 
 
 def load_recipe(path: Path) -> Recipe:
@@ -27,19 +27,19 @@ def load_recipe(path: Path) -> Recipe:
         ConfigError: the file is missing or is no TOML, or a key or a value is wrong; each with its line.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this recipe: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
     try:
         settings = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also an integer of too many digits, and arrays nested too deeply
         raise ConfigError(f"{path}: no valid TOML: {error}") from None
     if unknown := list(_unknown(path, text, settings)):
         raise ConfigError("\n".join(unknown))
     try:
-        recipe: Recipe = TypeAdapter(Recipe).validate_python(settings)
+        recipe: Recipe = typed(Recipe, settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(path, text, problems) for problems in _by_setting(error))) from None
     anchor(recipe, path.parent)
@@ -97,7 +97,7 @@ def _where(path: Path, text: str, location: list[str]) -> str:
 
 def setting_line(path: Path, name: str) -> int | None:
     """The line of a recipe on which the setting `section.key` stands, counted from 1; None if it does not."""
-    return _line(path.read_text(), name.split("."))
+    return _line(path.read_text(encoding="utf-8-sig"), name.split("."))
 
 
 def _line(text: str, location: list[str]) -> int | None:

@@ -7,8 +7,10 @@ Invariant: a setting has one name, in the file and as a flag: `[rollout] max_sta
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any
 
 import tyro
@@ -189,6 +191,22 @@ class Recipe:
         return dataclasses.asdict(self)
 
 
+def typed(kind: Any, value: Any) -> Any:
+    """Return `value` as type `kind`, by JSON's rules: a list may become a tuple, a whole number a float, but true and
+    "3" are no numbers.
+
+    Raises:
+        pydantic.ValidationError: `value` has another type.
+    """
+    return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
 def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
     """The inverse of `Recipe.to_dict`, for a run that is resumed."""
-    return TypeAdapter(Recipe).validate_python(settings)
+    recipe: Recipe = typed(Recipe, settings)
+    return recipe

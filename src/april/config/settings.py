@@ -11,7 +11,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from april.config.ranges import NotNegative, NotNegativeUnbounded, Positive, PositiveUnbounded
+from april.config.ranges import (
+    NotNegative,
+    NotNegativeUnbounded,
+    Positive,
+    PositiveUnbounded,
+    Seconds,
+    SecondsOrZero,
+)
 from april.rollout.engine import KVPolicy
 from april.rollout.params import MAX_STALENESS
 
@@ -112,11 +119,11 @@ class RolloutSettings:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[NotNegative[int], ...] = ()
     dynamic_sampling: bool | None = None
     max_rejected_groups: Positive[int] | None = None
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
-    reward_timeout: Positive[float] | None = 30.0
+    reward_timeout: Seconds | None = 30.0
     reward_workers: NotNegative[int] | None = None
     reward_memory_gb: Positive[float] | None = 4.0
     reward_env: tuple[str, ...] = ()
@@ -159,9 +166,9 @@ class EnvironmentSettings:
     on_env_error: Literal["observe", "end", "reject"] = "observe"
     concurrency: Positive[int] = 64
     workers: NotNegative[int] | None = None
-    reset_timeout: Positive[float] | None = 120.0
-    step_timeout: Positive[float] | None = 60.0
-    episode_deadline: Positive[float] | None = None
+    reset_timeout: Seconds | None = 120.0
+    step_timeout: Seconds | None = 60.0
+    episode_deadline: Seconds | None = None
     max_retries: NotNegative[int] = 3
     max_restarts: NotNegative[int] = 3
     env: tuple[str, ...] = ()
@@ -238,7 +245,7 @@ class EngineSettings:
     weight_transfer: Literal["disk", "broadcast", "adapters"] = "disk"
     broadcast_address: str | None = None
     broadcast_interface: str | None = None
-    ready_timeout: Positive[float] = 900.0
+    ready_timeout: Seconds = 900.0
 
     @property
     def gpus_by_arguments(self) -> int | None:
@@ -422,7 +429,7 @@ class TrainingSettings:
     eval_temperature: NotNegative[float] | None = None
     save_interval: NotNegative[int] = 50
     keep_checkpoints: Positive[int] = 2
-    journal_delay: NotNegative[float] = 1.0
+    journal_delay: SecondsOrZero = 1.0
 
 
 @dataclass(kw_only=True)
@@ -462,7 +469,7 @@ class TrainerSettings:
     tensor_parallel: Positive[int] = 1
     expert_parallel: Positive[int] = 1
     cpu_offload: bool = False
-    rank_timeout: Positive[float] = 300.0
+    rank_timeout: Seconds = 300.0
     max_restarts: NotNegative[int] = 3
 
     @property

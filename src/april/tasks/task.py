@@ -171,7 +171,8 @@ class TaskSpec:
         require(self.chat_template in ("auto", "always", "never"), "chat_template", "must be auto, always or never")
         require(self.seed >= 0, "seed", "must not be negative")
         require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
-        require(self.eval_size is None or self.eval_size >= 0, "eval_size", "must not be negative")
+        finite = self.eval_size is None or 0 <= self.eval_size < math.inf
+        require(finite, "eval_size", "must be a finite number, and not negative")
         whole = self.eval_size is None or self.eval_size == int(self.eval_size)
         share = self.kind == "records" and not (self.eval_path or self.eval_split) and (self.eval_size or 0) < 1
         require(whole or share, "eval_size", "must be a whole number, or the share below 1 of a file to hold out")

@@ -86,10 +86,13 @@ def save_checkpoint(
 
 
 def _seal(partial: Path) -> None:
-    """Write the manifest, and put everything on disk."""
+    """Write the manifest, give every file its permissions, and put everything on disk."""
     files = {str(path.relative_to(partial)): path for path in sorted(partial.rglob("*")) if path.is_file()}
     sums = {name: [path.stat().st_size, _checksum(path)] for name, path in files.items()}
     (partial / MANIFEST).write_text(json.dumps({"files": sums, "checksum": _of_sums(sums)}))
+    permissions = (partial / MANIFEST).stat().st_mode & 0o777  # as the umask says
+    for path in files.values():
+        path.chmod(permissions)  # safetensors hides weights from a server that another user runs
     for path in (*files.values(), partial / MANIFEST):
         sync_file(path)
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):

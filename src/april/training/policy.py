@@ -27,9 +27,10 @@ def load_policy(
         device: in the place of the settings' own.
 
     Raises:
-        ConfigError: there is no such model, or it is no causal LM.
+        ConfigError: there is no such model, it is no causal LM, or the device cannot be used.
     """
     transformers_logging.disable_progress_bar()
+    device = device or device_of(settings)
     path = str(checkpoint or Path(settings.path).expanduser())
     try:
         # Without a word, transformers would ask whether to run the code that a model brings.
@@ -40,7 +41,7 @@ def load_policy(
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None
-    return model.to(device or device_of(settings)), tokenizer
+    return model.to(device), tokenizer
 
 
 def policy_at(recipe: Recipe, checkpoint: Path | None) -> Path | None:
@@ -83,10 +84,23 @@ def describe_policy(directory: Path, model: Any, tokenizer: Any) -> None:
 
 
 def device_of(settings: ModelSettings) -> torch.device:
-    """The recipe's device; `auto` is the first accelerator, or the CPU."""
-    if settings.device != "auto":
-        return torch.device(settings.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The recipe's device; `auto` is the first accelerator, or the CPU.
+
+    Raises:
+        ConfigError: PyTorch knows no such device, or cannot compute on it here.
+    """
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(settings.device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"model.device = {settings.device!r}: PyTorch cannot compute on it here ({reason}); choose auto, cpu, cuda "
+            "or cuda:N"
+        ) from None
+    return device
 
 
 def trunk_of(model: Any) -> Any:
