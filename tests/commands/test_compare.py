@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from april.commands.arguments import read_recipe
-from april.commands.compare import arms_at, arms_of
+from april.commands.compare import _train_in_subprocess, arms_at, arms_of
 from tests.commands.conftest import status
 
 April = Callable[..., subprocess.CompletedProcess[str]]
@@ -70,3 +72,27 @@ def test_throughput_stands_beside_memory_for_each_ratio(recipe: Path, april: Apr
     assert min(synchronous["resident_bytes"]["min"], partial["resident_bytes"]["min"]) > 1e8
     assert "resident memory" in done.stdout
     assert (recipe.parent / "out" / "ratio-2-0" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_on_to_the_training_that_is_compared(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the training process saves itself when it is told to, which takes a while."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        f"""#!{sys.executable}
+import os, signal, sys, time
+def stop(number, _):
+    time.sleep(0.5)
+    open({str(tmp_path / "saved")!r}, "w").close()
+    os._exit(128 + number)
+signal.signal({number:d}, stop)
+os.kill(os.getppid(), {number:d})
+signal.pause()
+"""
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(stand_in))
+    assert _train_in_subprocess("recipe.toml", ()) == 128 + number
+    assert (tmp_path / "saved").exists()

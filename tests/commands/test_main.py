@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from april.commands.main import COMMANDS
+from april.commands.main import COMMANDS, main
 from april.commands.resume import arguments
 from april.config.error import ConfigError
+from april.training.stop import SIGNALS
 from tests.commands.conftest import status
 
 
@@ -44,7 +46,29 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     os.close(reader)
     gone = subprocess.run([sys.executable, "-m", "april", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
-    assert (gone.returncode, gone.stderr) == (1, "")
+    assert (gone.returncode, gone.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_every_command_without_a_traceback(
+    number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while modules are imported."""
+    before = {each: signal.getsignal(each) for each in SIGNALS}
+
+    def interrupted(name: str) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("april.commands.main.import_module", interrupted)
+    monkeypatch.setattr("sys.argv", ["april", "profile", "recipe.toml"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 128 + number
+    assert capsys.readouterr().err == "april: interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -187,3 +189,48 @@ async def test_an_evaluation_is_given_up_where_rollouts_fail_and_what_they_had_i
         with pytest.raises(EngineError, match="the engine is gone"):
             await trainer.run()
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000000"]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_an_evaluation_is_cut_short_by_a_stop_and_done_when_the_run_goes_on(
+    tmp_path: Path, overlap: bool
+) -> None:
+    async with trainer_over(tmp_path, HELD_OUT, overlap=overlap) as trainer:
+        learner, signals, evaluate = trainer.learner, trainer.signals, trainer.scheduler.evaluate
+        learner.train = lambda step, number: {"loss": 0.0, "grad_norm": 0.0}  # type: ignore[method-assign]
+        learner.weights, learner.save = lambda version: None, lambda directory: None  # type: ignore[method-assign]
+
+        async def endless(*_: Any) -> Any:
+            signals.stop(signal.SIGTERM)
+            await asyncio.get_running_loop().create_future()
+
+        trainer.scheduler.evaluate = endless  # type: ignore[method-assign]
+        assert await asyncio.wait_for(trainer.run(), 60) is None
+        assert trainer.log.evaluations == []
+        assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000000"]
+        assert (tmp_path / "report.html").exists()
+        signals.requested.clear()
+        trainer.scheduler.evaluate = evaluate  # type: ignore[method-assign]
+        assert await asyncio.wait_for(trainer.run(), 60) is not None
+        assert [one["step"] for one in trainer.log.evaluations] == [0, 1, 2, 3]
+
+
+async def test_sigusr1_saves_in_the_middle_of_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
+    async with trainer_over(tmp_path) as trainer:
+        learner, collect, asked = trainer.learner, trainer.scheduler.collect, 0
+        learner.train = lambda step, number: {"loss": 0.0, "grad_norm": 0.0}  # type: ignore[method-assign]
+        learner.weights, learner.save = lambda version: None, lambda directory: None  # type: ignore[method-assign]
+
+        async def slow() -> Step:
+            nonlocal asked
+            asked += 1
+            if asked == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                await asyncio.get_running_loop().create_future()
+            if asked == 2:
+                assert checkpoints(tmp_path / "checkpoints")[-1].name == "step-000000"
+            return await collect()
+
+        trainer.scheduler.collect = slow  # type: ignore[method-assign]
+        assert await asyncio.wait_for(trainer.run(), 60) is not None
+    assert asked == 4

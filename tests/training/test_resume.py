@@ -26,6 +26,7 @@ from april.training import build, run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
 from april.training.output import locked
+from april.training.stop import SIGNALS
 from tests.crash_points import RECIPE, differences, outcome, prepare
 
 OFTEN = RECIPE.replace("save_interval = 2", "save_interval = 1").replace("keep_checkpoints = 1", "keep_checkpoints = 2")
@@ -70,10 +71,12 @@ def saved_seldom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
+def restored() -> Iterator[None]:
+    threads, handlers = torch.get_num_threads(), {number: signal.getsignal(number) for number in SIGNALS}
     yield
     torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def copy(run: Path, tmp_path: Path) -> Path:
@@ -234,6 +237,20 @@ def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "recipe.json").write_text("{")
     assert resume(tmp_path) == 2
     assert "recipe.json: cannot be read as a recipe" in capsys.readouterr().err
+
+
+def test_a_run_that_has_finished_says_so_and_is_left_alone(
+    saved_often: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    assert resume(run) == 0
+    assert "april: going on from step-00000" in capsys.readouterr().err
+    before = content(run)
+    assert resume(run) == 0
+    assert capsys.readouterr().out == (
+        f"{run} has finished after 4 steps; to train further: april resume {run} --steps N\n"
+    )
+    assert content(run) == before
 
 
 def test_two_runs_in_one_directory_are_refused(

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from april.training.stop import StopSignals
+from april.training.stop import StopSignals, exit_status
 
 
 async def send(number: int = signal.SIGINT) -> None:
@@ -17,14 +17,41 @@ async def send(number: int = signal.SIGINT) -> None:
     await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_first_signal_asks_for_a_stop_and_a_second_sigint_gives_up(first: int) -> None:
     with StopSignals() as signals:
         assert not signals.requested.is_set()
         await send(first)
         assert signals.requested.is_set()
+        assert exit_status(signals.number) == 128 + first
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+async def test_sigusr1_asks_for_a_checkpoint_and_not_for_a_stop() -> None:
+    with StopSignals() as signals:
+        await send(signal.SIGUSR1)
+        assert signals.saving.is_set()
+        assert not signals.requested.is_set()
+
+
+async def test_sighup_stays_ignored_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            await send(signal.SIGHUP)
+            assert not signals.requested.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+async def test_a_stop_may_be_asked_for_in_any_thread_and_before_anything_listens() -> None:
+    early = StopSignals()
+    early.stop(signal.SIGPIPE)
+    with early, StopSignals() as late:
+        assert (early.requested.is_set(), early.number) == (True, signal.SIGPIPE)
+        await asyncio.to_thread(late.stop, signal.SIGPIPE)
+        await asyncio.wait_for(late.requested.wait(), 60)
 
 
 @pytest.mark.parametrize("before", [0, 1])

@@ -105,20 +105,42 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
         time.sleep(0.05)
     while time.monotonic() < deadline and len(read_metrics(run)) < 3:
         time.sleep(0.05)
+    os.kill(process.pid, signal.SIGUSR1)
+    while time.monotonic() < deadline and not list((run / "checkpoints").glob("step-*")):
+        time.sleep(0.05)
+    saved = len(read_metrics(run))
+    while time.monotonic() < deadline and len(read_metrics(run)) <= saved:
+        time.sleep(0.05)
+    assert process.poll() is None, "SIGUSR1 saves a run, which goes on"
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert f"april resume {run}" in out
     assert "Traceback" not in err
-    state = json.loads(next((run / "checkpoints").glob("*/april.json")).read_text())
+    assert (run / "report.html").exists()
+    state = json.loads(max((run / "checkpoints").glob("*/april.json")).read_text())
     steps = state["log"]["steps"]
     assert steps >= 2
     assert state["rollout"]["state"]["buffer"]["groups"], "what was unfinished is in the checkpoint"
 
     resumed = april("train", "--resume", run, "--steps", steps + 2)
     assert resumed.returncode == 0, resumed.stderr
+    assert f"april: going on from step-{steps:06d}\n" in resumed.stderr
     assert [line["step"] for line in metrics(run)] == list(range(steps + 3))
     assert json.loads((run / "summary.json").read_text())["discarded_tokens"] == 0
+
+
+def test_a_run_whose_output_is_closed_is_saved(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "april", "train", str(recipe), "--steps", "100000", "--eval-interval", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(timeout=300) == 128 + signal.SIGPIPE, err
+    assert err == f"april: Stopped. To go on: april resume {tmp_path / 'run'}\n"
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_synchronous_runs_are_on_policy(recipe: Path, tmp_path: Path) -> None:

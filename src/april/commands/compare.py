@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.comparison import compare_runs, run_record
+from april.training.stop import forwarding
 
 IN_TURNS = ("--overlap", "False")
 """Synchronous rollouts leave nothing that could be sampled while the policy is trained."""
@@ -132,9 +134,17 @@ def _file_name(arm: str) -> str:
 
 
 def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
-    """A run of its own process, so that no arm finds caches, threads or memory of another."""
+    """A run of its own process, so that no arm finds caches, threads or memory of another; signals go on to it."""
     command = [sys.executable, "-m", "april", "train", recipe, *flags]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ, check=False).returncode
+    received: list[int] = []
+    with forwarding(received.append):
+        # In a process group of its own: Ctrl-C in a terminal would come twice.
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as child:
+            while child.poll() is None:
+                time.sleep(0.1)
+                while received:
+                    child.send_signal(received.pop(0))
+        return child.returncode
 
 
 def _write(output: Path, args: Sequence[str], records: list[dict[str, Any]]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def fail(message: str, status: int = 2) -> int:
     """Print the message on stderr, each line as april's, and return the exit status."""
-    for line in message.splitlines():
-        print(f"april: {line}", file=sys.stderr)
+    with suppress(OSError):  # the terminal may be gone
+        for line in message.splitlines():
+            print(f"april: {line}", file=sys.stderr)
     return status

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -18,6 +19,7 @@ from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.engines.cluster.head import leave
 from april.extras import missing_package
+from april.training.stop import exit_status, status_of, unwind_on_signals
 
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
@@ -37,17 +39,21 @@ COMMANDS = {
 
 def main() -> None:
     """Run a command of `sys.argv` and exit with its status; without a word if nobody reads what it prints, as behind
-    `| head`."""
+    `| head`. Signals end it without a traceback."""
+    unwind_on_signals()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback
+        fail("interrupted")
+        status = status_of(interrupt)
     except BrokenPipeError:
         if not _unread():
             raise
-        if sys.argv[1:2] in (["train"], ["resume"]):
-            fail("nobody reads what the run prints, so it has ended; april resume DIR goes on with it")
+        status = exit_status(signal.SIGPIPE)
+    if _unread():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
-        status = 1
     leave(status)
     raise SystemExit(status)
 
@@ -55,7 +61,10 @@ def main() -> None:
 def _unread() -> bool:
     """Whether standard output is a pipe that nobody reads any more."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # no file, as where tests capture it
+        return False
     return bool(poll.poll(0))
 
 

@@ -12,6 +12,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from april.training.rank_process import LOST, RankLostError, Report, leads
+from april.training.stop import status_of, unwind_on_signals
 
 if TYPE_CHECKING:
     from april.config.recipe import Recipe
@@ -69,4 +70,8 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main())
+    unwind_on_signals()
+    try:
+        leave(main())
+    except KeyboardInterrupt as interrupt:
+        leave(status_of(interrupt))

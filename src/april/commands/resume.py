@@ -16,7 +16,7 @@ from april.config.recipe import Recipe
 from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
 from april.training.rank_process import job, leads
-from april.training.resume import Repair, began_here, check_run, check_unchanged, saved_recipe
+from april.training.resume import Repair, began_here, check_run, check_unchanged, finished_steps, saved_recipe
 
 OPTION = "--resume"
 REPAIRS: dict[str, Repair] = {"--salvage": "salvage", "--rewind": "rewind"}
@@ -66,16 +66,19 @@ def run(args: list[str]) -> int:
         recipe = _prepared(directory, flags, repairs.pop() if repairs else "none")
     except (CheckpointError, JournalError) as error:
         return fail(str(error))
-    return start(recipe, resume=True)
+    return 0 if recipe is None else start(recipe, resume=True)
 
 
-def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe:
-    """The recipe to go on with, the state on disk being whole, or repaired as told."""
+def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
+    """The recipe to go on with, the state on disk being whole, or repaired as told; None if the run has finished."""
     before = saved_recipe(run)
     before.reporting.output = str(run)
     recipe = override(copy.deepcopy(before), flags, f"april resume {run}", DESCRIPTION)
     check_recipe(recipe)
     check_ranks(recipe)
+    if repair == "none" and (steps := finished_steps(run)) >= recipe.training.steps:
+        print(f"{run} has finished after {steps} steps; to train further: april resume {run} --steps N")
+        return None
     if leads():
         if began_here(run) and repair != "none":  # ranks that start anew repair nothing again
             _note(

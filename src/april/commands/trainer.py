@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.utils import logging as transformers
 from april.commands.failure import fail
 from april.config.recipe import Recipe
 from april.reporting.messages import messages
+from april.reporting.output import Output
 from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
 from april.rollout.account import RejectionError
@@ -24,6 +26,7 @@ from april.training.build import train
 from april.training.checkpoint import CheckpointError
 from april.training.recovery import TrainingError
 from april.training.resume import RECIPE
+from april.training.stop import StopSignals, exit_status, status_of
 
 FAILURES = (
     RewardError,
@@ -38,25 +41,29 @@ FAILURES = (
     ValueError,
 )
 """How a run may fail; anything else is a fault of april's, and shows its traceback."""
-INTERRUPTED = 130
 
 
 def run_trainer(recipe: Recipe, resume: bool = False) -> int:
     """Train, say how it ended, and return the exit status."""
     directory = Path(recipe.reporting.output)
     title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
+    signals = StopSignals()
+    # A run whose output is no longer read is saved and stops.
+    output: Any = Output(sys.stdout, lambda _: signals.stop(signal.SIGPIPE))
     try:
-        with Progress(recipe.training.steps, title=title) as progress, messages(progress.note, directory):
+        with Progress(recipe.training.steps, output, title=title) as progress, messages(progress.note, directory):
             _say_nothing_between_our_lines()
-            summary = asyncio.run(train(recipe, resume, progress))
+            summary = asyncio.run(train(recipe, resume, progress, signals=signals))
     except FAILURES as error:
         return _failed(f"{type(error).__name__}: {error}", 1, directory)
-    except KeyboardInterrupt:
-        return _failed("given up before the run was saved", INTERRUPTED, directory)
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback
+        return _failed("given up before the run was saved", status_of(interrupt), directory)
     if summary is None:
-        print(f"Stopped. To go on: april resume {directory}")
-        return INTERRUPTED
-    _print_result(summary, directory)
+        stopped = f"Stopped. To go on: april resume {directory}"
+        fail(stopped) if output.broken else print(stopped, file=output)
+        return exit_status(signals.number)
+    _print_result(summary, directory, output)
     return 0
 
 
@@ -69,11 +76,11 @@ def _say_nothing_between_our_lines() -> None:
 def _failed(message: str, status: int, directory: Path) -> int:
     fail(message)
     if (directory / RECIPE).is_file():
-        print(f"april: to go on from what is on disk: april resume {directory}", file=sys.stderr)
+        fail(f"to go on from what is on disk: april resume {directory}")
     return status
 
 
-def _print_result(summary: dict[str, Any], directory: Path) -> None:
+def _print_result(summary: dict[str, Any], directory: Path, output: Any) -> None:
     for line in closing_lines(summary):
-        print(line)
-    print(f"report: {directory / 'report.html'}")
+        print(line, file=output)
+    print(f"report: {directory / 'report.html'}", file=output)

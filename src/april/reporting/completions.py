@@ -61,6 +61,8 @@ class Completion(TypedDict):
     sample: int
     prompt_id: str
     prompt: str
+    answer: str | None
+    """The reference answer, as JSON unless it is text."""
     completion: str
     reward: float | None
     components: str | None
@@ -95,6 +97,7 @@ def _row(
         "sample": sample.index,
         "prompt_id": group.prompt.id,
         "prompt": prompt,
+        "answer": _answer(group),
         "completion": "".join(piece["text"] for piece in pieces),
         "reward": sample.reward,
         "components": json.dumps(dict(sample.reward_info)) if sample.reward_info else None,
@@ -104,6 +107,11 @@ def _row(
         "pieces": pieces,
         "turns": _turns(sample),
     }
+
+
+def _answer(group: Group) -> str | None:
+    answer = group.prompt.metadata.get("answer")
+    return answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def _turns(sample: Sample) -> list[EpisodeTurn]:
@@ -245,6 +253,7 @@ def _schema() -> Any:
             ("sample", pa.int64()),
             ("prompt_id", pa.string()),
             ("prompt", pa.string()),
+            ("answer", pa.string()),
             ("completion", pa.string()),
             ("reward", pa.float64()),
             ("components", pa.string()),

@@ -194,7 +194,7 @@ class Progress:
             reward = show("reward", row["reward"], "-")
             self.note(f"--- step {row['step']}, {row['prompt_id']}: reward {reward}, {row['length']} tokens, {kind}")
             self.note(printable(row["prompt"][-SHOWN:]))
-            self.note(">>> " + printable(row["completion"][:SHOWN]))
+            self.note(">>> " + printable(shortened(row["completion"], SHOWN)))
 
     @property
     def elapsed(self) -> float:
@@ -328,6 +328,14 @@ class Progress:
         if away:
             return line.append(away, style="yellow")
         return line.append(f"   {compact(now.tokens)} tokens", style="dim")
+
+
+def shortened(text: str, limit: int) -> str:
+    """The beginning and the end of a text of more than `limit` characters: a response's answer is at its end."""
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters …\n{text[-half:]}"
 
 
 def printable(text: str) -> str:

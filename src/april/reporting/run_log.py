@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import platform
 import time
 from collections import deque
@@ -36,6 +37,8 @@ from april.reporting.trackers import TrackedRun, start_trackers
 from april.rollout.disk import write_whole
 from april.rollout.step import Step
 from april.rollout.trajectory import Group
+
+log = logging.getLogger(__name__)
 
 SUMMARY = "summary.json"
 MOST_TRACKED = 16
@@ -187,6 +190,13 @@ class RunLog:
         write_whole(self.directory / SUMMARY, json.dumps(summary, indent=2))
         write_report(self.directory)
         return summary
+
+    def report(self) -> None:
+        """Write the report of a run that has not finished; a report that cannot be written is no error."""
+        try:
+            write_report(self.directory)
+        except (OSError, ValueError) as error:
+            log.warning("no report: %s", error)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "evaluations": self.evaluations, "totals": self.totals.state_dict()}

@@ -35,14 +35,13 @@ from april.reporting.metrics_log import last_step
 from april.rollout.engine import EngineError
 from april.training.rank_process import LINE, LOST, RENDEZVOUS
 from april.training.resume import RECIPE, check_run
+from april.training.stop import SAVING, exit_status, forwarding
 
 if TYPE_CHECKING:
     from april.engines.cluster.node_process import NodeProcess
     from april.training.rank_nodes import RankNodes, RanksOnNodes
 
 COMMAND = [sys.executable, "-m", "april.commands.rank"]
-STOPPED = 130
-"""The exit status of a first rank that stopped because it was asked to."""
 GRACE_SECONDS = 20.0
 """That ranks have to end by themselves once one of them is gone."""
 ROOM_SECONDS = 30.0
@@ -106,7 +105,8 @@ class Agent:
         self._ranks: list[RankProcess] = []
         self._nodes: RankNodes | None = None
         self._lost = False
-        self._stopping = False
+        self._stopping = 0
+        """The signal that asked the run to stop; 0 before."""
 
     def run(self, resume: bool = False) -> int:
         """Run to the end, and return the exit status.
@@ -114,7 +114,7 @@ class Agent:
         Raises:
             CheckpointError, JournalError: what is on disk cannot be gone on with.
         """
-        with self._forwarding_signals(), ExitStack() as stack:
+        with forwarding(self._forward), ExitStack() as stack:
             try:
                 if self._recipe.ranks_on_nodes:
                     from april.training.rank_nodes import RankNodes
@@ -124,7 +124,7 @@ class Agent:
             except EngineError as error:  # the cluster does not answer, or its nodes cannot take the ranks
                 self._note(str(error))
                 self._say_how_to_go_on()
-                return STOPPED if self._stopping else 1
+                return exit_status(self._stopping) if self._stopping else 1
 
     def _run(self, resume: bool) -> int:
         restarts, furthest = 0, last_step(self._directory)
@@ -210,7 +210,7 @@ class Agent:
             rank.process.kill()
             rank.process.wait()
             rank.listen()
-        if asked and leader.process.returncode in (-signal.SIGTERM, STOPPED):
+        if asked and leader.process.returncode == exit_status(signal.SIGTERM):
             leader.ended_here = True
 
     @contextmanager
@@ -224,7 +224,7 @@ class Agent:
             stack.callback(self._remove_logs_of_nothing, logs)
             away = None
             if self._nodes:
-                away = stack.enter_context(self._nodes.taken(self._waits_for_room(), lambda: self._stopping))
+                away = stack.enter_context(self._nodes.taken(self._waits_for_room(), lambda: bool(self._stopping)))
                 self._note(str(away))
             if self._stopping:
                 raise EngineError("stopped before the ranks began")
@@ -289,19 +289,12 @@ class Agent:
 
         return waits
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        def forward(number: int, _: object) -> None:
-            self._stopping = True
-            if self._ranks and self._ranks[0].process.poll() is None:
-                self._ranks[0].send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _forward(self, number: int) -> None:
+        """The first rank stops, or saves the run."""
+        if number != SAVING:
+            self._stopping = self._stopping or number
+        if self._ranks and self._ranks[0].process.poll() is None:
+            self._ranks[0].send_signal(number)
 
     def _remove_logs_of_nothing(self, logs: Path) -> None:
         """A run that has not begun leaves nothing behind."""

@@ -52,9 +52,10 @@ async def train(
     resume: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    signals: StopSignals | None = None,
 ) -> dict[str, Any] | None:
     """Run a recipe, as `trainer_of` makes it and `Trainer.run` says."""
-    async with trainer_of(recipe, resume, progress, clock) as trainer:
+    async with trainer_of(recipe, resume, progress, clock, signals) as trainer:
         return await trainer.run()
 
 
@@ -64,6 +65,7 @@ async def trainer_of(
     resume: bool = False,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    signals: StopSignals | None = None,
 ) -> AsyncIterator[Trainer]:
     """The trainer of a run from the policy that the recipe names to a trained one, with everything it needs open.
 
@@ -72,6 +74,7 @@ async def trainer_of(
         resume: go on with the run in the recipe's directory, from its newest checkpoint and its journal.
         progress: shows the run while it goes on; nothing is shown if None.
         clock: seconds that only ever grow.
+        signals: how a user stops the run.
 
     Raises:
         ConfigError: the recipe does not fit its model or its task.
@@ -134,7 +137,7 @@ async def trainer_of(
             state=RunState(recipe, learner, scheduler, journal, run_log),
             log=run_log,
             worker=await stack.enter_async_context(Worker()),
-            signals=stack.enter_context(StopSignals()),
+            signals=stack.enter_context(signals or StopSignals()),
             overlap=recipe.overlaps,
             progress=progress,
             clock=clock,

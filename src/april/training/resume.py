@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
+from april.reporting.run_log import SUMMARY
 from april.rollout.disk import free_name, write_whole
 from april.rollout.journal import Journal
 from april.rollout.journal_file import DamageError
@@ -100,7 +101,8 @@ def saved_recipe(run: Path) -> Recipe:
 
 
 def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
-    """Check the state of the run in `run`, and repair it as `repair` says; yields a line for each thing that was done.
+    """Check the state of the run in `run`, and repair it as `repair` says; yields a line for each thing that was done,
+    and one that says where the run goes on.
 
     Raises:
         CheckpointError, DamageError: something is damaged, and `repair` is "none"; the message says what to do.
@@ -116,7 +118,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         try:
             if mark is not None and not journal.exists():
                 raise DamageError(f"{journal}: missing")
-            steps_to_redo(run)
+            again = steps_to_redo(run)
         except DamageError as error:
             if repair == "none":
                 raise DamageError(
@@ -126,6 +128,10 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
                 ) from None
             kept, events = salvage(journal, mark)
             yield f"{error}; {events} events before that are whole, the damaged file is kept as {kept}"
+            again = steps_to_redo(run)
+        start = checkpoint.name if checkpoint else "the beginning"
+        redone = f"; steps after it that are trained on again, from the journal: {again}" if again else ""
+        yield f"going on from {start}{redone}"
 
 
 def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | None]:
@@ -160,6 +166,14 @@ def steps_to_redo(run: Path) -> int:
     with closing(Journal(run / JOURNAL)) as journal:
         journal.seek(mark)
         return journal.check()
+
+
+def finished_steps(run: Path) -> int:
+    """Steps of the run in `run` if it has finished; 0 if it has not."""
+    try:
+        return int(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def check_unchanged(run: Path, before: Recipe, after: Recipe) -> None:

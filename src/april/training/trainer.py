@@ -83,11 +83,18 @@ class Trainer:
     async def run(self) -> dict[str, Any] | None:
         """Train to the last step and return the run's summary; None if the run was stopped before.
 
-        SIGINT and SIGTERM stop the run at the next token, or after the training step that has begun, and save it; a
-        second SIGINT gives up at once. A checkpoint that is being written is finished in any case.
+        SIGINT, SIGTERM and SIGHUP stop the run at the next token, of an evaluation too, or after the training step that
+        has begun, and save it; SIGUSR1 saves it and goes on. A second SIGINT gives up. A checkpoint that has begun is
+        finished in any case. An evaluation that a stop has cut short is done when the run is resumed.
         """
         try:
-            return await self._run()
+            summary = await self._run()
+            if summary is None:
+                self.log.report()
+            return summary
+        except Exception:
+            self.log.report()
+            raise
         finally:
             await self._give_up_evaluation()
             if self._saving is not None:
@@ -97,22 +104,24 @@ class Trainer:
     async def _run(self) -> dict[str, Any] | None:
         settings, log = self.settings, self.log
         await self._start()
-        if log.steps == 0 and not log.evaluations:
+        if self._evaluation_due():
             await self._evaluate()
         while log.steps < settings.steps:
             step = await self._collect()
             if step is None:
                 await self._save()
                 await self._saved()
-                return None
+                if self.signals.requested.is_set():
+                    return None
+                continue
             await self._learn(step)
-            if self._due(settings.eval_interval):
+            if self._evaluation_due():
                 await self._evaluate()
             if self._due(settings.save_interval):
                 await self._save()
         await self._evaluated()
         await self._saved()
-        return log.finish()
+        return None if self._evaluation_due() else log.finish()
 
     async def _start(self) -> None:
         """Bring the engine to the weights that are trained, whatever it was started with."""
@@ -120,19 +129,17 @@ class Trainer:
         await self.scheduler.load_weights(await self._undisturbed(self.learner.weights, version))
 
     async def _collect(self) -> Step | None:
-        """The next rollout step, or None if the run is to stop; what was sampled until then is kept."""
-        if self.signals.requested.is_set():
+        """The next rollout step, or None if the run is to stop or to be saved; what was sampled until then is kept."""
+        signals = self.signals
+        if signals.requested.is_set():
             return None
         self._phase("rollout")
         collecting = asyncio.create_task(self.scheduler.take() if self.overlap else self.scheduler.collect())
-        stopping = asyncio.create_task(self.signals.requested.wait())
-        try:
-            await asyncio.wait((collecting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopping.cancel()
-            if not collecting.done():
-                collecting.cancel()
-                await asyncio.wait((collecting,))
+        await self._done_or(collecting, signals.requested, signals.saving)
+        signals.saving.clear()
+        if not collecting.done():
+            collecting.cancel()
+            await asyncio.wait((collecting,))
         if collecting.cancelled():
             return None
         if collecting.exception() is not None:
@@ -171,6 +178,19 @@ class Trainer:
         measured |= memory_of(step, self.scheduler.engine)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 
+    async def _done_or(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
+        """Wait until the task is done, or one of the events is set; the task ends with a caller that is cancelled."""
+        waiting = [asyncio.create_task(event.wait()) for event in events]
+        try:
+            await asyncio.wait((task, *waiting), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait((task,))
+            raise
+        finally:
+            for each in waiting:
+                each.cancel()
+
     def _rollout_metrics(self) -> dict[str, Any]:
         """What is known of the rollouts so far beside the step itself."""
         buffer = self.scheduler.buffer
@@ -195,15 +215,18 @@ class Trainer:
         self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
 
     async def _evaluated(self) -> None:
-        """Wait until the evaluation that was begun is logged; raises what ended it."""
+        """Wait until the evaluation that was begun is logged, or the run is to stop; raises what ended it."""
         if self._evaluating is not None:
             self._phase("evaluating")
-            await asyncio.wait((self._evaluating,))
+            await self._done_or(self._evaluating, self.signals.requested)
+            if not self._evaluating.done():
+                await self._give_up_evaluation()
+                return
             evaluating, self._evaluating = self._evaluating, None
             evaluating.result()
 
     async def _give_up_evaluation(self) -> None:
-        """Something has failed: an evaluation that was begun is not waited for."""
+        """Something has failed, or the run stops: an evaluation that was begun is not waited for."""
         evaluating, self._evaluating = self._evaluating, None
         if evaluating is not None:
             evaluating.cancel()
@@ -244,6 +267,12 @@ class Trainer:
         done = await self.worker.run(work, *args, interrupt=interrupt)
         assert overlap or not self.scheduler.in_flight, "samples were submitted while the policy was trained"
         return done
+
+    def _evaluation_due(self) -> bool:
+        """Whether the policy of the latest step is to be evaluated, and has not been."""
+        steps = self.log.steps
+        due = steps == 0 or self._due(self.settings.eval_interval)
+        return due and bool(self.evaluation.prompts) and all(found["step"] != steps for found in self.log.evaluations)
 
     def _due(self, interval: int) -> bool:
         """Whether something that is done every `interval` steps, and after the last one, is to be done now."""
