@@ -13,9 +13,8 @@ import json
 import logging
 import platform
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,14 +25,15 @@ from april.reporting.alarms import Alarms
 from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
 from april.reporting.faults import FaultLog
 from april.reporting.formats import clock as clock_time
-from april.reporting.metrics import busy_seconds, counted, failures_in, plotted, show
-from april.reporting.metrics_log import MetricsLog, last_step
+from april.reporting.metrics import busy_seconds, counted, failures_in, show
+from april.reporting.metrics_log import MetricsLog
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
 from april.reporting.step_log import plain
 from april.reporting.totals import Totals
 from april.reporting.trace import TraceWriter, trace_of
-from april.reporting.trackers import TrackedRun, start_trackers
+from april.reporting.tracker_feed import end_feeds, start_feeds
+from april.reporting.trackers import Ending, TrackedRun
 from april.rollout.disk import write_whole
 from april.rollout.step import Step
 from april.rollout.trajectory import Group
@@ -94,20 +94,16 @@ class RunLog:
         self._clock = clock
         self._show_completions = show_completions
         self._devices = devices
-        self._rows: deque[list[Completion]] = deque()
-        """Written, and not sent to the trackers yet."""
+        self._ending: Ending = "stopped"
         self._began = clock() - (self.totals.get("seconds") or 0.0)
         kept = None if not resume else self.steps if state else -1
-        tracked = TrackedRun(self.directory, project, recipe, kept, last_step(self.directory))
         with ExitStack() as stack:
             (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended, and now goes on
             self._metrics = stack.enter_context(MetricsLog(self.directory, kept))
             self._trace = stack.enter_context(TraceWriter(self.directory, kept))
             self._faults = stack.enter_context(FaultLog(self.directory, kept))
-            self._trackers = start_trackers(trackers, tracked)
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
-            stack.callback(self._send_rows)
+            self._trackers = start_feeds(trackers, TrackedRun(self.directory, project, recipe, kept))
+            stack.callback(lambda: end_feeds(self._trackers, self._ending))
             self._completions = decode and stack.enter_context(
                 CompletionsWriter(self.directory, decode, self._take_rows, kept)
             )
@@ -151,25 +147,18 @@ class RunLog:
 
     def _record(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         record: dict[str, Any] = plain({"step": self.steps, "seconds": self._clock() - self._began, **metrics})
-        self._send_rows()
         self._metrics.write(record)
         self.totals.add(record)
-        numbers = plotted(record)
         for tracker in self._trackers:
-            tracker.log(self.steps, numbers)
+            tracker.notify()
         return record
 
     def _take_rows(self, rows: list[Completion]) -> None:
-        """In the writer's thread: show some, and keep them for the trackers, which take tables between records."""
-        self._rows.append(rows)
+        """In the writer's thread: show some, and send some to the trackers."""
         if self.progress and self._show_completions:
             self.progress.completions(list(telling(rows, self._show_completions)))
-
-    def _send_rows(self) -> None:
-        while self._rows:
-            rows = self._rows.popleft()
-            for tracker in self._trackers:
-                tracker.table(rows[0]["step"], list(telling(rows, MOST_TRACKED)))
+        for tracker in self._trackers:
+            tracker.table(rows[0]["step"], list(telling(rows, MOST_TRACKED)))
 
     def summary(self) -> dict[str, Any]:
         """What the run amounts to: every metric over the run, by its name, and every evaluation."""
@@ -189,6 +178,7 @@ class RunLog:
             self._completions.sync()
         write_whole(self.directory / SUMMARY, json.dumps(summary, indent=2))
         write_report(self.directory)
+        self._ending = "finished"
         return summary
 
     def report(self) -> None:
@@ -217,6 +207,8 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, Exception):
+            self._ending = "failed"
         self.close()
 
 
@@ -258,6 +250,8 @@ def closing_lines(summary: Mapping[str, Any]) -> list[str]:
 
 def versions() -> dict[str, str]:
     """The versions that a figure of this run depends on."""
-    packages = ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "math-verify")
-    found = {name: importlib.metadata.version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    found = {"python": platform.python_version()}
+    for name in ("april-rl", "torch", "transformers", "numpy", "reasoning-gym", "math-verify"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

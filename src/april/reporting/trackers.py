@@ -1,8 +1,8 @@
 """Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow, Prometheus.
 
 Invariants:
-- a tracker is a view of `metrics.jsonl` and never holds what it lacks;
-- a resumed run holds each step once in every tracker;
+- a tracker is a view of `metrics.jsonl`: `tracker_feed.Feed` gives it each record once, in order;
+- a new run never adds to an older run of the same name;
 - a tracker's package is imported only if it was asked for.
 """
 
@@ -13,23 +13,44 @@ import importlib.util
 import json
 import os
 import re
+import sqlite3
+import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from april.extras import install_command
 
+Ending = Literal["finished", "stopped", "failed"]
+"""How a run has ended for now; one that was stopped may be resumed."""
+Position = tuple[int, int]
+"""A record of `metrics.jsonl`: its step, and its number among the records of that step, from 1 on."""
+BEFORE_ALL: Position = (-1, 0)
+
 
 class Tracker(Protocol):
+    """Any method, and the constructor, may raise anything or take for ever: `tracker_feed.Feed` copes."""
+
+    @property
+    def run_id(self) -> str:
+        """Identifies the run in the tracker."""
+        ...
+
+    @property
+    def position(self) -> Position | None:
+        """Latest record that the tracker itself reports to hold; None if it does not report any."""
+        ...
+
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Completions of `step`, which is the latest that was logged, or the one before."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, ending: Ending) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +61,61 @@ class TrackedRun:
         project: what the run is filed under, where there are projects.
         recipe: the resolved recipe, kept beside the run.
         resume_step: the step to go on from; None for a new run.
-        already_tracked: the last step that was sent before; -1 if there was none.
+        run_id: the `Tracker.run_id` that the run had before it was resumed; None if it had none.
+        moved_from: the run's directory then.
+        sent: the latest record that was sent.
     """
 
     directory: Path
     project: str
     recipe: Mapping[str, Any]
     resume_step: int | None
-    already_tracked: int
+    run_id: str | None = None
+    moved_from: Path | None = None
+    sent: Position = BEFORE_ALL
 
     @property
     def name(self) -> str:
         return self.directory.resolve().name
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The recipe as JSON types."""
+        config: dict[str, Any] = json.loads(json.dumps(self.recipe, default=str))
+        return config
 
-COLUMNS = ("step", "prompt", "completion", "reward", "length", "finish", "staleness", "prompt_id")
+
+class Names:
+    """Names of metrics as a tracker accepts them: one rule for all trackers.
+
+    Args:
+        allowed: characters that the tracker accepts, as in a regular expression's brackets; others become "_".
+        longest: characters of a name.
+    """
+
+    def __init__(self, allowed: str, longest: int = 250) -> None:
+        self._refused = re.compile(f"[^{allowed}]")
+        self._longest = longest
+        self._known: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def __getitem__(self, name: str) -> str:
+        """The accepted name, different for different names."""
+        if name not in self._known:
+            parts = [part if part.strip(".") else "_" for part in self._refused.sub("_", name).split("/")]
+            accepted = base = "/".join(parts)[: self._longest]
+            number = 1
+            while accepted in self._taken:
+                number += 1
+                accepted = f"{base[: self._longest - len(str(number)) - 1]}_{number}"
+            self._known[name] = accepted
+            self._taken.add(accepted)
+        return self._known[name]
+
+
+EVERYWHERE = "time/seconds"
+"""A metric that every record has."""
+COLUMNS = ("step", "prompt", "answer", "completion", "reward", "length", "finish", "staleness", "prompt_id")
 """Of a completion, what trackers show."""
 
 
@@ -63,12 +124,21 @@ def kind_of(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class TensorBoard:
+    """Steps that a resumed run does again replace those that were lost."""
+
+    run_id = ""
+
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
+        self._names = Names(r"\w.\-/")
+        self.position: Position | None = None
+        if run.resume_step is not None:
+            self.position = min(run.sent, (run.resume_step, sys.maxsize))
+        step, _ = self.position or run.sent
+        started = step + 1
+        purge = None if started == 0 else started
         # Event files are named by the second: the suffix keeps a run resumed at once from writing over its first file.
-        started = 0 if run.resume_step is None else run.resume_step + 1
-        purge = None if run.resume_step is None else started
         self._writer = SummaryWriter(
             str(run.directory / "tensorboard"), purge_step=purge, filename_suffix=f".from-{started}"
         )
@@ -77,7 +147,7 @@ class TensorBoard:
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(self._names[name], value, step)
         self._writer.flush()
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -85,111 +155,139 @@ class TensorBoard:
         text = "\n\n".join("\n".join("    " + line for line in part.splitlines()) for part in lines)
         self._writer.add_text(f"completions/{kind_of(rows)}", text, step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         self._writer.close()
 
 
 class Wandb:
-    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
+    position = None
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
 
-        id_file = run.directory / "wandb_run_id"
-        known = id_file.read_text().strip() if run.already_tracked >= 0 and id_file.exists() else None
-        self._already_tracked = run.already_tracked if known else -1
         self._run = wandb.init(
             project=run.project,
             name=run.name,
-            id=known,
+            id=run.run_id,
             resume="allow",
             dir=str(run.directory),
-            config=json.loads(json.dumps(run.recipe, default=str)),
+            config=run.config,
         )
-        id_file.write_text(self._run.id + "\n")
+        self.run_id = str(self._run.id)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if step > self._already_tracked:
-            self._run.log(dict(numbers), step=step)
+        self._run.log(dict(numbers), step=step)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._already_tracked:
-            import wandb
+        import wandb
 
-            table = wandb.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
-            # Without a step of its own: wandb drops what comes for a step before its latest.
-            self._run.log({f"completions/{kind_of(rows)}": table}, commit=False)
+        table = wandb.Table(columns=list(COLUMNS), data=[[row[name] for name in COLUMNS] for row in rows])
+        # Without a step of its own: wandb drops values of a step before its latest.
+        self._run.log({f"completions/{kind_of(rows)}": table}, commit=False)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, ending: Ending) -> None:
+        self._run.finish(exit_code=1 if ending == "failed" else 0)
 
 
 class Trackio:
-    """Steps that were sent before a crash cannot be taken back, so a resumed run sends only later ones."""
+    """Knows runs by their names: each gets a name of its own."""
+
+    position = None
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        self._already_tracked = run.already_tracked
-        config = json.loads(json.dumps(run.recipe, default=str))
-        self._run = trackio.init(project=run.project, name=run.name, config=config, resume="allow")
+        self.run_id = run.run_id or f"{run.name}-{uuid.uuid4().hex[:8]}"
+        self._run = trackio.init(project=run.project, name=self.run_id, config=run.config, resume="allow")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if step > self._already_tracked:
-            self._run.log(dict(numbers), step=step)
+        self._run.log(dict(numbers), step=step)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._already_tracked:
-            import pandas as pd
-            import trackio
+        import pandas as pd
+        import trackio
 
-            frame = pd.DataFrame([{name: row[name] for name in COLUMNS} for row in rows])
-            self._run.log({f"completions/{kind_of(rows)}": trackio.Table(dataframe=frame)}, step=step)
+        frame = pd.DataFrame([{name: row[name] for name in COLUMNS} for row in rows])
+        self._run.log({f"completions/{kind_of(rows)}": trackio.Table(dataframe=frame)}, step=step)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         self._run.finish()
 
 
 class MLflow:
     """A run of the server that MLFLOW_TRACKING_URI names, or of `mlflow.db` in the run directory."""
 
+    ENDINGS: Mapping[Ending, str] = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
 
-        address = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run.directory / 'mlflow.db').resolve()}"
-        self._client = mlflow.MlflowClient(address)
-        id_file = run.directory / "mlflow_run_id"
-        if run.already_tracked >= 0 and id_file.exists():
-            self._id = id_file.read_text().strip()
-            self._already_tracked = run.already_tracked
-            self._client.update_run(self._id, status="RUNNING")
-            return
-        self._already_tracked = -1
-        self._id = self._client.create_run(self._experiment(run), run_name=run.name).info.run_id
-        id_file.write_text(self._id + "\n")
-        self._client.log_dict(self._id, json.loads(json.dumps(run.recipe, default=str)), "recipe.json")
+        self._names = Names(r"\w.\- :/")
+        self._server = os.environ.get("MLFLOW_TRACKING_URI")
+        database = (run.directory / "mlflow.db").resolve()
+        if run.moved_from is not None and not self._server:
+            _move_artifacts(database, run.moved_from, run.directory.resolve())
+        self._client = mlflow.MlflowClient(self._server or f"sqlite:///{database}")
+        if run.run_id is not None and self._is_there(run.run_id):
+            self.run_id = run.run_id
+            self._client.update_run(self.run_id, status="RUNNING")
+        else:
+            self.run_id = str(self._client.create_run(self._experiment(run), run_name=run.name).info.run_id)
+            self._client.log_dict(self.run_id, run.config, "recipe.json")
+
+    @property
+    def position(self) -> Position:
+        steps = [value.step for value in self._client.get_metric_history(self.run_id, self._names[EVERYWHERE])]
+        return (max(steps), steps.count(max(steps))) if steps else BEFORE_ALL
+
+    def _is_there(self, run_id: str) -> bool:
+        """Whether the run, and the experiment that it is in, have not been deleted."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._client.get_run(run_id)
+            experiment = self._client.get_experiment(run.info.experiment_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                return False
+            raise
+        return bool(run.info.lifecycle_stage == experiment.lifecycle_stage == "active")
 
     def _experiment(self, run: TrackedRun) -> str:
-        found = self._client.get_experiment_by_name(run.project)
+        """The id of the project's experiment, of a new one if a deleted one has its name."""
+        name, number = run.project, 1
+        while (found := self._client.get_experiment_by_name(name)) is not None and found.lifecycle_stage != "active":
+            number += 1
+            name = f"{run.project}-{number}"
         if found is not None:
             return str(found.experiment_id)
-        own = None if os.environ.get("MLFLOW_TRACKING_URI") else (run.directory / "mlflow").resolve().as_uri()
-        return str(self._client.create_experiment(run.project, artifact_location=own))
+        own = None if self._server else (run.directory / "mlflow").resolve().as_uri()
+        return str(self._client.create_experiment(name, artifact_location=own))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        if step > self._already_tracked:
-            from mlflow.entities import Metric as Value
+        from mlflow.entities import Metric as Value
 
-            now = round(1000 * time.time())
-            self._client.log_batch(self._id, metrics=[Value(name, value, now, step) for name, value in numbers.items()])
+        now = round(1000 * time.time())
+        values = [Value(self._names[name], value, now, step) for name, value in numbers.items()]
+        self._client.log_batch(self.run_id, metrics=values)
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        if step > self._already_tracked:
-            columns = {name: [row[name] for row in rows] for name in COLUMNS}
-            self._client.log_table(self._id, columns, f"completions/step-{step:06d}-{kind_of(rows)}.json")
+        columns = {name: [row[name] for row in rows] for name in COLUMNS}
+        self._client.log_table(self.run_id, columns, f"completions/step-{step:06d}-{kind_of(rows)}.json")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, ending: Ending) -> None:
+        self._client.set_terminated(self.run_id, self.ENDINGS[ending])
+
+
+def _move_artifacts(database: Path, before: Path, now: Path) -> None:
+    """Have the database of a run's directory that was moved name its new place: MLflow stores absolute addresses."""
+    old, new = before.as_uri(), now.as_uri()
+    with sqlite3.connect(database) as connection:
+        for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+            connection.execute(
+                f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
+                (new, len(old) + 1, len(old), old),
+            )
 
 
 class Prometheus:
@@ -199,6 +297,9 @@ class Prometheus:
         ValueError: nothing can listen at that address.
     """
 
+    run_id = ""
+    position: Position | None = BEFORE_ALL
+
     def __init__(self, run: TrackedRun) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
@@ -206,6 +307,7 @@ class Prometheus:
         host, _, port = address.rpartition(":")
         self._labels = {"run": run.name, "project": run.project}
         self._registry = CollectorRegistry()
+        self._names = Names("a-zA-Z0-9_")
         self._gauges: dict[str, Any] = {}
         try:
             self._server, self._thread = start_http_server(int(port), host.strip("[]"), self._registry)
@@ -220,7 +322,7 @@ class Prometheus:
         from prometheus_client import Gauge
 
         for name, value in {"step": float(step), **numbers}.items():
-            known = "april_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)  # two names may be one to Prometheus
+            known = f"april_{self._names[name]}"
             if known not in self._gauges:
                 what = name.rpartition("/")[2].replace("_", " ")
                 self._gauges[known] = Gauge(known, what, list(self._labels), registry=self._registry)
@@ -229,7 +331,7 @@ class Prometheus:
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prometheus has no text."""
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -263,9 +365,3 @@ def check_trackers(names: Sequence[str]) -> None:
                 f"trackers names {name!r}, whose package {package} is not installed: {install_command(extra)}",
                 name=package,
             )
-
-
-def start_trackers(names: Sequence[str], run: TrackedRun) -> list[Tracker]:
-    """The named trackers, begun; see `check_trackers` for what is raised."""
-    check_trackers(names)
-    return [TRACKERS[name][0](run) for name in names]
