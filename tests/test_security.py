@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from april.commands.arguments import override
+from april.config.checking import check_recipe
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
+from april.config.recipe import Recipe, recipe_from_dict
 from april.config.settings import API_KEY, ModelSettings
 from april.training.checkpoint import TRAINING, CheckpointError
 from april.training.local import LocalLearner
@@ -156,9 +158,36 @@ output = "run"
 """
 
 
+ENVIRONMENT = """
+[environment]
+path = "world.py:World"
+workers = 0
+max_turns = 1
+[environment.params]
+api_key = "sk-sentinel-literal"
+url = "http://host/v1?token=sk-sentinel-query"
+headers = { Authorization = "Bearer ${MY_PASSWORD}" }
+"""
+WORLD = """
+class World:
+    def __init__(self, api_key, url, headers):
+        assert (api_key, url) == ("sk-sentinel-literal", "http://host/v1?token=sk-sentinel-query")
+        self.headers = headers
+
+    def reset(self, prompt, seed):
+        return "Say it."
+
+    def step(self, turn):
+        assert self.headers == {"Authorization": "Bearer sk-sentinel-MY_PASSWORD"}
+        raise ValueError(f"401 for {self.headers}")
+"""
+"""An environment with every kind of key, that lets one out."""
+
+
 def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -> None:
     tiny.save(tmp_path / "policy")
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "recipe.toml").write_text(RECIPE + ENVIRONMENT)
+    (tmp_path / "world.py").write_text(WORLD)
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     keys = {name: f"sk-sentinel-{name}" for name in (API_KEY, "WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")}
     environment = {**os.environ, **keys, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -168,5 +197,22 @@ def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -
     written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
     assert written
     assert all(path.is_relative_to(tmp_path / "run") for path in written)
+    assert b"401 for" in (tmp_path / "run" / "faults.jsonl").read_bytes()
+    assert b"environment.params.api_key, environment.params.url: secrets are written nowhere" in done.stdout
     for name, content in [("output", done.stdout + done.stderr), *((str(p), p.read_bytes()) for p in written)]:
         assert b"sk-sentinel" not in content, name
+
+
+def test_a_secret_that_was_not_kept_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe()
+    recipe.environment.path = "world.py:World"
+    recipe.environment.params = {"api_key": "sk-1", "url": "http://${HOST}"}
+    with pytest.raises(ConfigError, match=r"environment.params refers to .{HOST}: set the environment variable HOST"):
+        check_recipe(recipe)
+    resumed = recipe_from_dict(recipe.redacted())
+    with pytest.raises(ConfigError, match=r"environment.params.api_key = '\*\*\*': a secret, which was not kept"):
+        check_recipe(resumed)
+    monkeypatch.setenv("HOST", "h")
+    flags = ["--environment.params", "api_key", "${MY_KEY}", "url", "x"]
+    changed = override(resumed, flags, "april resume", "")
+    assert changed.environment.params == {"api_key": "${MY_KEY}", "url": "x"}

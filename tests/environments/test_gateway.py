@@ -20,7 +20,8 @@ row = json.loads(sys.stdin.readline())
 def ask(messages, **more):
     body = json.dumps({"model": "policy", "messages": messages, **more}).encode()
     address = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(address, body, headers)
     with urllib.request.urlopen(request) as response:
         return json.load(response)["choices"][0]["message"]
 
@@ -122,3 +123,25 @@ def test_the_task_may_reward_it(program):
     environment = program(CLIENT + "ask(messages)", rewarded=False)
     environment.reset(ROW, 0)
     assert checked(environment.step(turn("x", 0))).done
+
+
+def test_a_program_sees_no_secret_and_the_gateway_answers_its_own_program_alone(program, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "sk-1")
+    spy = (
+        CLIENT
+        + """
+key = os.environ["OPENAI_API_KEY"]
+os.environ["OPENAI_API_KEY"] = "april"
+try:
+    ask(messages)
+    refused = 0
+except urllib.error.HTTPError as error:
+    refused = error.code
+os.environ["OPENAI_API_KEY"] = key
+found = [str(refused), os.environ.get("WANDB_API_KEY", "none"), os.environ["JUDGE_KEY"], str(len(key))]
+ask([*messages, {"role": "user", "content": " ".join(found)}])
+print(json.dumps({"reward": 1.0}))
+"""
+    )
+    first = program(spy, env={"JUDGE_KEY": "sk-2"}).reset(ROW, 0)
+    assert first[-1]["content"] == "401 none sk-2 32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -198,3 +199,25 @@ def test_what_tells_most_comes_first() -> None:
     assert [row["sample"] for row in telling(rows, 4)] == [2, 3, 1, 4]
     assert len(list(telling(rows, 99))) == 5
     assert json.dumps(list(telling([], 3))) == "[]"
+
+
+@pytest.mark.parametrize(("answer", "written"), [("42", "42"), (None, None), ([3, 4], "[3, 4]"), (1e-05, "1e-05")])
+def test_the_reference_answer_stands_beside_the_completion(tmp_path: Path, answer: object, written: str | None) -> None:
+    step = step_of(2)
+    group = step.groups[0]
+    group.prompt = dataclasses.replace(group.prompt, metadata={"answer": answer})
+    with RunLog(tmp_path, {}, decode=decode) as log:
+        log.step(step, {}, slots=2)
+    assert [row["answer"] for row in read_completions(files(tmp_path)[0])] == [written] * 2
+
+
+def test_a_long_completion_is_shown_with_its_end(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    with (
+        Progress(3, shown) as progress,
+        RunLog(tmp_path, {}, [], "april", False, None, progress, decode=decode, show_completions=2) as log,
+    ):
+        log.step(step_of(2, "so " + 5000 * "hm " + r"\boxed{42}"), {}, slots=2)
+    assert r"\boxed{42}" in shown.getvalue()
+    assert ">>> so hm" in shown.getvalue()
+    assert len(shown.getvalue()) < 6000

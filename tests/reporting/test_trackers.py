@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from april.reporting import tracker_feed
 from april.reporting.run_log import RunLog
 from april.reporting.trackers import TRACKERS
 from tests.reporting.test_completions import decode, step_of
@@ -76,6 +77,7 @@ def test_a_tracker_holds_each_step_once_and_the_text(
     package = "tensorboard" if tracker == "tensorboard" else TRACKERS[tracker][1]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
+    monkeypatch.setattr(tracker_feed, "END_SECONDS", 300.0)  # a run is resumed once the process before it has ended
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -128,13 +130,15 @@ def mlflow_of(directory: Path) -> Any:
 def test_mlflow_follows_a_run_that_is_moved_whose_experiment_is_deleted_and_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlflow")
+    utils = pytest.importorskip("mlflow.tracking._tracking_service.utils")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(tracker_feed, "END_SECONDS", 300.0)
     before, now = tmp_path / "before", tmp_path / "now"
     with RunLog(before, {"seed": 1}, ["mlflow"], decode=decode) as log:
         log.step(step_of(2), {"pass@1": 0.5}, slots=2)
         state = log.state_dict()
     before.rename(now)
+    utils._artifact_repos_cache.clear()  # of this process: a run is resumed in another
     with RunLog(now, {"seed": 1}, ["mlflow"], resume=True, state=state, decode=decode) as log:
         log.step(step_of(3), {"pass@1": 0.75}, slots=2)
         state = log.state_dict()

@@ -19,6 +19,7 @@ from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.comparison import compare_runs, run_record
+from april.rollout.secrets import redact
 from april.training.stop import forwarding
 
 IN_TURNS = ("--overlap", "False")
@@ -152,7 +153,7 @@ def _write(output: Path, args: Sequence[str], records: list[dict[str, Any]]) -> 
     output.mkdir(parents=True, exist_ok=True)
     machine = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
     document = {
-        "command": " ".join(["april", "compare", *args]),
+        "command": redact(" ".join(["april", "compare", *args])),
         "machine": machine,
         "runs": records,
         "table": compare_runs(records),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
+from april.rollout.secrets import redact
+
 
 def fail(message: str, status: int = 2) -> int:
     """Print the message on stderr, each line as april's, and return the exit status."""
     with suppress(OSError):  # the terminal may be gone
-        for line in message.splitlines():
+        for line in redact(message).splitlines():
             print(f"april: {line}", file=sys.stderr)
     return status

@@ -13,6 +13,7 @@ from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.rollout.engine import EngineError
+from april.rollout.secrets import redact
 from april.simulation.page import print_points
 from april.simulation.profile import Profile, profile
 from april.simulation.profile_page import lines_of, profile_page, trust_of
@@ -66,7 +67,7 @@ def run(args: list[str]) -> int:
 
 def _write(title: str, output: Path, found: Profile, args: list[str]) -> None:
     (output / "profile.html").write_text(profile_page(title, found), encoding="utf-8")
-    document = {"command": " ".join(["april", "profile", *args]), **found.to_dict()}
+    document = {"command": redact(" ".join(["april", "profile", *args])), **found.to_dict()}
     (output / "profile.json").write_text(json.dumps(document, indent=2) + "\n")
     console = Console(highlight=False, markup=False)
     for line in lines_of(found):

@@ -15,7 +15,7 @@ TABLES = ConstructorRegistry()
 
 @TABLES.primitive_rule
 def _table(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Mapping[str, Any]] | None:
-    if get_origin(info.type) is not Mapping:
+    if get_origin(info.type) not in (Mapping, dict):
         return None
     _, kind = get_args(info.type)
     return PrimitiveConstructorSpec(

@@ -34,6 +34,7 @@ from april.config.settings import (
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
+from april.rollout.secrets import HIDDEN, references, texts
 from april.tasks.hub import path_problem
 
 TYPICAL_WEIGHT = 0.02
@@ -76,6 +77,7 @@ def check_engine(settings: EngineSettings) -> None:
 def _problems(recipe: Recipe) -> Iterator[str]:
     for section in dataclasses.fields(recipe):
         yield from _range_problems(section.name, getattr(recipe, section.name))
+    yield from _secret_problems(recipe)
     yield from _rollout_problems(recipe)
     yield from _training_problems(recipe)
     yield from _precision_problems(recipe)
@@ -105,6 +107,18 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield 'engine.weight_transfer = "adapters": vLLM takes them, with lora.rank above 0; else choose "disk"'
     if recipe.lora.rank and find_spec("peft") is None:
         yield f"lora.rank = {recipe.lora.rank} needs peft: {install_command('lora')}"
+
+
+def _secret_problems(recipe: Recipe) -> Iterator[str]:
+    for name, value in texts(recipe.to_dict(), ""):
+        if HIDDEN in value:
+            yield (
+                f"{name} = {value!r}: a secret, which was not kept: give it again, best as a reference to an "
+                'environment variable, "${NAME}"'
+            )
+    for variable in references(recipe.environment.params):
+        if variable not in os.environ:
+            yield f"environment.params refers to ${{{variable}}}: set the environment variable {variable}"
 
 
 def _rollout_problems(recipe: Recipe) -> Iterator[str]:

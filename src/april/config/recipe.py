@@ -32,6 +32,7 @@ from april.engines.gpus import visible
 from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.sampling import SamplingParams
+from april.rollout.secrets import redacted
 from april.tasks.task import TaskSpec
 
 GPU_SLOTS, CPU_SLOTS = 256, 64
@@ -189,6 +190,11 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The resolved recipe as JSON types."""
         return dataclasses.asdict(self)
+
+    def redacted(self) -> dict[str, Any]:
+        """The resolved recipe as it is written to files and sent to trackers: JSON types, without secrets."""
+        settings: dict[str, Any] = redacted(self.to_dict())
+        return settings
 
 
 def typed(kind: Any, value: Any) -> Any:

@@ -25,11 +25,15 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from hmac import compare_digest
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import parent_process
 from queue import Queue
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 from april.rollout.environment import EnvStep, Message, Observation, ObservationError, Turn
+from april.rollout.secrets import without_secrets
 
 
 class Asked(NamedTuple):
@@ -51,13 +55,15 @@ class Program:
     Args:
         command: the program and its arguments; `python` is april's own interpreter.
         rewarded: whether its last line must be its reward. False: the task rewards the response.
+        env: environment variables that it gets; beside them it sees none that looks like a secret.
     """
 
-    def __init__(self, command: Sequence[str], rewarded: bool = True) -> None:
+    def __init__(self, command: Sequence[str], rewarded: bool = True, env: Mapping[str, str] | None = None) -> None:
         if isinstance(command, str) or not command:
             raise ValueError('command: give a list of words, like ["python", "my_agent.py"]')
         self._command = [sys.executable if command[0] == "python" else command[0], *command[1:]]
         self._rewarded = rewarded
+        self._env = dict(env or {})
         self._happened: Queue[Asked | Ended] = Queue()
         self._history: list[Message] = []
         self._waiting: Asked | None = None
@@ -69,7 +75,8 @@ class Program:
         self._happened = Queue()
         asked = prompt["prompt"]
         self._history = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-        self._server = _server(self._happened)
+        key = token_hex(16)
+        self._server = _server(self._happened, key)
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 (until close)
         address = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
         self.process = subprocess.Popen(
@@ -77,7 +84,7 @@ class Program:
             stdin=subprocess.PIPE,
             stdout=self._output,
             stderr=self._errors,
-            env={**os.environ, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": "april"},
+            env={**_environment(), **self._env, "OPENAI_BASE_URL": address, "OPENAI_API_KEY": key},
         )
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
@@ -155,6 +162,11 @@ class Program:
         return f"exit code {code}, {lines[-1][:200]}"
 
 
+def _environment() -> dict[str, str]:
+    """This process's, without secrets; a worker's has none but those that it may see."""
+    return dict(os.environ) if parent_process() is not None else without_secrets(os.environ)
+
+
 def _wait(process: subprocess.Popen[bytes], happened: Queue[Asked | Ended]) -> None:
     happened.put(Ended(process.wait()))
 
@@ -164,12 +176,16 @@ def _short(message: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _server(happened: Queue[Asked | Ended]) -> ThreadingHTTPServer:
-    """A server on the loopback interface that puts requests into `happened`, and answers when it is told what."""
+def _server(happened: Queue[Asked | Ended], key: str) -> ThreadingHTTPServer:
+    """A server on the loopback interface that puts requests with the key into `happened`, and answers when it is told
+    what."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if not compare_digest(self.headers.get("Authorization", "").encode(), f"Bearer {key}".encode()):
+                self._send(401, {"error": {"message": "the gateway wants the key in OPENAI_API_KEY"}})
+                return
             if not self.path.endswith("/chat/completions"):
                 self._send(404, {"error": {"message": f"the gateway has /v1/chat/completions, not {self.path}"}})
                 return

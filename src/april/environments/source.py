@@ -19,6 +19,7 @@ from typing import Any
 from april.environments.tools import Schema, ToolClassEnvironment, ToolEnvironment, ToolError
 from april.loading import load_object
 from april.rollout.environment import Environment
+from april.rollout.secrets import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class EnvironmentSource:
         except ModuleNotFoundError as error:
             raise ValueError(f"{self._named}: {error}") from None
         except Exception as error:  # whatever the user's class does when it is made
-            given = json.dumps(dict(self.spec.params), default=str)
+            given = json.dumps(redacted(dict(self.spec.params)), default=str)
             raise ValueError(
                 f"{self._named}: making one with params {given} failed: {type(error).__name__}: {error}"
             ) from error

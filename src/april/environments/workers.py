@@ -17,7 +17,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from typing import Any
 
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import Environment, EnvironmentLost, ObservationError
-from april.rollout.secrets import forget_secrets
+from april.rollout.worker_process import become_worker
 
 
 class EnvironmentWorkers:
@@ -203,8 +202,7 @@ class _Worker:
 
 def _serve(pipe: Connection, make: bytes, threads: int, keep_env: Sequence[str]) -> None:
     """A worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to deal with
-    forget_secrets(keep_env)
+    become_worker(keep_env)
     serving = _Serving(pipe, make)
     with ThreadPoolExecutor(threads) as pool, suppress(EOFError):
         while True:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from april.rollout.secrets import redact
+
 FILE_NAME = "library.log"
 
 
@@ -31,7 +33,7 @@ class _Library(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name.split(".")[0] == "april":
             return
-        self._held.append(self.format(record))
+        self._held.append(redact(self.format(record)))
         if self._path.parent.is_dir():
             with self._path.open("a", encoding="utf-8") as file:
                 file.writelines(line + "\n" for line in self._held)

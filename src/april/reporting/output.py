@@ -1,12 +1,16 @@
 """Where a run prints: standard output, which may go away while the run goes on.
 
-Invariant: printing never raises an OSError. Once the reader of the pipe, or the terminal, is gone, nothing is printed.
+Invariants:
+- printing never raises an OSError: once the reader of the pipe, or the terminal, is gone, nothing is printed;
+- no secret is printed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TextIO
+
+from april.rollout.secrets import redact
 
 
 class Output:
@@ -23,7 +27,7 @@ class Output:
         self.broken = False
 
     def write(self, text: str) -> int:
-        self._attempt(self._file.write, text)
+        self._attempt(self._file.write, redact(text))
         return len(text)
 
     def flush(self) -> None:

@@ -3,7 +3,8 @@
 Invariants:
 - steps never go back within a file: going on from step k first cuts every line of a later step;
 - a line is whole or it is not there: what a crash left of the last line is cut when the file is opened again;
-- every line is JSON by the letter: a number that is not finite is written as null.
+- every line is JSON by the letter: a number that is not finite is written as null;
+- no line contains a secret.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from april.rollout.secrets import redact
 
 
 class StepLog:
@@ -53,7 +56,7 @@ class StepLog:
         step = record["step"]
         if step < self.last_step:
             raise ValueError(f"{self.path} has reached step {self.last_step} and cannot take step {step}")
-        line = json.dumps(plain(record), separators=(",", ":"), allow_nan=False)
+        line = redact(json.dumps(plain(record), separators=(",", ":"), allow_nan=False))
         self._file.write(line + "\n")
         self._file.flush()
         self.last_step = step

@@ -137,13 +137,15 @@ class Feed:
 
     def _start(self) -> None:
         """Make the tracker, which gets every record again if the run that it had before is gone."""
-        tracker, first = TRACKERS[self.name][0](self._run), self._offset == 0
+        tracker = self._tracker = TRACKERS[self.name][0](self._run)
         sent = self._run.sent if tracker.run_id == self._run.run_id else BEFORE_ALL
-        sent = sent if tracker.position is None else tracker.position
         self._run = replace(self._run, run_id=tracker.run_id, moved_from=None)
         self._remember(sent)
-        self._tabled = sent[0] if first else self._tabled
-        self._offset, self._read, self._tracker = 0, BEFORE_ALL, tracker
+        if tracker.position is not None:
+            self._remember(tracker.position)
+        if not self._offset:
+            self._tabled = self._run.sent[0]
+        self._offset, self._read = 0, BEFORE_ALL
 
     def _give_up(self) -> None:
         """Let go of a tracker that has failed; the next attempt makes another."""

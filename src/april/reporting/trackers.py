@@ -223,6 +223,7 @@ class MLflow:
         import mlflow
 
         self._names = Names(r"\w.\- :/")
+        self._recipe: dict[str, Any] | None = run.config
         self._server = os.environ.get("MLFLOW_TRACKING_URI")
         database = (run.directory / "mlflow.db").resolve()
         if run.moved_from is not None and not self._server:
@@ -233,7 +234,6 @@ class MLflow:
             self._client.update_run(self.run_id, status="RUNNING")
         else:
             self.run_id = str(self._client.create_run(self._experiment(run), run_name=run.name).info.run_id)
-            self._client.log_dict(self.run_id, run.config, "recipe.json")
 
     @property
     def position(self) -> Position:
@@ -267,6 +267,9 @@ class MLflow:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric as Value
 
+        if self._recipe is not None:
+            self._client.log_dict(self.run_id, self._recipe, "recipe.json")
+            self._recipe = None
         now = round(1000 * time.time())
         values = [Value(self._names[name], value, now, step) for name, value in numbers.items()]
         self._client.log_batch(self.run_id, metrics=values)

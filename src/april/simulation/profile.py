@@ -209,7 +209,7 @@ def profile(
     on_status("fitting the engine's costs")
     cost = calibration.fit(f"measured: {recipe.engine.engine}, {recipe.model.path}")
     cost.save(output / "cost_model.json")
-    (output / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2))
+    (output / "recipe.json").write_text(json.dumps(recipe.redacted(), indent=2))
     traces = _write(output, found, slots)
     workload = read_recorded(output).workload
     prompts = [len(group.prompt.token_ids) for step in found for group in step.groups]

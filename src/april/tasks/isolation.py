@@ -31,7 +31,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from april.rollout.rewards import RewardError
-from april.rollout.secrets import forget_secrets
+from april.rollout.worker_process import become_worker
 
 STATM = Path("/proc/self/statm")
 """Where Linux says how large a process is; its first number is its address space in pages."""
@@ -221,7 +221,7 @@ _seconds: float | None
 
 def _initialise(function: bytes, time_limit: float | None, memory_limit: int | None, keep_env: Sequence[str]) -> None:
     global _function, _seconds
-    forget_secrets(keep_env)
+    become_worker(keep_env)
     try:
         _function = pickle.loads(function)
     except Exception as error:  # a worker that fails to start is started again for ever: fail its calls instead

@@ -23,6 +23,7 @@ from april.rollout.engine import Engine
 from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
+from april.rollout.secrets import texts
 from april.rollout.trajectory import Group
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
@@ -94,6 +95,7 @@ async def trainer_of(
         else:
             learner, tokenizer = _learner(recipe, directory, checkpoint)
         _say_what_is_clipped(recipe)
+        _say_what_is_not_kept(recipe)
         limit = _prompt_limit(recipe, learner)
         world = World(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
         prompts = _prompts(recipe, task, tokenizer, limit, world)
@@ -114,7 +116,7 @@ async def trainer_of(
         state = load(checkpoint, learner, scheduler) if checkpoint else None
         run_log = RunLog(
             directory,
-            recipe.to_dict(),
+            recipe.redacted(),
             reporting.trackers,
             reporting.project,
             resume,
@@ -175,6 +177,16 @@ def _say_what_is_clipped(recipe: Recipe) -> None:
             objective.algorithm.title,
             objective.algorithm.eps_low,
             objective.correction,
+        )
+
+
+def _say_what_is_not_kept(recipe: Recipe) -> None:
+    given, kept = texts(recipe.to_dict(), ""), texts(recipe.redacted(), "")
+    if hidden := dict.fromkeys(name for (name, value), (_, other) in zip(given, kept, strict=True) if value != other):
+        log.warning(
+            "%s: secrets are written nowhere, so april resume will ask for them: put them into environment "
+            'variables, and write "${NAME}" in their place',
+            ", ".join(hidden),
         )
 
 

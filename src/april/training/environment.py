@@ -18,6 +18,7 @@ from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.environment import Environment
 from april.rollout.episodes import Episodes
+from april.rollout.secrets import resolved
 from april.rollout.trajectory import Prompt
 from april.tasks.task import ChatTemplate
 
@@ -79,7 +80,7 @@ def source_of(recipe: Recipe) -> EnvironmentSource:
     """
     own = recipe.environment
     try:
-        return EnvironmentSource(EnvironmentSpec(own.path, own.tools, own.params, os.getcwd()))
+        return EnvironmentSource(EnvironmentSpec(own.path, own.tools, resolved(own.params, os.environ), os.getcwd()))
     except ValueError as error:
         raise ConfigError(f"environment.{error}") from None
 

@@ -113,7 +113,7 @@ def _figures(metrics: list[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _settings(recipe: Recipe) -> Iterator[str]:
-    settings = recipe.to_dict()
+    settings = recipe.redacted()
     yield from ("## Recipe", "", "```json")
     yield json.dumps({section: _without_paths(settings[section]) for section in SECTIONS}, indent=2)
     yield "```"

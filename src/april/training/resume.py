@@ -68,7 +68,7 @@ def note_beginning(run: Path, recipe: Recipe) -> None:
     """Note that the run has begun, or goes on, by this recipe: there is something to resume from here on."""
     if (own := job()) is not None:
         write_whole(run / JOB, own)
-    write_whole(run / RECIPE, json.dumps(recipe.to_dict(), indent=2))
+    write_whole(run / RECIPE, json.dumps(recipe.redacted(), indent=2))
 
 
 def began_here(run: Path) -> bool:

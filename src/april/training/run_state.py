@@ -41,7 +41,7 @@ class RunState:
         return {
             "rollout": self.scheduler.state_dict(),
             "log": self.log.state_dict(),
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.recipe.redacted(),
         }
 
     def write(self, captured: dict[str, Any]) -> Path:
