@@ -11,8 +11,10 @@ import transformers
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.probe import in_float32
 from april.training.forward import check_head
+from april.training.local import LocalLearner
 from april.training.packing import can_pack
 from tests.engines import architectures
+from tests.training.steps import recipe
 
 SHAPE: dict[str, Any] = {"vocab_size": 61, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 DECODER = SHAPE | {
@@ -104,3 +106,17 @@ def test_llama_4_text_is_trained_padded() -> None:
     assert model.config.attention_chunk_size == 512
     with pytest.raises(ValueError, match="layer 0 is of type 'chunked_attention'"):
         EmbeddedEngine(model, kv_cache_bytes=1 << 24)
+
+
+def test_the_context_of_a_multimodal_model_is_that_of_its_text() -> None:
+    """Its configuration states the number one level down."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=DECODER | {"max_position_embeddings": 77},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    model = transformers.Gemma3ForConditionalGeneration(config)
+    assert not hasattr(config, "max_position_embeddings")
+    assert LocalLearner(model, recipe()).context_length == 77
+    assert EmbeddedEngine(model, kv_cache_bytes=1 << 24).capacity.context_length == 77

@@ -50,6 +50,7 @@ def run(tmp_path: Path) -> Path:
         "manifest.json",
     ):
         (checkpoint / name).write_text("{}")
+    (checkpoint / "config.json").write_text('{"tensors_left_out": ["mtp", "visual"]}')
     recipe = Recipe(
         model=ModelSettings(path="Qwen/Qwen3-4B"),
         task=TaskSpec("records", path=str(tmp_path / "my_data.jsonl"), answer_column="result"),
@@ -83,6 +84,7 @@ def test_the_newest_checkpoint_goes_to_the_hub_with_its_story(
         "| staleness, largest | 2 |",
         "| tokens sampled by an older policy | 25.0 % |",
         '"answer_column": "result"',
+        "Tensors of the base model that this model lacks: `mtp`, `visual`.",
     ):
         assert line in card
     assert str(run.parent) not in card

@@ -35,7 +35,7 @@ class IdleEngine:
             on_update=self.recipe.engine.kv_policy,
             longest=longest,
             repeats=repeats,
-            vocabulary=self.model.config.vocab_size,
+            vocabulary=self.model.config.get_text_config().vocab_size,
             progress=progress,
         )
 

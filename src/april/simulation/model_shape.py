@@ -23,7 +23,8 @@ def shape_of(path: str) -> ModelShape:
     """
     config = Path(os.path.expanduser(path)) / "config.json"
     if config.is_file():
-        return _from_config(config, json.loads(config.read_text()))
+        read = json.loads(config.read_text())
+        return _from_config(config, read.get("text_config", read))
     name = path.rpartition("/")[2].lower()
     if (shape := MODELS.get(HUB.get(name, name))) is None:
         raise ValueError(

@@ -43,7 +43,7 @@ class PolicyModel(nn.Module):
 
         The language-model head runs on the masked positions only, a chunk at a time.
         """
-        mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config
+        mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config.get_text_config()
         hidden = hidden_states(trunk_of(self.model), batch)
         softcap = getattr(config, "final_logit_softcapping", None)
         scaled = self.temperature / _logit_scale(config)

@@ -17,6 +17,7 @@ from april import __version__
 from april.algorithms.catalogue import algorithm
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.pretrained import LEFT_OUT
 from april.tasks.hub import HUB_NAME
 from april.training.resume import newest_checkpoint, saved_recipe
 
@@ -69,7 +70,7 @@ def model_card(run: Path, checkpoint: Path) -> str:
         pipeline_tag="text-generation",
         tags=["reinforcement-learning", "april", recipe.algorithm.algorithm],
     )
-    lines = [*_story(recipe, step), *_figures(_metrics(run, step)), *_settings(recipe)]
+    lines = [*_story(recipe, step), *_lacks(checkpoint), *_figures(_metrics(run, step)), *_settings(recipe)]
     return f"---\n{head.to_yaml()}\n---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -85,6 +86,13 @@ def _story(recipe: Recipe, step: int) -> Iterator[str]:
         f"corrected for by `{recipe.algorithm.correction}`."
     )
     yield ""
+
+
+def _lacks(checkpoint: Path) -> Iterator[str]:
+    lacking = json.loads((checkpoint / "config.json").read_text()).get(LEFT_OUT)
+    if lacking:
+        yield f"Tensors of the base model that this model lacks: {', '.join(f'`{name}`' for name in lacking)}."
+        yield ""
 
 
 def _bound(recipe: Recipe) -> str:

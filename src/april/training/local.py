@@ -129,7 +129,7 @@ class LocalLearner:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -69,9 +69,10 @@ def planned(recipe: Recipe) -> MemoryPlan:
         unfused = megatron and recipe.model.device == "cpu"  # Megatron's own layers, without Transformer Engine
         attention = "eager" if unfused else None  # which holds the scores of every pair of tokens
         part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
-        width = part.config.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
+        text = part.config.get_text_config()
+        width = text.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
         activations = _activations(part, recipe, computed, len(names), width)
-        cache = _cache_bytes(model.config, computed)
+        cache = _cache_bytes(model.config.get_text_config(), computed)
     objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
     frozen = int(objective.regularised and not recipe.lora.rank)
@@ -83,7 +84,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
         "gathered layers": (2 * layer + root) * computed + (layer + root) * own if holders > 1 and not megatron else 0,
         "activations": activations // trainer.context_parallel,
-        "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * model.config.vocab_size),
+        "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size),
     }
     tokens = recipe.slots * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
+from april.engines.pretrained import ModelFolderError, end_tokens, load_model, load_tokenizer
 from april.training.lora import Adapters
 
 
@@ -29,18 +29,13 @@ def load_policy(
     Raises:
         ConfigError: there is no such model, it is no causal LM, or the device cannot be used.
     """
-    transformers_logging.disable_progress_bar()
     device = device or device_of(settings)
     path = str(checkpoint or Path(settings.path).expanduser())
     try:
-        # Without a word, transformers would ask whether to run the code that a model brings.
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, settings.dtype), trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path = {settings.path!r}: no causal LM can be loaded from there: {reason}") from None
+        tokenizer = load_tokenizer(path)
+        model = load_model(path, getattr(torch, settings.dtype))
+    except ModelFolderError as error:
+        raise ConfigError(str(error) if checkpoint else f"model.path = {settings.path!r}: {error}") from None
     return model.to(device), tokenizer
 
 
@@ -113,6 +108,9 @@ def trunk_of(model: Any) -> Any:
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a response: the model's end-of-sequence tokens and the tokenizer's."""
-    declared = model.generation_config.eos_token_id
-    several = declared if isinstance(declared, list | tuple) else [declared]
-    return tuple(sorted({int(id) for id in (*several, tokenizer.eos_token_id) if id is not None}))
+    try:
+        named = end_tokens(model)
+    except ModelFolderError as error:
+        raise ConfigError(str(error)) from None
+    own = tokenizer.eos_token_id
+    return tuple(sorted({*named, *(() if own is None else (own,))}))

@@ -42,18 +42,13 @@ class EmbeddedSettings:
     def load(self) -> EmbeddedEngine:
         """The engine, with the model as it is on disk."""
         import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging as transformers_logging
 
         from april.engines.embedded.engine import EmbeddedEngine
+        from april.engines.pretrained import load_model
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        transformers_logging.disable_progress_bar()
-        # Without a word, transformers would ask whether to run the code that a model brings.
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            self.model, dtype=getattr(torch, self.dtype), trust_remote_code=False
-        )
+        model = load_model(self.model, getattr(torch, self.dtype))
         return EmbeddedEngine(
             model.to(self.device),
             max_running=self.max_running,

@@ -1,0 +1,220 @@
+"""A causal LM and its tokenizer, from a folder or from the Hugging Face hub.
+
+Invariants:
+- a policy has no parameter of random values: all that its architecture has is read, or the model is refused;
+- a file that cannot be read is named, together with what to do about it;
+- nothing that comes with a model is run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = "tensors_left_out"
+"""Entry of a model's configuration: tensors beside its files that its architecture has no place for (`left_out`)."""
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMED = 3
+"""Tensors that a message names."""
+
+
+class ModelFolderError(ValueError):
+    """A model that cannot be loaded; the message is one line."""
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer of the model at `path`, a folder or a hub name.
+
+    Raises:
+        ModelFolderError: there is none, or it cannot be read.
+    """
+    _check_configuration(path)
+    with _reading(path, "tokenizer", _TOKENIZER):
+        # Without the argument, transformers would ask whether to run the code that a model brings.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+
+
+def load_model(path: str, dtype: torch.dtype) -> Any:
+    """Load the causal LM at `path`, a folder or a hub name.
+
+    Tensors that the architecture has no place for are entered into its configuration as `LEFT_OUT`.
+
+    Raises:
+        ModelFolderError: a file cannot be read, or tensors are missing or have other shapes than the architecture's.
+    """
+    transformers_logging.disable_progress_bar()
+    _check_configuration(path)
+    with _reading(path, "generation configuration", ("generation_config.json",)):
+        if _file(path, "generation_config.json"):
+            GenerationConfig.from_pretrained(path)
+    loaded: Any
+    with _reading(path, "causal LM", ()):
+        loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ModelFolderError(
+            f"{_weights(path)}: {len(missing)} tensors of {type(model).__name__} are missing, {_some(missing)}: "
+            "training would start from random values; copy all files of the model again, or correct config.json"
+        )
+    if mismatched := sorted(report["mismatched_keys"]):
+        shapes = (f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in mismatched)
+        raise ModelFolderError(
+            f"{_weights(path)}: {len(mismatched)} tensors have other shapes than config.json gives them, "
+            f"{_some(shapes)}: copy all files of the same model again"
+        )
+    if unused := left_out(model, [*report["unexpected_keys"], *_ignored(path, model)]):
+        log.warning(
+            "%s: %s has no place for the tensors %s: they are not trained, and checkpoints lack them",
+            path,
+            type(model).__name__,
+            ", ".join(unused),
+        )
+        setattr(model.config, LEFT_OUT, unused)
+    return model
+
+
+def end_tokens(model: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the model's generation configuration.
+
+    Raises:
+        ModelFolderError: one of them is no token.
+    """
+    declared = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = declared if isinstance(declared, list | tuple) else [] if declared is None else [declared]
+    vocabulary = model.get_input_embeddings().num_embeddings
+    for token in named:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise ModelFolderError(
+                f"generation_config.json: eos_token_id = {declared!r}: {token!r} is no token of the {vocabulary} that "
+                "the model has"
+            )
+    return tuple(sorted(set(named)))
+
+
+def left_out(model: Any, stored: Iterable[str]) -> list[str]:
+    """Return the shortest prefixes that tell tensors without a place in `model` from its parameters."""
+    known = set()
+    for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
+        parts = name.split(".")
+        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    found = set()
+    for name in stored:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+        found |= {prefix for prefix in prefixes if prefix not in known and prefix.rpartition(".")[0] in known | {""}}
+    return sorted(found)
+
+
+def _ignored(path: str, model: Any) -> Iterator[str]:
+    """Yield the stored tensors that the architecture skips and transformers does not report, such as MTP heads."""
+    patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    for name in _stored_names(path) if patterns else ():
+        if any(pattern.search(name) for pattern in patterns) and name.rpartition(".")[2] not in computed:
+            yield name
+
+
+def _stored_names(path: str) -> Iterator[str]:
+    if index := _file(path, "model.safetensors.index.json"):
+        yield from json.loads(index.read_text())["weight_map"]
+    elif file := _file(path, "model.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            yield from tensors.keys()
+
+
+def _file(path: str, name: str) -> Path | None:
+    """Return the model's file of that name, on this machine, if there is one."""
+    found = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(found) if found else None
+
+
+def _check_configuration(path: str) -> None:
+    with _reading(path, "configuration", ("config.json",)):
+        AutoConfig.from_pretrained(path, trust_remote_code=False)
+
+
+@contextmanager
+def _reading(path: str, part: str, files: tuple[str, ...]) -> Iterator[None]:
+    """Turn whatever transformers, tokenizers and safetensors raise into one line that names a file and a remedy."""
+    report = _LoadReport()
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(report)
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of their own kinds, and plain ones
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if report.incomplete:
+            reason = f"parts of {_some(report.incomplete)} are missing, or of other shapes"
+        place = next(_damaged(path, files), path)
+        raise ModelFolderError(
+            f"{place}: no {part} can be loaded from there: {reason}: copy the file again "
+            "from where the model comes from"
+        ) from error
+    finally:
+        logger.removeFilter(report)
+
+
+class _LoadReport(logging.Filter):
+    """Keeps transformers' table of tensors from the log, and what only the table names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.incomplete: list[str] = []
+        """Tensors that are put together from several stored ones, not all of which fit."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())
+        self.incomplete += re.findall(r"^(\S+) *\| CONVERSION", text, re.MULTILINE)
+        return " LOAD REPORT " not in text
+
+
+def _damaged(path: str, files: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the files that cannot be read, then those named that are there."""
+    there = [file for name in files if (file := _file(path, name))]
+    weights = sorted(Path(path).glob("*.safetensors")) if not files else []
+    for file in there:
+        try:
+            assert isinstance(json.loads(file.read_text()), dict)
+        except (OSError, ValueError, AssertionError):
+            yield file
+    for file in weights:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError):
+            yield file
+    yield from there
+
+
+def _weights(path: str) -> Path | str:
+    single = Path(path) / "model.safetensors"
+    return single if single.is_file() else path
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:_NAMED]) + (", ..." if len(listed) > _NAMED else "")
