@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from april import FinishReason, RolloutScheduler, Step
+from april import EnvironmentLost, FinishReason, RolloutScheduler, Step
 from april.environments.workers import EnvironmentWorkers
 from april.rollout.episode_policy import EpisodePolicy
 from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
@@ -73,3 +73,15 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
 
     with pytest.raises(EpisodeError, match="ImportError: no module of that name"):
         one_step(missing, EpisodePolicy(max_retries=0))
+
+
+async def test_two_calls_given_up_in_the_same_moment_are_cancelled() -> None:
+    """Both lived in the process that the first one ends."""
+    with EnvironmentWorkers(Sturdy, 1) as workers:
+        calls = [asyncio.ensure_future(workers().reset({}, 0)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for call in calls:
+            call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError | EnvironmentLost) for outcome in outcomes), outcomes
+    assert isinstance(outcomes[0], asyncio.CancelledError)

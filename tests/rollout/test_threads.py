@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from april.rollout.threads import HangingError, Threads
+from april.rollout.user_code import UserCodeError
 
 
 async def test_results_and_errors_come_back() -> None:
@@ -15,7 +16,7 @@ async def test_results_and_errors_come_back() -> None:
     assert await asyncio.gather(*(threads.call(pow, (2, n), None) for n in range(9))) == [2**n for n in range(9)]
     with pytest.raises(ZeroDivisionError):
         await threads.call(divmod, (1, 0), None)
-    with pytest.raises(RuntimeError, match="StopIteration"):
+    with pytest.raises(UserCodeError, match="StopIteration"):
         await threads.call(next, (iter(()),), None)
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Reward
+from april.rollout.user_code import UserCodeError
 from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer
@@ -110,7 +111,7 @@ async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers
     ],
 )
 async def test_exceptions_that_cannot_be_carried_over_are_told(workers, code, message):
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises((RewardError, UserCodeError), match=message):
         await workers(exec, code, {"__name__": "user"})
     assert await workers(abs, -1) == 1
 

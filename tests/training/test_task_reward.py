@@ -18,7 +18,7 @@ from april.tasks.task import TaskSpec
 from april.training.task_reward import Rewards
 
 FUNCTION = """
-import asyncio, threading, time
+import asyncio, sys, threading, time
 
 client = None
 go = threading.Event()
@@ -43,6 +43,15 @@ async def gives_up(response, answer):
 
 async def fails(response, answer):
     raise KeyError(response)
+
+def exits(response, answer):
+    sys.exit(0)
+
+async def exits_async(response, answer):
+    sys.exit(0)
+
+async def exits_in_a_task(response, answer):
+    await asyncio.create_task(exits_async(response, answer))
 
 def score(response, answer):
     if response == "hang":
@@ -161,3 +170,15 @@ async def test_every_part_of_a_reward_is_kept_with_the_sample():
     async with Rewards(scorer, Words(), RolloutSettings(reward_workers=0)) as subject:
         reward = await subject(group.prompt, group.samples[0])
     assert (reward.value, reward.info) == (pytest.approx(0.9), {"score": 1.0, "per_thousand": -0.001})
+
+
+@pytest.mark.parametrize("function", ["exits", "exits_async", "exits_in_a_task"])
+async def test_a_function_that_exits_fails_and_ends_nothing(function: str) -> None:
+    settings = {"reward_workers": 0, "reward_timeout": 20.0, "on_reward_error": "zero"}
+    async with rewards(function, **settings) as scored:
+        assert await scored.score_groups(groups(0, 0)) == [[0.0], [0.0]]
+    async with rewards("patient", reward_workers=0, reward_timeout=20.0) as scored:
+        assert await scored.score_groups(groups(0)) == [[2.0]]
+    async with rewards(function, reward_workers=0) as scored:
+        with pytest.raises(RewardError, match=r"prompt 'p1': SystemExit: 0 \(my_hanging_rewards.py, line \d+\)"):
+            await scored.score_groups(groups(0))

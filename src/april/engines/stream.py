@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
 from april.rollout.engine import Capacity, Chunk, make_chunk
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
+from april.rollout.user_code import CLEANUP_SECONDS, UserCode, end_tasks, in_one_line
 
 Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
 """Token ids, and the log-probability in nats with which each was drawn."""
@@ -20,15 +22,19 @@ class StreamEngine:
 
     The shortest way to put an inference engine of your own behind the scheduler. `generate` goes on from
     `sample.prompt_ids` and `sample.response_ids`; it is cancelled to interrupt a sample, and what it yielded before is
-    never lost. To return is to stop (`FinishReason.STOP`); a response that has used up its budget or the context ends
+    never lost. To return is to stop (`FinishReason.STOP`), unless the generator was cancelled: its sample stays
+    unfinished, however the generator ends. A response that has used up its budget or the context ends
     by itself (`FinishReason.LENGTH`, unless its last token is a stop token). Whatever else ends a response early must
     raise.
 
     Args:
-        generate: an exception it raises is a failed request, which the scheduler tries again from the last token.
+        generate: whatever it raises is a failed request, which the scheduler tries again from the last token. Tokens
+            and log-probabilities may be any sequences of numbers: lists, NumPy arrays, tensors.
         capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
         update_weights: called with (version, weights) when the scheduler hands new weights over.
         backlog: chunks kept for a slow reader before generators have to wait.
+        cleanup_timeout: seconds that a cancelled generator may take to end. After that it is left behind, and its slot
+            is free again.
     """
 
     def __init__(
@@ -37,44 +43,82 @@ class StreamEngine:
         capacity: Capacity,
         update_weights: Callable[[int, Any], Awaitable[None]] | None = None,
         backlog: int = 4096,
+        cleanup_timeout: float = CLEANUP_SECONDS,
     ) -> None:
         self.capacity = capacity
         self.version = 0
         self._generate = generate
         self._update = update_weights
+        self._cleanup_timeout = cleanup_timeout
         self._slots = asyncio.Semaphore(capacity.slots)
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        """Tasks that hold a slot."""
         self._queue = ChunkQueue(backlog)
-        self.running = 0
+
+    @property
+    def running(self) -> int:
+        """Samples that are decoding now."""
+        return len(self._running)
 
     def submit(self, sample: Sample) -> None:
         task = asyncio.create_task(self._run(sample), name=f"generate {sample.id}")
         self._tasks[sample.id] = task
 
     async def _run(self, sample: Sample) -> None:
+        await self._slots.acquire()
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            await self._generated(sample, task)
+        except Exception as error:
+            if task in self._running and not task.cancelling():
+                self._queue.put(Chunk(sample.id, (), (), self.version, error=in_one_line(error)))
+        finally:
+            self._release(task)
+            if self._tasks.get(sample.id) is task:
+                del self._tasks[sample.id]
+
+    async def _generated(self, sample: Sample, task: asyncio.Task[None]) -> None:
         """Queue what `generate` yields, with the sample's name, the version and, at the end, the finish reason."""
-        id, put, queue = sample.id, self._queue.put, self._queue
-        async with self._slots:
-            self.running += 1
-            left = sample.room(self.capacity.context_length)
+        id, put, queue, running = sample.id, self._queue.put, self._queue, self._running
+        left = sample.room(self.capacity.context_length)
+        with UserCode():
+            generator = self._generate(sample)
             try:
-                async for token_ids, logprobs in self._generate(sample):
-                    left -= len(token_ids)
-                    if left <= 0 and token_ids:
+                async for yielded in generator:
+                    if task not in running:  # left behind
+                        return
+                    token_ids, logprobs = map(_plain, yielded)
+                    left -= (count := len(token_ids))
+                    if left <= 0 and count:
                         stopped = token_ids[-1] in sample.sampling.stop_token_ids
                         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
                         put(Chunk(id, token_ids, logprobs, self.version, finish))
                         return
                     put(make_chunk((id, token_ids, logprobs, self.version, None, None, False)))
+                    if task.cancelling():
+                        return
                     if queue.full:
                         await queue.space()
-                put(Chunk(id, (), (), self.version, FinishReason.STOP))
-            except Exception as error:
-                put(Chunk(id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
             finally:
-                self.running -= 1
-                if self._tasks.get(id) is asyncio.current_task():
-                    del self._tasks[id]
+                await self._close(generator)
+        if task in running and not task.cancelling():
+            put(Chunk(id, (), (), self.version, FinishReason.STOP))
+
+    async def _close(self, generator: Any) -> None:
+        """Have a generator that was left before its end clean up."""
+        if hasattr(generator, "aclose"):
+            with suppress(Exception), UserCode():
+                async with asyncio.timeout(self._cleanup_timeout):
+                    await generator.aclose()
+
+    def _release(self, task: asyncio.Task[None]) -> None:
+        """Free the slot of a task, once."""
+        if task in self._running:
+            self._running.remove(task)
+            self._slots.release()
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._tasks:
@@ -84,9 +128,8 @@ class StreamEngine:
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
         tasks = {id: task for id, task in self._tasks.items() if named is None or id in named}
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        for task in await end_tasks(list(tasks.values()), self._cleanup_timeout):
+            self._release(task)
         for id in tasks:
             self._tasks.pop(id, None)  # it is still there if it was cancelled before it began
         self._queue.wake()
@@ -94,7 +137,8 @@ class StreamEngine:
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         if self._update is not None:
-            await self._update(version, weights)
+            with UserCode():
+                await self._update(version, weights)
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
@@ -102,3 +146,9 @@ class StreamEngine:
 
     async def close(self) -> None:
         await self.interrupt()
+
+
+def _plain(values: Any) -> Sequence[Any]:
+    """A sequence of numbers that later changes of a generator's buffers do not reach."""
+    plain: Sequence[Any] = values.tolist() if hasattr(values, "tolist") else list(values)
+    return plain

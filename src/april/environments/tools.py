@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, SupportsFloat
 
 from april.environments.tool_calls import ERRORS, Call
 from april.rollout.environment import EnvironmentLost, EnvStep, Message, Observation, ObservationError, Turn
+from april.rollout.user_code import UserCode, in_one_line
 
 Tool = Callable[..., Any]
 Schema = Mapping[str, Any]
@@ -91,7 +92,8 @@ class BoundCall(NamedTuple):
         if self.function is None:
             return self._message(self.error)
         try:
-            return self._message(_as_text(self.function(**self.arguments)))
+            with UserCode():
+                return self._message(_as_text(self.function(**self.arguments)))
         except EnvironmentLost:
             raise
         except Exception as error:
@@ -102,14 +104,15 @@ class BoundCall(NamedTuple):
         if not inspect.iscoroutinefunction(self.function):
             return await asyncio.to_thread(self.answer)
         try:
-            return self._message(_as_text(await self.function(**self.arguments)))
+            with UserCode():
+                return self._message(_as_text(await self.function(**self.arguments)))
         except EnvironmentLost:
             raise
         except Exception as error:
             return self._failure(error)
 
     def _failure(self, error: Exception) -> Message:
-        return self._message(f"Error: {self.name} failed: {type(error).__name__}: {error}")
+        return self._message(f"Error: {self.name} failed: {in_one_line(error)}")
 
     def _message(self, said: str) -> Message:
         return {"role": "tool", "name": self.name, "content": said}

@@ -26,7 +26,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from april.rollout.called_environment import CalledEnvironment
-from april.rollout.environment import Environment, EnvironmentLost, ObservationError
+from april.rollout.environment import Environment, EnvironmentLost, ObservationError, environment_error
+from april.rollout.user_code import UserCode, as_failure
 from april.rollout.worker_process import become_worker
 
 
@@ -145,7 +146,7 @@ class _Worker:
         try:
             return await answer
         except asyncio.CancelledError:
-            del self._calls[number]
+            self._calls.pop(number, None)  # another call of the same moment may have ended the process
             self.end("another environment in its process did not answer, and the process was ended")
             raise
 
@@ -220,7 +221,8 @@ class _Serving:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         try:
-            self._make: Callable[[], Environment] = pickle.loads(make)
+            with UserCode():
+                self._make: Callable[[], Environment] = pickle.loads(make)
         except Exception as error:
             self._make = _raising(f"it cannot be imported: {type(error).__name__}: {error}")
 
@@ -231,8 +233,7 @@ class _Serving:
         except EnvironmentLost as error:
             reply = pickle.dumps((number, "lost", str(error)))
         except BaseException as error:
-            own = isinstance(error, ObservationError)
-            reply = pickle.dumps((number, "failed", str(error) if own else f"{type(error).__name__}: {error}"))
+            reply = pickle.dumps((number, "failed", environment_error(as_failure(error))))
         with self._sending:
             self._pipe.send_bytes(reply)
 
@@ -253,7 +254,8 @@ class _Serving:
 
 
 async def _awaited(value: Any) -> Any:
-    return await value
+    with UserCode():
+        return await value
 
 
 def _raising(reason: str) -> Callable[[], Environment]:

@@ -21,6 +21,7 @@ LONGEST = 500
 KINDS = {
     "reward": "reward error",
     "reward timeout": "reward timeout",
+    "filter": "dynamic filter failed",
     "engine": "engine request failed",
     "environment": "environment failed",
     "environment timeout": "environment took too long",

@@ -178,6 +178,7 @@ TABLE: Sequence[Metric] = (
         FAILURES,
         ("reward_failures", "reward errors", whole, SUM),
         ("reward_timeouts", "reward timeouts", whole, SUM),
+        ("filter_failures", "errors of the dynamic filter", whole, SUM),
         ("engine_failures", "engine requests failed", whole, SUM),
         ("engines_lost", "engines lost", whole, SUM),
         ("environment_failures", "environment errors", whole, SUM),
@@ -235,7 +236,7 @@ def plotted(record: Mapping[str, Any]) -> dict[str, float]:
         if is_number(value):
             numbers_of[name if "/" in name else f"{metric(name).section}/{name}"] = float(value)
         elif isinstance(value, list | tuple):
-            numbers_of |= {f"{name}/{index}": float(item) for index, item in enumerate(value)}
+            numbers_of |= {f"{name}/{index}": float(item) for index, item in enumerate(value) if is_number(item)}
     return numbers_of
 
 

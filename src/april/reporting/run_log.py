@@ -164,7 +164,7 @@ class RunLog:
         """What the run amounts to: every metric over the run, by its name, and every evaluation."""
         return {
             "steps": self.steps,
-            **self.totals.values(),
+            **plain(self.totals.values()),
             "evaluations": self.evaluations,
             "versions": versions(),
             "devices": [list(row) for row in self._devices],
@@ -217,10 +217,12 @@ def metrics_of(step: Step) -> dict[str, Any]:
     samples = [sample for group in step.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.policy_tokens for sample in samples])
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is null in the record
+        reward, reward_std = rewards.mean(), rewards.std()
     return {
         **step.metrics(),
-        "reward": rewards.mean(),
-        "reward_std": rewards.std(),
+        "reward": reward,
+        "reward_std": reward_std,
         "frac_reward_zero_std": np.mean([len({s.reward for s in group.samples}) == 1 for group in step.groups]),
         "response_length_mean": lengths.mean(),
         "response_length_p50": np.percentile(lengths, 50),
@@ -232,6 +234,7 @@ def metrics_of(step: Step) -> dict[str, Any]:
         "groups_quarantined": len(step.quarantined),
         "reward_failures": sum(failure.kind == "reward" for failure in step.failures),
         "reward_timeouts": sum(failure.kind == "reward timeout" for failure in step.failures),
+        "filter_failures": sum(failure.kind == "filter" for failure in step.failures),
         "tokens_by_age": step.tokens_by_age.tolist(),
     }
 

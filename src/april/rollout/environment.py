@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from april.rollout.tokens import MOST_TOKEN_ID
 from april.rollout.trajectory import Prompt, Sample
+from april.rollout.user_code import in_one_line
 
 
 class TokenIds(tuple[int, ...]):
@@ -141,7 +143,12 @@ class EnvironmentLost(Exception):
 
 
 class ObservationError(ValueError):
-    """An environment answered something that is no answer."""
+    """An environment failed, or answered something that is no answer."""
+
+
+def environment_error(error: Exception) -> str:
+    """What an environment raised, in one line."""
+    return str(error) if isinstance(error, ObservationError) else in_one_line(error)
 
 
 def checked(step: Any) -> EnvStep:
@@ -167,7 +174,7 @@ def check_observation(observation: Any) -> None:
     if isinstance(observation, str):
         return
     if isinstance(observation, TokenIds):
-        if all(isinstance(token, int) and token >= 0 for token in observation):
+        if all(isinstance(token, int) and 0 <= token <= MOST_TOKEN_ID for token in observation):
             return
         raise ObservationError("an observation of token ids holds something that is no token id")
     if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):

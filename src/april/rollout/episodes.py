@@ -7,17 +7,19 @@ Invariants:
   before that event has happened;
 - an environment lives from the beginning of its episode to its end. One that is missing, after a crash, a lost process
   or a failed turn, is made anew and brought to where its episode stands; there is no other way of going on;
-- a failure is its own sample's: it becomes what the policy says, with its kind, and nothing is raised here.
+- a failure is its own sample's: it becomes what the policy says, with its kind, and nothing is raised here;
+- only an environment's own failure is ever put into an observation. An error of april's leaves its group out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
+from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import (
     Bridge,
     Environment,
@@ -29,6 +31,7 @@ from april.rollout.environment import (
     Turn,
     check_observation,
     checked,
+    environment_error,
     fingerprint,
     saved,
 )
@@ -37,8 +40,9 @@ from april.rollout.events import Restarted, Stepped
 from april.rollout.journal_file import JournalError
 from april.rollout.sampling import FinishReason
 from april.rollout.step import Failure
-from april.rollout.threads import Threads
+from april.rollout.threads import HangingError, Threads
 from april.rollout.trajectory import Group, Prompt, Sample, Transition
+from april.rollout.user_code import UserCode, end_tasks
 
 THREADS = 64
 """Plain environments that work at a time in this process."""
@@ -54,6 +58,22 @@ class _Diverged(Exception):
     """An environment cannot be brought to where its episode stands."""
 
 
+ENVIRONMENT_ERRORS = (EnvironmentLost, ObservationError, TimeoutError)
+"""Failures of environments. Any other exception of a turn is a fault of april's."""
+
+
+@contextmanager
+def _environment_code() -> Iterator[None]:
+    """Tell what an environment raises from errors of april's own: raise it as one of `ENVIRONMENT_ERRORS`."""
+    try:
+        with UserCode():
+            yield
+    except (*ENVIRONMENT_ERRORS, HangingError):
+        raise
+    except Exception as error:
+        raise ObservationError(environment_error(error)) from error
+
+
 Kind = Literal["environment", "environment timeout", "environment lost", "environment restart"]
 
 
@@ -63,9 +83,7 @@ def _cause(error: Exception) -> tuple[Kind, str]:
         return "environment lost", str(error)
     if isinstance(error, TimeoutError):
         return "environment timeout", str(error) or "the environment did not answer in time"
-    if isinstance(error, ObservationError):
-        return "environment", str(error)
-    return "environment", f"{type(error).__name__}: {error}"
+    return "environment", environment_error(error)
 
 
 def _saves(environment: Environment) -> Saves:
@@ -165,10 +183,7 @@ class Episodes:
 
     async def close(self) -> None:
         """Stop everything. What was not answered is answered after a restart."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks.values()))
         self._tasks.clear()
         for id in list(self._live):
             self._discard(id)
@@ -209,7 +224,7 @@ class Episodes:
             except _Diverged as error:
                 failed("environment restart", str(error))
                 return Restarted(sample.id, str(error)) if sample.attempt < policy.max_restarts else None
-            except Exception as error:
+            except ENVIRONMENT_ERRORS as error:
                 seconds = asyncio.get_running_loop().time() - began
                 kind, reason = _cause(error)
                 failed(kind, reason)
@@ -221,6 +236,9 @@ class Episodes:
                 lost = isinstance(error, EnvironmentLost) or not sample.transitions
                 if not lost or attempt >= policy.max_retries:
                     return self._given_up(sample, reason, seconds)
+            except Exception as error:
+                failed("environment", f"april failed: {environment_error(error)}")
+                return None
             await asyncio.sleep(policy.retry_delay * 2**attempt)
             attempt += 1
 
@@ -314,7 +332,8 @@ class Episodes:
         recovery = self.policy.recovery
         if sample.transitions and recovery == "restart":
             raise _Diverged("its environment is gone, and recovery is restart")
-        environment = self.make()
+        with _environment_code():
+            environment = self.make()
         self._live[sample.id] = environment
         if not sample.transitions:
             return environment
@@ -358,10 +377,14 @@ class Episodes:
 
     async def _call(self, timeout: float | None, function: Callable[..., Any], *args: Any) -> Any:
         """What a method of an environment returns, in `timeout` seconds at most."""
-        if not inspect.iscoroutinefunction(function):
-            return await self._threads.call(function, args, timeout)
-        async with asyncio.timeout(timeout):
-            return await function(*args)
+        # A called environment raises what its environment raised as one of ENVIRONMENT_ERRORS already.
+        called = isinstance(getattr(function, "__self__", None), CalledEnvironment)
+        with nullcontext() if called else _environment_code():
+            if not inspect.iscoroutinefunction(function):
+                return await self._threads.call(function, args, timeout)
+            async with asyncio.timeout(timeout):
+                with UserCode():
+                    return await function(*args)
 
     def _discard(self, id: str) -> None:
         """Let go of an environment, beside whatever goes on."""

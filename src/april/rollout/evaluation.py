@@ -94,7 +94,7 @@ class _Run:
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
         except (ValueError, TypeError) as error:
             raise ChunkError(chunk, str(error)) from None
-        if chunk.token_ids:
+        if len(chunk.token_ids):
             self.retries.went_on([sample.id])
         if sample.finish is not None:
             del self.unfinished[sample.id]

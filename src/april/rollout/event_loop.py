@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -26,9 +27,15 @@ class EventLoop:
 
     def __init__(self, name: str = "april") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
+
+    def _serve(self) -> None:
+        while not self._closing:
+            with suppress(SystemExit):  # raised in a task that user code made; it would end the loop for all others
+                self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What `coroutine` returns or raises."""
@@ -70,6 +77,7 @@ class EventLoop:
         if self._loop.is_closed():
             return
         self.run(_cancel_others())
+        self._closing = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -36,7 +36,8 @@ class History:
         absorbed = self.state.absorb(chunks, among)
         if self.journal is not None:
             broken = {id(error.chunk) for error in absorbed.broken}
-            self.journal.record(*[c for c in chunks if (c.token_ids or c.finish is not None) and id(c) not in broken])
+            kept = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
+            self.journal.record(*[chunk for chunk in kept if id(chunk) not in broken])
         return absorbed
 
     def replay(self) -> Trained | Updated | None:

@@ -11,6 +11,7 @@ from typing import Any
 from april.rollout.events import Admitted
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Prompt
+from april.rollout.user_code import UserCode
 
 
 class PromptSource:
@@ -36,7 +37,8 @@ class PromptSource:
 
     def admit(self, group_id: int) -> Admitted | None:
         """The group that comes next; None if the prompts ran out."""
-        prompt = next(self._next, None)
+        with UserCode():
+            prompt = next(self._next, None)
         if prompt is None:
             return None
         position = self.position if self.journalled else None

@@ -30,9 +30,10 @@ from april.rollout.order import ORDERS
 from april.rollout.params import FaultPolicy
 from april.rollout.prompt_source import PromptSource
 from april.rollout.retries import Retries
-from april.rollout.rewards import RewardError, RewardTasks, Verdict
+from april.rollout.rewards import RewardError, RewardTasks, Verdict, described
 from april.rollout.step import Failure, Plan, Quarantine
 from april.rollout.trajectory import Group, Reward, Sample
+from april.rollout.user_code import UserCode
 
 
 class Pump:
@@ -134,12 +135,13 @@ class Pump:
 
     async def _run(self) -> None:
         try:
-            while True:
-                await self.settle()
-                self.fill()
-                if self.stalled:  # until somebody takes a step, or updates the weights
-                    await asyncio.get_running_loop().create_future()
-                await self.poll()
+            with UserCode():
+                while True:
+                    await self.settle()
+                    self.fill()
+                    if self.stalled:  # until somebody takes a step, or updates the weights
+                        await asyncio.get_running_loop().create_future()
+                    await self.poll()
         except Exception as error:
             self.error = error
 
@@ -160,7 +162,8 @@ class Pump:
         self.retries.clear()
         self.rewards.missing(self.state.buffer)
         for group in list(self.state.buffer):
-            self._decide(group)
+            if failure := self._decide(group):
+                raise _ending(failure)
 
     def open_account(self) -> None:
         """The account of the next step, with what attempts at it brought that were cut short."""
@@ -352,10 +355,7 @@ class Pump:
             if verdict.hopeless:
                 raise RewardError(f"no reward can be computed any more: {verdict.error}")
         for failure in filter(None, failures):
-            raise RewardError(
-                f"the reward function failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
-                f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
-            )
+            raise _ending(failure)
 
     def _judge(self, verdict: Verdict) -> Failure | None:
         """What a verdict means; the failure, if it ends the step."""
@@ -372,18 +372,29 @@ class Pump:
                 return None
             rewards = [Reward(0.0)] * len(samples)
         self.history.happen(Rewarded(group.id, {s.index: reward for s, reward in zip(samples, rewards, strict=True)}))
-        self._decide(group)
-        return None
+        return self._decide(group)
 
-    def _decide(self, group: Group) -> None:
-        """Ask the filter about a group as soon as it is complete and rewarded."""
+    def _decide(self, group: Group) -> Failure | None:
+        """Ask the filter about a group as soon as it is complete and rewarded; the failure, if it ends the step."""
         if self.dynamic_filter is None or group.id in self.state.ready or group.id in self._quarantined:
-            return
-        if group.complete and group.rewarded:
-            if self.dynamic_filter(group):
-                self.history.happen(Accepted(group.id))
-            else:
-                self._reject(group, Rejection.FILTER)
+            return None
+        if not (group.complete and group.rewarded):
+            return None
+        try:
+            with UserCode():
+                accepted = bool(self.dynamic_filter(group))
+        except Exception as error:
+            failure = Failure("filter", group.samples[0].id, group.prompt.id, described(error))
+            self.account.step.failures.append(failure)
+            if self.faults.on_reward_error == "raise":
+                return failure
+            self._quarantine(group, Rejection.FILTER, failure.error)
+            return None
+        if accepted:
+            self.history.happen(Accepted(group.id))
+        else:
+            self._reject(group, Rejection.FILTER)
+        return None
 
     def _reject(self, group: Group, reason: Rejection) -> None:
         self.history.happen(Rejected(group.id, reason))
@@ -417,3 +428,12 @@ class Pump:
             self._resume = True
             if cancelled:
                 raise asyncio.CancelledError
+
+
+def _ending(failure: Failure) -> RewardError:
+    """The error that ends a step after a reward function or a filter has failed."""
+    which = "dynamic filter" if failure.kind == "filter" else "reward function"
+    return RewardError(
+        f"the {which} failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
+        f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
+    )

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from april.rollout.disk import as_json
 from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.user_code import UserCode, end_tasks, in_one_line
 
 RewardFunction = Callable[[Prompt, Sample], float | Reward | Awaitable[float | Reward]]
 """Scores one finished sample."""
@@ -133,7 +134,9 @@ class RewardTasks:
         self._tasks[task] = group
         try:
             value = await self._call(group.prompt, samples)
-            self._verdicts.append(Verdict(group, samples, check_rewards(value, len(samples))))
+            with UserCode():
+                rewards = check_rewards(value, len(samples))
+            self._verdicts.append(Verdict(group, samples, rewards))
         except LateError:
             reason = f"no reward within {self.timeout:g} s"
             self._verdicts.append(Verdict(group, samples, (), reason, "reward timeout"))
@@ -153,7 +156,8 @@ class RewardTasks:
         argument: Any = samples if self.scope == "group" else samples[0]
         if self._async:
             async with time_limit(self.timeout):
-                value = await self.function(prompt, argument)
+                with UserCode():
+                    value = await self.function(prompt, argument)
         else:
             value = await self._threads.call(self.function, (prompt, argument), self.timeout)
         return value if self.scope == "group" else [value]
@@ -171,19 +175,16 @@ class RewardTasks:
     async def close(self) -> None:
         """Stop every computation under way, and drop verdicts that were not taken. The samples stay unscored, and are
         scored again by `missing`."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
         self._next.clear()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(list(self._tasks))
         self._tasks.clear()
         self._verdicts.clear()
 
 
-def described(error: BaseException) -> str:
+def described(error: Exception) -> str:
     """An error in one line: its kind, what it says, and where it was raised if a note says so."""
     places = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    return f"{type(error).__name__}: {error}" + "".join(f" ({place})" for place in places[:1])
+    return in_one_line(error) + "".join(f" ({place})" for place in places[:1])
 
 
 def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Reward]:

@@ -48,6 +48,7 @@ from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt
+from april.rollout.user_code import UserCode
 
 
 class RolloutScheduler:
@@ -235,7 +236,8 @@ class RolloutScheduler:
             if not going_on:
                 await pump.interrupt()  # what a cancelled `swap` may have left
                 pump.begin(self._update_seconds)
-            yield pump
+            with UserCode():
+                yield pump
         except BaseException:
             with suppress(EngineError):
                 await pump.interrupt()

@@ -131,7 +131,7 @@ class RolloutState:
                 if id in wrong:
                     raise KeyError(id)
                 sample = find(id)
-                if version != current and token_ids and not self._late(version, groups[sample.group_id]):
+                if version != current and len(token_ids) and not self._late(version, groups[sample.group_id]):
                     raise ValueError(f"the engine's policy version is {current}")
                 tokens += sample.extend(token_ids, logprobs, version, finish)
             except (KeyError, ValueError, TypeError) as reason:

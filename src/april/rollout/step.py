@@ -75,11 +75,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward function, an engine request or an environment that failed, with the prompt it failed on."""
+    """A reward function, a filter, an engine request or an environment that failed, with the prompt it failed on."""
 
     kind: Literal[
         "reward",
         "reward timeout",
+        "filter",
         "engine",
         "environment",
         "environment timeout",

@@ -18,6 +18,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
+from april.rollout.user_code import UserCode
+
 Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
 """What one thread does next; None ends it."""
 
@@ -85,7 +87,8 @@ class Threads:
         value = await asyncio.shield(run)
         if inspect.isawaitable(value):
             async with time_limit(timeout):
-                value = await value
+                with UserCode():
+                    value = await value
         return value
 
     def _ended(self, run: asyncio.Task[Any]) -> None:
@@ -120,9 +123,8 @@ class Threads:
             value: Any = None
             error: BaseException | None = None
             try:
-                value = function(*args)
-            except StopIteration as stop:  # no future takes it
-                error = RuntimeError(f"the function raised {stop!r}")
+                with UserCode():
+                    value = function(*args)
             except BaseException as raised:
                 error = raised
             with suppress(RuntimeError):  # the loop may be closed by now

@@ -14,7 +14,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.seeds import seeds
+from april.rollout.tokens import checked_tokens, is_plain
 
 ENVIRONMENT = -1
 """The version of tokens that no policy sampled: tool output, the next turn of a conversation."""
@@ -74,13 +74,7 @@ class Segment:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append tokens of this source.
-
-        Raises:
-            ValueError: a log-probability is no finite number.
-        """
-        if not isfinite(sum(logprobs)):
-            raise ValueError(f"a log-probability is no finite number: {list(logprobs)}")
+        """Append tokens of this source."""
         self.token_ids.extend(token_ids)
         self.logprobs.extend(logprobs)
 
@@ -180,16 +174,18 @@ class Sample:
             raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
         if self.turn_ended:
             raise ValueError("the turn has ended, and the environment has not answered it")
-        count = len(token_ids)
-        if logprobs is not token_ids and count != len(logprobs):  # what is simulated is both
-            raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
+        count, packed = len(token_ids), isinstance(token_ids, array)
+        if logprobs is not token_ids:  # simulated tokens are their own log-probabilities
+            if count != len(logprobs):
+                raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
+            if not (count == 1 and is_plain(token_ids[0], logprobs[0])):
+                token_ids, logprobs = checked_tokens(token_ids, logprobs)
         if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
             segments = self.segments
             if segments and (last := segments[-1]).version == version:
-                # The common case without a call: of what is finite, its difference from itself is 0.
-                if last.__class__ is Segment and not (one := logprobs[0] if count == 1 else sum(logprobs)) - one:
+                if last.__class__ is Segment:  # the common case without a call
                     last.token_ids.extend(token_ids)
                     last.logprobs.extend(logprobs)
                 else:
@@ -201,7 +197,7 @@ class Sample:
                     last = token_ids.segment(version)
                 else:
                     last = Segment(version)
-                    if isinstance(token_ids, array):
+                    if packed:
                         last.token_ids, last.logprobs = array("i"), array("d")
                     last.extend(token_ids, logprobs)
                 segments.append(last)

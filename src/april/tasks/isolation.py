@@ -31,6 +31,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from april.rollout.rewards import RewardError
+from april.rollout.user_code import UserCode, as_failure
 from april.rollout.worker_process import become_worker
 
 STATM = Path("/proc/self/statm")
@@ -223,7 +224,8 @@ def _initialise(function: bytes, time_limit: float | None, memory_limit: int | N
     global _function, _seconds
     become_worker(keep_env)
     try:
-        _function = pickle.loads(function)
+        with UserCode():
+            _function = pickle.loads(function)
     except Exception as error:  # a worker that fails to start is started again for ever: fail its calls instead
         _function = _raising(error)
     _seconds = time_limit if STATM.exists() else None
@@ -263,13 +265,13 @@ def _call(*args: Any) -> bytes:
         return pickle.dumps((_function(*args), None, ""))
     except BaseException as error:
         trace = traceback.format_exc()
-        return pickle.dumps((None, _portable(error), trace))
+        return pickle.dumps((None, _portable(as_failure(error)), trace))
 
 
-def _portable(error: BaseException) -> Exception:
-    """`error` if it survives pickling; SystemExit and the like must not end the process that waits for the result."""
+def _portable(error: Exception) -> Exception:
+    """`error` if it survives pickling."""
     try:
-        if isinstance(error, Exception) and isinstance(copy := pickle.loads(pickle.dumps(error)), type(error)):
+        if isinstance(copy := pickle.loads(pickle.dumps(error)), type(error)):
             return copy
     except Exception:
         pass

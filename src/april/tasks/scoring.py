@@ -24,6 +24,7 @@ from april.loading import load_object
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, check_rewards
 from april.rollout.trajectory import Reward
+from april.rollout.user_code import UserCode
 from april.tasks.task import OWN, Problem, TaskSpec
 
 
@@ -213,12 +214,12 @@ class NamedFunction:
 
     def _call(self, problem: Problem, response: Any, known: dict[str, Any]) -> Any:
         args, kwargs = self._arguments(problem, response, known)
-        with self._located():
+        with UserCode(), self._located():
             value = self.function(*args, **kwargs)
         return self._wait(value) if inspect.isawaitable(value) else value
 
     async def _wait(self, value: Awaitable[Any]) -> Any:
-        with self._located():
+        with UserCode(), self._located():
             return await value
 
     @contextmanager
@@ -226,7 +227,7 @@ class NamedFunction:
         """Whatever is raised inside gets a note that says where in the function's own file."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)
             if own := [frame for frame in frames if frame.filename == self._file]:
                 error.add_note(f"{Path(own[-1].filename).name}, line {own[-1].lineno}")
