@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 from rich import box
@@ -47,7 +48,7 @@ def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, targ
         target: the held-out reward whose time is compared, in seconds of rollouts and training.
     """
     evaluations, spent = summary["evaluations"], busy_seconds(summary)
-    reached = [found["training_seconds"] for found in evaluations if found["eval_reward"] >= target]
+    reached = [found["training_seconds"] for found in evaluations if _number(found["eval_reward"]) >= target]
     return {
         "arm": arm,
         "seed": seed,
@@ -108,6 +109,11 @@ def _headline(arms: Sequence[str], result: Mapping[str, Any], reached: bool) -> 
     ratios = {arm: result[arm][name]["ratio"]["median"] for arm in arms[1:]}
     parts = [f"{arm} {_times(ratio)}" for arm, ratio in ratios.items() if ratio is not None]
     return f"{title}, relative to {arms[0]}: {', '.join(parts) or 'no pair of runs to compare'}"
+
+
+def _number(value: float | None) -> float:
+    """A metric that may be null, because it was not finite, as a number below all others."""
+    return -inf if value is None else value
 
 
 def _times(ratio: float) -> str:

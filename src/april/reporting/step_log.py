@@ -3,14 +3,13 @@
 Invariants:
 - steps never go back within a file: going on from step k first cuts every line of a later step;
 - a line is whole or it is not there: what a crash left of the last line is cut when the file is opened again;
-- every line is JSON by the letter: a number that is not finite is written as null;
+- every line is JSON by the letter: a number that is not finite, or beyond `LARGEST`, is written as null;
 - no line contains a secret.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -97,17 +96,22 @@ def scan(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_constant=lambda _: None)
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
+LARGEST = 1e150
+"""Numbers beyond this are null in a log: sums, squares and differences of those within it are finite."""
+
+
 def plain(value: Any) -> Any:
-    """`value` as JSON types: NumPy scalars and arrays become Python's, numbers that are not finite become None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
+    """`value` as JSON types: NumPy scalars and arrays become Python's, numbers that are not finite, or beyond
+    `LARGEST`, become None."""
+    if isinstance(value, int | float):
+        return value if -LARGEST <= value <= LARGEST else None
+    if value is None or isinstance(value, str):
         return value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -33,7 +33,7 @@ class Totals:
                 self._count(metric(name), value, record)
         for rate in RATES:
             amount, weight = record.get(rate.amount), record.get(rate.weight or "")
-            if amount is not None and weight is not None:
+            if is_number(amount) and is_number(weight):
                 self._add(rate.name, amount, weight)
 
     def _count(self, own: Metric, value: float, record: Mapping[str, Any]) -> None:
@@ -46,7 +46,8 @@ class Totals:
             self._sums[own.name] = [value + (entry[0] if entry else 0)]
         else:
             weight = record.get(own.weight, 1) if own.weight else 1
-            self._add(own.name, value * weight, weight)
+            if is_number(weight):
+                self._add(own.name, value * weight, weight)
 
     def _add(self, name: str, amount: float, weight: float) -> None:
         before, weights = self._sums.get(name) or (0, 0)
