@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from april.reporting.formats import (
     Format,
@@ -218,7 +218,7 @@ def metric(name: str) -> Metric:
     return Metric(name, section, rest.replace("_", " ")) if slash else Metric(name)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
