@@ -43,6 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch, count: int, instances: Sequence[int
         nvmlDeviceGetMigDeviceHandleByIndex=part_of,
         nvmlDeviceGetUUID=lambda h: f"GPU-{h}aaaa-bbbb" if isinstance(h, int) else f"MIG-{h[0]}{h[1]}cc",
         nvmlDeviceGetName=lambda h: "NVIDIA H100",
+        nvmlSystemGetCudaDriverVersion=lambda: 13000,
         nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(total=80 * 10**9, free=60 * 10**9, used=20 * 10**9),
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -6,8 +6,8 @@ Invariant: a GPU's id is what the visibility variables of a process that this on
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,15 @@ def installed() -> list[Gpu]:
     return _nvidia() or _amd()
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest version of CUDA that the NVIDIA driver supports; None without one."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return None
+        version = int(nvml.nvmlSystemGetCudaDriverVersion())
+    return version // 1000, version % 1000 // 10
+
+
 def chosen(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that the visibility variables of `environment` leave, by the names that they have there."""
     if not any(gpu.rocm for gpu in gpus):
@@ -103,7 +112,13 @@ def _named(gpus: Sequence[Gpu], entry: str) -> Gpu | None:
     return Gpu(entry) if found is None and entry.startswith("MIG-") else found
 
 
-def _nvidia() -> list[Gpu]:
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """NVML, ready to be asked; None without a driver that works.
+
+    Raises:
+        EngineError: there is a driver, and the package that asks it is not installed.
+    """
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -111,16 +126,25 @@ def _nvidia() -> list[Gpu]:
             raise EngineError(
                 "this machine has an NVIDIA driver, and april counts GPUs by NVML: pip install nvidia-ml-py"
             ) from None
-        return []
+        yield None
+        return
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:  # no driver, or none that works
-        return []
+    except pynvml.NVMLError:
+        yield None
+        return
     try:
-        handles = enumerate(map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount())))
-        return [gpu for number, handle in handles for gpu in _parts(pynvml, number, handle)]
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+def _nvidia() -> list[Gpu]:
+    with _nvml() as nvml:
+        if nvml is None:
+            return []
+        handles = enumerate(map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount())))
+        return [gpu for number, handle in handles for gpu in _parts(nvml, number, handle)]
 
 
 def _parts(nvml: Any, number: int, handle: Any) -> list[Gpu]:

@@ -240,6 +240,8 @@ async def _started(
 
     launching = []
     devices = device_map(recipe)
+    if settings.weight_transfer == "broadcast" and devices and devices.training and settings.server_python:
+        await asyncio.to_thread(_require_same_nccl, settings.server_python)
     for index, name in enumerate(recipe.engines_here):
         how = Launch(
             log_dir=directory / "servers",
@@ -256,6 +258,22 @@ async def _started(
         model = recipe.model.path
         launching.append(launch_vllm(model, how, broadcast=broadcast) if vllm else launch_sglang(model, how))
     return await _all_entered(launching, stack)
+
+
+def _require_same_nccl(python: str) -> None:
+    """See that servers of another environment have the trainer's version of nccl, which connects to no other version.
+
+    Raises:
+        ConfigError: they have another version.
+    """
+    from april.engines.servers.installed import installed, installed_in
+
+    own, theirs = installed().get("nccl"), installed_in(python).get("nccl")
+    if own and theirs and own != theirs:
+        raise ConfigError(
+            f"engine.server_python = {python!r} has NCCL {theirs} and april {own}, which do not connect: install the "
+            'same version of torch in both environments, or set engine.weight_transfer = "disk"'
+        )
 
 
 async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack: AsyncExitStack) -> list[T]:
