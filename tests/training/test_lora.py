@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from april.algorithms.batch import Batch
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, LoraSettings
 from april.engines.embedded import EmbeddedEngine
 from april.training.local import LocalLearner
+from april.training.policy import save_policy
 from tests import tiny
 from tests.engines import architectures
 from tests.training.steps import recipe, rollout
@@ -171,6 +173,43 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     other.lora.rank = 2
     with pytest.raises(ValueError, match="of other settings"):
         LocalLearner(tiny.model(sharpness=1.0), other).load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tied", "targets"),
+    [(True, ("embed_tokens",)), (False, ("embed_tokens",)), (False, ("lm_head",)), (False, ("lm_head", "q_proj"))],
+)
+async def test_adapters_on_the_embedding_and_the_head(tied: bool, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """The head is trained, served and stored alike, whether it is adapted itself or tied to what is."""
+    chosen = settings(kl_coef=0.1)
+    chosen.lora = LoraSettings(rank=4, target_modules=targets)
+    model = tiny.model(sharpness=2.0, tie_word_embeddings=tied)
+    learner = LocalLearner(model, chosen, tiny.tokenizer(), tmp_path)
+    engine = EmbeddedEngine(learner.served, kv_cache_bytes=1 << 24)
+    before = learner.adapters.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    for version in (1, 2):
+        metrics = learner.train(rollout(version), version)
+    assert metrics["kl_reference"] > 0, "the reference has no adapters"
+    moved = {name for name, tensor in learner.adapters.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == set(before)
+    await engine.update_weights(2, learner.weights(2))
+    samples = await architectures.run(engine, architectures.samples())
+    batch = Batch.of(samples, 2)
+    with torch.no_grad():
+        trained = learner.logprobs(batch)[batch.mask]
+    recorded = torch.cat([torch.from_numpy(sample.logprobs) for sample in samples])
+    torch.testing.assert_close(trained, recorded, atol=1e-4, rtol=1e-4)
+    save_policy(tmp_path / "policy", learner.model, tiny.tokenizer(), learner.adapters)
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
+    architectures.assert_behaviour(stored, samples, tolerance=1e-4)
+
+
+def test_an_adapter_on_a_tied_head_is_refused() -> None:
+    chosen = settings()
+    chosen.lora = LoraSettings(rank=4, target_modules=("lm_head",))
+    with pytest.raises(ConfigError, match="the head's weights are those of the embedding: name the embedding instead"):
+        LocalLearner(tiny.model(), chosen)
 
 
 def test_modules_that_do_not_exist_are_named() -> None:

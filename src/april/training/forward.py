@@ -19,6 +19,7 @@ from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
 from april.engines.embedded.probe import in_float32
 from april.training.context import current
+from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
 from april.training.policy import trunk_of
 
@@ -49,7 +50,7 @@ class PolicyModel(nn.Module):
         scaled = self.temperature / _logit_scale(config)
         targets = batch.input_ids[:, 1:][mask]
         own = {"bias": head.bias, "softcap": softcap, "truncation": self.truncation}
-        scores = token_logprobs(hidden, head.weight, targets, scaled, **own)
+        scores = token_logprobs(hidden, head_weight(self.model), targets, scaled, **own)
         logp, entropy = (torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, x) for x in scores)
         return logp, entropy
 

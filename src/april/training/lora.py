@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from april.config.error import ConfigError
@@ -41,6 +41,7 @@ class Adapters:
             r=settings.rank,
             lora_alpha=settings.scale_alpha,
             target_modules=list(settings.target_modules) or "all-linear",
+            exclude_modules=None if settings.target_modules else _of_other_kinds(model),
             task_type="CAUSAL_LM",
         )
         try:
@@ -48,6 +49,11 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"lora.target_modules = {settings.target_modules}: {error}") from None
         self._model = model
+        if _has_adapter(model.get_output_embeddings()) and _tied(model):
+            raise ConfigError(
+                f"lora.target_modules = {settings.target_modules}: the head's weights are those of the embedding: name "
+                "the embedding instead, which adapts both"
+            )
         begun = model.name_or_path
         if begun and Path(begun).is_dir():  # who loads the adapters may be in another directory
             config.base_model_name_or_path = str(Path(begun).absolute())
@@ -70,25 +76,21 @@ class Adapters:
 
     def merging(self) -> dict[str, Callable[[], Tensor]]:
         """What makes each parameter of the policy, adapters added in, by its name."""
-        made: dict[str, Callable[[], Tensor]] = {}
-        for name, parameter in self._model.named_parameters():
-            if "lora_" in name:
-                continue
-            owner, adapted, kind = name.rpartition(".base_layer.")
-            if not adapted:
-                made[name] = parameter.detach
-            elif kind == "weight":
-                made[f"{owner}.weight"] = functools.partial(self._merged, owner)
-            else:
-                made[f"{owner}.{kind}"] = parameter.detach
-        return made
+        layers: dict[str, list[Any]] = {}
+        for name, module in self._model.named_modules():
+            if _has_adapter(module):
+                layers.setdefault(f"{plain_name(name)}.{_adapted(module)}", []).append(module)
+        return {
+            plain: functools.partial(_merged, parameter, layers[plain]) if plain in layers else parameter.detach
+            for name, parameter in self._model.named_parameters()
+            if "lora_" not in name and (plain := plain_name(name))
+        }
 
-    @torch.no_grad()
-    def _merged(self, owner: str) -> Tensor:
-        module = self._model.get_submodule(owner)
-        base = module.base_layer.weight
-        merged: Tensor = base + module.get_delta_weight("default").to(base.dtype)
-        return merged.redistribute(placements=base.placements) if isinstance(merged, DTensor) else merged
+    def stored(self) -> dict[str, Tensor]:
+        """Return what a checkpoint of the policy without adapters holds: merged parameters and stored buffers."""
+        stored = self._model.state_dict()
+        buffers = {plain_name(name): own for name, own in self._model.named_buffers() if name in stored}
+        return {**dict(self.merged()), **buffers}
 
     def merged_model(self) -> Any:
         """A model without adapters that computes the same; what no adapter changes it shares with the trained one."""
@@ -113,3 +115,50 @@ class Adapters:
         """Adapters by name; with `keep_vars` the parameters themselves."""
         named = self._model.named_parameters()
         return {name: p if keep_vars else p.detach() for name, p in named if "lora_" in name}
+
+
+def _of_other_kinds(model: Any) -> list[str] | None:
+    """Return the names of linear layers that compute something else, such as Phi-MoE's routers."""
+    linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name, kind in linear if kind.forward is not nn.Linear.forward] or None
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a parameter or buffer has in the policy without adapters."""
+    return name.replace(".base_layer", "")
+
+
+def head_weight(model: Any) -> Tensor:
+    """Return the weight [V, D] of a model's head, adapters added in; a head tied to an embedding follows its adapter.
+
+    A head is computed from its weight, a chunk at a time, and not called: its own adapter would have no effect.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layer = embedding if _tied(model) else head
+    weight: Tensor = head.weight
+    if not _has_adapter(layer) or layer.disable_adapters:
+        return weight
+    delta: Tensor = layer.get_delta_weight("default").to(weight.dtype)
+    return weight + delta
+
+
+def _tied(model: Any) -> bool:
+    return model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+def _has_adapter(layer: Any) -> bool:
+    return hasattr(layer, "lora_A")
+
+
+def _adapted(layer: Any) -> str:
+    """Return the name of the parameter that a layer's adapter adds to; layers of several are nested."""
+    return getattr(layer, "parameter_name", "weight")
+
+
+@torch.no_grad()
+def _merged(base: Tensor, layers: list[Any]) -> Tensor:
+    merged: Any = base
+    for layer in layers:
+        merged = merged + layer.get_delta_weight("default").to(base.dtype)
+    whole: Tensor = merged.redistribute(placements=base.placements) if isinstance(base, DTensor) else merged
+    return whole

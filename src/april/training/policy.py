@@ -59,7 +59,7 @@ def save_policy(
     if adapters is None:
         tensors = {name: masters(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
     else:
-        tensors = dict(adapters.merged())
+        tensors = adapters.stored()
     written = copy.deepcopy(model.config)
     written.architectures = [type(model).__name__]
     written.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())

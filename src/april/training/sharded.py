@@ -34,6 +34,7 @@ from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
+from april.training.lora import plain_name
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import share
 from april.training.model_parallel import divide
@@ -159,7 +160,7 @@ class ShardedLearner(LocalLearner):
     def _parameters(self) -> dict[str, Tensor]:
         """The policy's parameters by the names that engines know, where adapters are not merged in."""
         named = self.model.named_parameters()
-        return {name.replace(".base_layer.", "."): p for name, p in named if "lora_" not in name}
+        return {plain_name(name): p for name, p in named if "lora_" not in name}
 
     def _sources(self) -> dict[str, Callable[[], Tensor]]:
         """What makes each parameter that engines know, by its name; a shard of it on each rank."""
@@ -255,6 +256,7 @@ class ShardedLearner(LocalLearner):
     @torch.no_grad()
     def _write_policy(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         kept = {name: buffer for name, buffer in self.model.named_buffers() if name in self.model.state_dict()}
+        kept = {plain_name(name): buffer for name, buffer in kept.items()}
         sources = self._sources() | {name: buffer.detach for name, buffer in kept.items()}
         tensors = {**self._parameters(), **kept}
         write(directory, "model", tensors, self.ranks.rank, lambda name: sources[name](), dtype, self.parts)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from april.training.lora import plain_name
+
 Parts = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Of each tensor that is stored otherwise, by its name: names and shapes of its parts, in their order."""
 
@@ -22,7 +24,8 @@ Parts = Mapping[str, Mapping[str, tuple[int, ...]]]
 def stored_parts(model: Any) -> Parts:
     """The parts of the tensors of `model`, of transformers, as far as they are made by cutting alone."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for adapted, parameter in model.named_parameters():
+        name = plain_name(adapted)
         if parameter.dim() > 2 and (parts := _parts(model, name, tuple(parameter.shape))):
             found[name] = parts
     return found
