@@ -57,7 +57,7 @@ def result(args: argparse.Namespace, arm: str, seed: int, output: Path, seconds:
     def total(name: str) -> float:
         return sum(step.get(name, 0) for step in steps)
 
-    drafts = total("draft_tokens")
+    drafts = total("redrafted_tokens")
     return {
         "arm": arm,
         "seed": seed,
@@ -69,9 +69,9 @@ def result(args: argparse.Namespace, arm: str, seed: int, output: Path, seconds:
         "accuracy": [step["accuracy"] for step in steps if step.get("accuracy") is not None],
         "samples_redrafted": total("samples_redrafted"),
         "draft_tokens": drafts,
-        "draft_tokens_kept": total("draft_tokens_kept"),
-        "kept_of_a_draft": total("draft_tokens_kept") / max(1, total("samples_redrafted")),
-        "kept_share": total("draft_tokens_kept") / max(1, drafts),
+        "draft_tokens_kept": total("redrafted_tokens_kept"),
+        "kept_of_a_draft": total("redrafted_tokens_kept") / max(1, total("samples_redrafted")),
+        "kept_share": total("redrafted_tokens_kept") / max(1, drafts),
     }
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from april import ENVIRONMENT, Chunk, FinishReason, Group, Prompt, SamplingParams, Segment
 from april.rollout.records import encode
+from april.rollout.step import Plan, Step
 from april.rollout.trajectory import Transition
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
@@ -177,3 +178,18 @@ def test_packed_tokens_stay_packed_and_make_the_same_response(chunks: list[tuple
         assert all(isinstance(segment.token_ids, array) for segment in packed.samples[0].segments)
     with pytest.raises(ValueError, match="no finite number"):
         packed.samples[0].extend(array("i", [1]), array("d", [float("nan")]), version)
+
+
+def test_redrafted_tokens_have_a_metric_of_their_own() -> None:
+    """`draft_tokens` is a setting of speculation."""
+    group = Group.start(0, Prompt((1,)), 1, SamplingParams(max_tokens=4), seed=0)
+    (sample,) = group.samples
+    sample.extend([1, 2, 3], [-1.0] * 3, 0)
+    sample.redraft()
+    sample.extend([1, 2, 4], [-1.0] * 3, 1)
+    metrics = Step(1, Plan(1), [group]).metrics()
+    assert {name: metrics[name] for name in metrics if "draft" in name} == {
+        "samples_redrafted": 1,
+        "redrafted_tokens": 3,
+        "redrafted_tokens_kept": 2,
+    }

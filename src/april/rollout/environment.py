@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from april.rollout.json_types import finite_number, json_types, shown
 from april.rollout.tokens import MOST_TOKEN_ID
 from april.rollout.trajectory import Prompt, Sample
 from april.rollout.user_code import in_one_line
@@ -159,10 +159,13 @@ def checked(step: Any) -> EnvStep:
     """
     if not isinstance(step, EnvStep):
         raise ObservationError(f"step returned {_short(step)}: it must return an EnvStep")
-    if isinstance(step.reward, str) or not math.isfinite(step.reward):
-        raise ObservationError(f"step returned the reward {step.reward!r}, which is no finite number")
+    reward = finite_number(step.reward)
+    if reward is None:
+        raise ObservationError(f"step returned the reward {shown(step.reward)}, which is no finite number")
     check_observation(step.observation)
-    return EnvStep(step.observation, float(step.reward), bool(step.done), saved(step.info, "info"))
+    if not isinstance(step.info, Mapping):
+        raise ObservationError(f"step returned the info {_short(step.info)}: it must be a dict")
+    return EnvStep(step.observation, reward, bool(step.done), saved(step.info, "info"))
 
 
 def check_observation(observation: Any) -> None:
@@ -199,11 +202,10 @@ def saved(value: Any, what: str) -> Any:
         ObservationError: it does not survive JSON.
     """
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        return json_types(value, what)
+    except ValueError as error:
         raise ObservationError(f"{what} must be JSON types, to be saved with the sample: {error}") from None
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
-    return f"a {type(value).__name__}, {text[:60]}{'…' if len(text) > 60 else ''}"
+    return f"a {type(value).__name__}, {shown(value)}"

@@ -252,7 +252,9 @@ class Episodes:
             token_ids, finish = self._placed(sample, observation, lambda: self.bridge.begin(group.prompt, observation))
             return self._stepped(sample, token_ids, observation, finish, seconds, await self._state(environment))
         limits = [limit for limit in (policy.step_timeout, self._seconds_left(sample)) if limit is not None]
-        step = checked(await self._call(min(limits, default=None), environment.step, self._turn(sample, sample.turns)))
+        answer = await self._call(min(limits, default=None), environment.step, self._turn(sample, sample.turns))
+        with _environment_code():
+            step = checked(answer)
         seconds = loop.time() - began
         said = step.observation
         token_ids, finish = ((), FinishReason.DONE) if step.done else self._extended(sample, said)
@@ -359,14 +361,17 @@ class Episodes:
         for index, was in enumerate(sample.transitions[1:]):
             if was.failed:
                 continue
-            step = checked(await self._call(self.policy.step_timeout, environment.step, self._turn(sample, index)))
+            answer = await self._call(self.policy.step_timeout, environment.step, self._turn(sample, index))
+            with _environment_code():
+                step = checked(answer)
             if (fingerprint(step.observation), step.reward, step.done) != (was.observation, was.reward, was.done):
                 raise _Diverged(f"replay: turn {index} was answered differently")
 
     async def _reset(self, environment: Environment, group: Group) -> Observation:
         row, limit = self.row(group.prompt), self.policy.reset_timeout
         observation: Observation = await self._call(limit, environment.reset, row, group.environment_seed)
-        check_observation(observation)
+        with _environment_code():
+            check_observation(observation)
         return observation
 
     async def _state(self, environment: Environment) -> Any:

@@ -70,7 +70,7 @@ class Journal:
         self.backlog = 0
         self._urgent = self._closing = False
         self._waiting: list[Future[None]] = []
-        self._failure: str | None = None
+        self._failure: Exception | None = None
         self._writer: threading.Thread | None = None
 
     def _last(self) -> int:
@@ -148,7 +148,7 @@ class Journal:
         """Wait while too much waits to be written.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise.
+            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
         """
         most = BACKLOG if self.delay else 0
         while self._failure is None and self.backlog > most:
@@ -166,7 +166,7 @@ class Journal:
         """Wait until everything that happened is on disk.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise.
+            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
         """
         with self._changed:
             self._urgent = True
@@ -175,22 +175,23 @@ class Journal:
         self._check()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise JournalError(
-                f"{self.path}: cannot be written: {self._failure}; nothing that was written before is lost: make room, "
-                "then go on with the run"
-            )
+        if self._failure is None:
+            return
+        what = f"{self.path}: cannot be written: {type(self._failure).__name__}: {self._failure}; nothing that was "
+        if isinstance(self._failure, OSError | sqlite3.Error):
+            raise JournalError(f"{what}written before is lost: make room, then go on with the run")
+        raise JournalError(f"{what}written before is lost, and the disk is not at fault: an event is not JSON types")
 
     def prune(self, position: int) -> None:
         """Let go of the events up to `position`: no state before it is kept.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise.
+            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
         """
         try:
             self._forget(position)
         except sqlite3.Error as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = error
             self._check()
         self.start = position
 
@@ -222,7 +223,7 @@ class Journal:
             try:
                 self.commit(list(encode(events, written - len(events) + 1)))
             except Exception as error:  # whoever records hears of it; a thread that dies would leave it waiting
-                self._failure = f"{type(error).__name__}: {error}"
+                self._failure = error
             with self._changed:
                 self.last = written
                 self.backlog = 0 if self._failure else self.backlog - weight

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from april.rollout.events import Admitted
+from april.rollout.json_types import json_types
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Prompt
 from april.rollout.user_code import UserCode
@@ -36,12 +37,18 @@ class PromptSource:
         self._next: Iterator[Prompt] = iter(prompts)
 
     def admit(self, group_id: int) -> Admitted | None:
-        """The group that comes next; None if the prompts ran out."""
+        """The group that comes next; None if the prompts ran out.
+
+        Raises:
+            ValueError: the prompt's metadata cannot be saved.
+        """
         with UserCode():
             prompt = next(self._next, None)
         if prompt is None:
             return None
-        position = self.position if self.journalled else None
+        position = None
+        if self.journalled:
+            prompt, position = prompt.sealed(), json_types(self.position, "the position of the prompts")
         return Admitted(group_id, prompt, self.n_samples, self.sampling, self.seed, position)
 
     @property

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-from april.rollout.disk import as_json
+from april.rollout.json_types import finite_number, json_types, shown
 from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.rollout.user_code import UserCode, end_tasks, in_one_line
@@ -191,7 +190,7 @@ def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Rewa
     """Rewards that say a finite number, one per sample.
 
     Raises:
-        ValueError: the count is wrong, a reward is no finite number, or what it says beside it does not survive JSON.
+        ValueError: the count is wrong, a reward is no finite number, or its info is not JSON types.
     """
     if isinstance(rewards, str) or not isinstance(rewards, Iterable):
         raise ValueError(f"the reward function returned {rewards!r} where {expected} rewards were expected")
@@ -205,10 +204,7 @@ def _check_reward(given: float | Reward) -> Reward:
     if given.__class__ is float and math.isfinite(given):  # the common case
         return Reward(given)
     value, info = (given.value, given.info) if isinstance(given, Reward) else (given, None)
-    try:
-        finite = not isinstance(value, str) and math.isfinite(value)
-    except (TypeError, OverflowError):
-        finite = False
-    if not finite:
-        raise ValueError(f"the reward function returned {value!r}, which is no finite number")
-    return Reward(float(value)) if info is None else Reward(float(value), json.loads(as_json(dict(info))))
+    number = finite_number(value)
+    if number is None:
+        raise ValueError(f"the reward function returned {shown(value)}, which is no finite number")
+    return Reward(number) if info is None else Reward(number, json_types(dict(info), "the reward's info"))

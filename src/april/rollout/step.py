@@ -168,7 +168,7 @@ class Step:
             for name, value in sample.reward_info.items():
                 if isinstance(value, (int, float)):
                     said.setdefault(f"reward/{name}", []).append(float(value))
-        return {name: fmean(values) for name, values in sorted(said.items())}
+        return {name: sum(values) / len(values) for name, values in sorted(said.items())}
 
     @property
     def training_seconds(self) -> float:
@@ -242,15 +242,15 @@ class Step:
         }
 
     @property
-    def draft_metrics(self) -> dict[str, float]:
+    def redraft_metrics(self) -> dict[str, float]:
         """Of the responses that began as drafts of older weights; nothing without any."""
         samples = [sample for group in self.groups for sample in group.samples if sample.draft]
         if not samples:
             return {}
         return {
             "samples_redrafted": len(samples),
-            "draft_tokens": sum(len(sample.draft) for sample in samples),
-            "draft_tokens_kept": sum(sample.kept_of_draft for sample in samples),
+            "redrafted_tokens": sum(len(sample.draft) for sample in samples),
+            "redrafted_tokens_kept": sum(sample.kept_of_draft for sample in samples),
         }
 
     @property
@@ -297,7 +297,7 @@ class Step:
             "rollout_seconds": self.seconds,
             "reward_wait_seconds": self.reward_wait_seconds,
             **self.episode_metrics,
-            **self.draft_metrics,
+            **self.redraft_metrics,
             **self.reward_metrics,
         }
 

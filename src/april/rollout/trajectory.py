@@ -11,14 +11,16 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from april.rollout.json_types import json_types
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.seeds import seeds
 from april.rollout.tokens import checked_tokens, is_plain
@@ -31,21 +33,40 @@ ENVIRONMENT = -1
 class Prompt:
     """A prompt as token ids, with whatever its reward needs (answer, text, source) in `metadata`.
 
-    `id` names the prompt in errors and reports; it need not be unique over epochs. Metadata must survive JSON: it is
+    `id` names the prompt in errors and reports; it need not be unique over epochs. Metadata must be JSON types: it is
     part of checkpoints.
     """
 
     token_ids: tuple[int, ...]
     id: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    saved: str | None = field(default=None, repr=False, compare=False)
+    """Metadata as JSON text, made by `sealed`."""
+
+    def sealed(self) -> Prompt:
+        """The prompt with its metadata serialised: what user code does to the metadata later is not saved.
+
+        Raises:
+            ValueError: the metadata is not JSON types; the message names the prompt and the part.
+        """
+        return replace(self, saved=json.dumps(self._metadata()))
+
+    def _metadata(self) -> Any:
+        if self.saved is not None:
+            return json.loads(self.saved)
+        return json_types(dict(self.metadata), f"prompt {self.id!r}: metadata")
 
     def to_dict(self) -> dict[str, Any]:
-        """The prompt as JSON types; `from_dict` restores it exactly."""
-        return {"id": self.id, "token_ids": list(self.token_ids), "metadata": dict(self.metadata)}
+        """The prompt as JSON types; `from_dict` restores it exactly.
+
+        Raises:
+            ValueError: see `sealed`.
+        """
+        return {"id": self.id, "token_ids": list(self.token_ids), "metadata": self._metadata()}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Prompt:
-        return cls(tuple(state["token_ids"]), state["id"], state["metadata"])
+        return cls(tuple(state["token_ids"]), state["id"], state["metadata"]).sealed()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -165,7 +164,8 @@ class LocalLearner:
                 for index, rows in enumerate(self.updates(step.groups))
             ]
         names = dict.fromkeys(name for made, _ in results for name in made)
-        metrics = {name: fmean(made[name] for made, _ in results if name in made) for name in names}
+        measured = {name: [made[name] for made, _ in results if name in made] for name in names}
+        metrics = {name: sum(values) / len(values) for name, values in measured.items()}  # fmean refuses inf - inf
         metrics["skipped_updates"] *= len(results)
         own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
         if (updated := self._updated_share()) is not None:
