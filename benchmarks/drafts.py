@@ -39,6 +39,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.sequence import Sequence
 from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
 
@@ -84,7 +85,7 @@ class Arm:
         )
         self.scheduler = RolloutScheduler(
             self.engine,
-            iter(PromptStream(task, tokenizer, seed=1)),
+            iter(PromptStream(task, Encoder(tokenizer), seed=1)),
             self._reward,
             RolloutParams(
                 rollout_batch_size=groups,

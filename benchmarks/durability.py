@@ -30,6 +30,7 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.journal import Journal
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
@@ -76,7 +77,7 @@ class Arm:
                 on_update=engine.on_update,
                 stream_interval=engine.stream_interval,
             ),
-            PromptStream(task, tokenizer, seed=1),
+            PromptStream(task, Encoder(tokenizer), seed=1),
             Rewards(task.scorer, tokenizer, rollout),
             replace(recipe.rollout_params(), over_sampling_batch_size=48),
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),

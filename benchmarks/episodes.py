@@ -32,6 +32,7 @@ from april.engines.embedded import EmbeddedEngine
 from april.rollout.episodes import Episodes
 from april.simulation.run import no_reward
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.environment import World
 from april.training.policy import load_policy, stop_tokens
@@ -53,7 +54,7 @@ class Arm:
         engine = EmbeddedEngine(
             model, max_running=recipe.engine.max_running, context_length=recipe.engine.context_length, on_update="keep"
         )
-        prompts = PromptStream(task, tokenizer, 1, world.chat_template, template_arguments=world.template_arguments)
+        prompts = PromptStream(task, Encoder(tokenizer, world.chat_template, world.template_arguments), 1)
         self.scheduler = RolloutScheduler(
             engine,
             prompts,

@@ -29,6 +29,7 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
@@ -62,7 +63,7 @@ class Arm:
         self.rewards = Rewards(task.scorer, tokenizer, rollout)
         self.scheduler = RolloutScheduler(
             self.engine,
-            iter(self._timed("elsewhere", PromptStream(task, tokenizer, seed=1).__next__), None),
+            iter(self._timed("elsewhere", PromptStream(task, Encoder(tokenizer), seed=1).__next__), None),
             self.score,
             replace(
                 recipe.rollout_params(partial_rollout=over_sampling is not None),

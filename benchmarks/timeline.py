@@ -25,6 +25,7 @@ from april.config.reading import load_recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.step import Step
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
 from april.training.task_reward import Rewards
@@ -41,7 +42,7 @@ async def collect(partial: bool) -> list[Step]:
     task = build_task(recipe.task)
     scheduler = RolloutScheduler(
         EmbeddedEngine(model, max_running=SLOTS, context_length=recipe.engine.context_length, on_update="keep"),
-        PromptStream(task, tokenizer, seed=7),
+        PromptStream(task, Encoder(tokenizer), seed=7),
         Rewards(task.scorer, tokenizer, recipe.rollout),
         RolloutParams(
             rollout_batch_size=GROUPS,

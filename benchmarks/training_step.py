@@ -41,6 +41,7 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.build import carries_signal
 from april.training.local import LocalLearner
@@ -60,7 +61,7 @@ async def rollouts(recipe: Recipe) -> Step:
         engine = EmbeddedEngine(model, max_running=128, context_length=recipe.engine.context_length, stream_interval=32)
         async with RolloutScheduler(
             engine,
-            PromptStream(task, tokenizer, seed=1),
+            PromptStream(task, Encoder(tokenizer), seed=1),
             rewards,
             RolloutParams(
                 rollout_batch_size=GROUPS,

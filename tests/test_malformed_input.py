@@ -19,7 +19,7 @@ from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
-from april.tasks.records import read_problems
+from april.tasks.records import read_records
 from april.tasks.task import Problem, TaskSpec
 
 GCD = (Path(__file__).parents[1] / "examples" / "gcd" / "recipe.toml").read_text()
@@ -157,7 +157,7 @@ def read(content: bytes, spec: TaskSpec, suffix: str = ".jsonl") -> list[Problem
         path = Path(directory) / f"data{suffix}"
         path.write_bytes(content)
         try:
-            return read_problems(str(path), spec)
+            return read_records(str(path), spec).problems
         except ValueError as error:
             wrong = str(error)
         assert str(path) in wrong, "the file is named"

@@ -51,7 +51,8 @@ from april.integrations.trl import GRPOTrainer, PartialRollouts
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
-from april.tasks.task import Problem, encode
+from april.tasks.encoding import Encoder
+from april.tasks.task import Problem
 from april.training.build import trainer_of
 from april.training.policy import load_policy, stop_tokens
 from april.training.trainer import Trainer
@@ -129,7 +130,7 @@ class Accuracy:
 
     def __init__(self, recipe: Recipe, task: Any, model: Any, tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
-        self.prompts = [encode(task.problem(i, "eval"), tokenizer) for i in range(task.eval_size)]
+        self.prompts = [Encoder(tokenizer)(task.problem(i, "eval")) for i in range(task.eval_size)]
         self.samples = recipe.training.eval_samples
         self.engine = EmbeddedEngine(
             model,

@@ -36,6 +36,7 @@ from april.engines.servers.vllm import connect_vllm
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.engines import N_GRAMS
 from april.training.policy import load_policy, stop_tokens
@@ -117,7 +118,7 @@ async def cell(arms: Sequence[Arm], slots: int, rounds: int, prompts: Any, numbe
 async def measure(args: argparse.Namespace) -> None:
     recipe = load_recipe(ROOT / "examples" / "gcd" / "recipe.toml")
     model, tokenizer = load_policy(recipe.model)
-    prompts = iter(PromptStream(build_task(recipe.task), tokenizer, seed=1))
+    prompts = iter(PromptStream(build_task(recipe.task), Encoder(tokenizer), seed=1))
     numbers = itertools.count(1)
     limit = ["--max-model-len", str(recipe.engine.context_length)]
     speculation = ["--speculative-config", json.dumps({**N_GRAMS, "num_speculative_tokens": DRAFT_TOKENS})]

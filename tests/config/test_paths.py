@@ -10,7 +10,7 @@ from april.commands.arguments import override
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe, recipe_from_dict
 from april.tasks.build import build_task
-from april.tasks.scoring import load_function
+from april.tasks.reward_function import load_function
 
 RECIPE = """
 [model]

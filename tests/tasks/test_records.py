@@ -53,7 +53,7 @@ def test_columns_ids_and_nested_columns(tmp_path):
     only = task(
         path, prompt_column="chat", answer_column="reward_model.ground_truth", id_column="uid", system_prompt="Think."
     ).problem(0)
-    assert (only.id, only.answer, only.question) == ("7", "5", "hi")
+    assert (only.id, only.answer, only.question) == ("7", 5, "hi")
     assert only.prompt == [{"role": "system", "content": "Think."}, *row["chat"]]
     assert only.metadata == {"reward_model": {"ground_truth": 5}, "kind": "x"}
 
@@ -62,7 +62,7 @@ def test_parquet_values_without_a_json_type_become_text(tmp_path):
     table = pyarrow.table({"prompt": ["hi"], "answer": [4], "day": [datetime.date(2026, 1, 2)]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     only = task(tmp_path / "a.parquet").problem(0)
-    assert (only.answer, only.metadata) == ("4", {"day": "2026-01-02"})
+    assert (only.answer, only.metadata) == (4, {"day": "2026-01-02"})
 
 
 def test_answers_may_be_missing_for_a_reward_function(tmp_path):
@@ -233,3 +233,87 @@ def test_prompts_that_are_repeated_are_kept_unless_told_otherwise(tmp_path):
     path = write(tmp_path / "a.jsonl", ['{"prompt": "2 + 2?", "answer": "4"}'] * 3)
     assert len(task(path, eval_size=0)) == 3
     assert len(task(path, eval_size=0, unique_prompts=True)) == 1
+
+
+def table(path, **columns):
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+def test_a_json_file_may_hold_an_array(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS[:3], indent=2))
+    array = task(tmp_path / "a.json", eval_size=0)
+    assert [p.prompt for p in problems(array)] == [r["prompt"] for r in RECORDS[:3]]
+    (tmp_path / "a.json").write_text('[{"prompt": "p", "answer": 1},\n {"prompt": "q"}]')
+    with pytest.raises(ValueError, match=r"a.json:2: answer_column"):
+        task(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text('[{"prompt": "p", "answer": 1},\n\n {"prompt": "q"')
+    with pytest.raises(ValueError, match=r"a.json:3: not valid JSON"):
+        task(tmp_path / "a.json")
+
+
+def test_answers_keep_their_type(tmp_path):
+    answers = [True, 1e-05, 2e16, [3, 4], {"x": 1}, "4"]
+    path = write(tmp_path / "a.jsonl", [{"prompt": str(i), "answer": answer} for i, answer in enumerate(answers)])
+    assert [p.answer for p in problems(task(path, eval_size=0))] == answers
+
+
+BAD = [
+    '{"prompt": "half a pair: \\ud83d", "answer": "1"}',
+    '{"prompt": "no answer", "answer": ""}',
+    '{"prompt": "no answer", "answer": "#### "}',
+    '{"prompt": "no answer", "answer": NaN}',
+    '{"prompt": "too much", "answer": 1e999}',
+    '{"prompt": "p", "answer": "1", "level": 1e999}',
+    '{"prompt": "p", "answer": "1", "level": "\\udc00"}',
+    '{"prompt": ["p"], "answer": "1"}',
+    '{"prompt": "p", "answer"',
+    "[1]",
+]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_record_stops_the_run_before_it_begins_or_is_left_out(tmp_path, caplog, line):
+    path = write(tmp_path / "a.jsonl", [GOOD, line, GOOD])
+    with pytest.raises(
+        ValueError, match=r"a.jsonl:2: .* \(1 of 3 records cannot be used; task.on_bad_record = .skip."
+    ) as e:
+        task(path, eval_size=0)
+    assert "\n" not in str(e.value)
+    left = task(path, eval_size=0, on_bad_record="skip", reward="builtins:len" if "level" in line else "task")
+    assert (len(left), left.skipped) == (2, 1)
+    assert [left.place(p) for p in problems(left)] == [f"{path}:1", f"{path}:3"]
+    assert "1 of 3 records are left out" in caplog.text
+
+
+def test_a_file_of_bad_records_is_refused_whatever_is_set(tmp_path):
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .* \(10 of 10 records cannot be used\)"):
+        task(write(tmp_path / "a.jsonl", BAD), on_bad_record="skip")
+
+
+def test_missing_values_of_tables_are_missing(tmp_path):
+    path = table(tmp_path / "a.parquet", prompt=["p"], answer=["4"], level=[float("nan")])
+    assert task(path).problem(0).metadata == {"level": None}
+
+
+def test_binary_columns_are_text_or_refused(tmp_path):
+    path = table(tmp_path / "a.parquet", prompt=[b"caf\xc3\xa9"], answer=[b"4"], image=[b"\x89PNG\xff"])
+    with pytest.raises(ValueError, match=r"a.parquet:1: column 'image' holds bytes .* metadata_columns"):
+        task(path)
+    only = task(path, metadata_columns=()).problem(0)
+    assert (only.prompt, only.answer, only.metadata) == ("café", "4", {})
+
+
+def test_metadata_columns_that_no_record_has_are_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{**GOOD, "level": 1}, GOOD])
+    assert [p.metadata for p in problems(task(path, metadata_columns=("level",)))] == [{"level": 1}, {}]
+    with pytest.raises(ValueError, match=r"metadata_columns: no record of .* has 'levle'; there are 'answer', 'level'"):
+        task(path, metadata_columns=("level", "levle"))
+
+
+def test_the_system_prompt_leaves_a_records_own_alone(tmp_path, caplog):
+    own = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": own, "answer": "1"}, {"prompt": own[1:], "answer": "1"}])
+    found = problems(task(path, eval_size=0, system_prompt="Think."))
+    assert [p.prompt for p in found] == [own, [{"role": "system", "content": "Think."}, own[1]]]
+    assert "system_prompt is not added to 1 of 2 conversations" in caplog.text

@@ -10,7 +10,8 @@ from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Reward
 from april.tasks import length
 from april.tasks.math import math_verify
-from april.tasks.scoring import NamedFunction, SpecScorer, load_function
+from april.tasks.reward_function import NamedFunction, load_function
+from april.tasks.scoring import SpecScorer
 from april.tasks.task import Problem, TaskSpec
 
 PROBLEM = Problem("p1", "2 + 2?", "4", {"level": 3, "source": "book"})
@@ -198,9 +199,9 @@ def test_a_group_reward_of_the_wrong_length_names_the_problem():
         scorer("my_rewards:too_few", reward_scope="group")(PROBLEM, ["4", "5"])
 
 
-def test_a_parameter_that_the_problem_does_not_have():
-    with pytest.raises(RewardError, match=r"problem 'p1'.*'difficulty'.*level, source"):
-        scorer("my_rewards:needs_more")(PROBLEM, ["4"])
+def test_a_parameter_that_no_problem_has_is_found_before_training():
+    with pytest.raises(ValueError, match=r"^reward = 'my_rewards:needs_more': .*'difficulty'; .* offers answer"):
+        scorer("my_rewards:needs_more").check([PROBLEM])
 
 
 @pytest.mark.parametrize(

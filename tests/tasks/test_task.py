@@ -6,29 +6,30 @@ import pytest
 
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group
-from april.tasks.task import Problem, TaskSpec, encode
+from april.tasks.encoding import Encoder
+from april.tasks.task import Problem, TaskSpec
 from tests.tasks.conftest import make_tokenizer
 
 CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
 
 
 def test_plain_text_is_tokenized_as_it_is(tokenizer):
-    prompt = encode(Problem("p", "2 + 2?"), tokenizer)
+    prompt = Encoder(tokenizer)(Problem("p", "2 + 2?"))
     assert tokenizer.decode(prompt.token_ids) == "<bos>2 + 2?"
 
 
 def test_the_end_token_that_a_tokenizer_appends_is_taken_off_again():
     tokenizer = make_tokenizer(before="<bos>", after="<eos>")
     assert tokenizer("2 + 2?").input_ids[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(encode(Problem("p", "2 + 2?"), tokenizer).token_ids) == "<bos>2 + 2?"
+    assert tokenizer.decode(Encoder(tokenizer)(Problem("p", "2 + 2?")).token_ids) == "<bos>2 + 2?"
 
 
 def test_an_end_token_that_the_user_wrote_stays(tokenizer):
-    assert tokenizer.decode(encode(Problem("p", "a<eos>"), tokenizer).token_ids) == "<bos>a<eos>"
+    assert tokenizer.decode(Encoder(tokenizer)(Problem("p", "a<eos>")).token_ids) == "<bos>a<eos>"
 
 
 def test_conversations_go_through_the_chat_template_which_brings_its_own_special_tokens(chat_tokenizer):
-    prompt = encode(Problem("p", CONVERSATION), chat_tokenizer)
+    prompt = Encoder(chat_tokenizer)(Problem("p", CONVERSATION))
     assert chat_tokenizer.decode(prompt.token_ids) == "<|system|>Be brief.<eos><|user|>2 + 2?<eos><|assistant|>"
 
 
@@ -37,7 +38,7 @@ def test_conversations_go_through_the_chat_template_which_brings_its_own_special
     [("auto", "<bos>2 + 2?"), ("never", "<bos>2 + 2?"), ("always", "<|user|>2 + 2?<eos><|assistant|>")],
 )
 def test_plain_text_becomes_a_user_message_only_when_asked(chat_tokenizer, chat_template, text):
-    prompt = encode(Problem("p", "2 + 2?"), chat_tokenizer, chat_template)
+    prompt = Encoder(chat_tokenizer, chat_template)(Problem("p", "2 + 2?"))
     assert chat_tokenizer.decode(prompt.token_ids) == text
 
 
@@ -52,22 +53,22 @@ def test_the_system_prompt_goes_before_text_and_conversations():
 @pytest.mark.parametrize(
     ("prompt", "chat_template", "message"),
     [
-        ("", "auto", "'p7' has an empty prompt"),
-        (" \n", "always", "'p7' has an empty prompt"),
-        ([], "auto", "'p7' has an empty prompt"),
-        (CONVERSATION, "auto", "'p7' is a conversation, but the tokenizer has no chat template"),
-        ("text", "always", "'p7' is a conversation, but the tokenizer has no chat template"),
-        (CONVERSATION, "never", "'p7' is a conversation, but chat_template"),
+        ("", "auto", "'p7': its prompt is empty"),
+        (" \n", "always", "'p7': its prompt is empty"),
+        ([], "auto", "'p7': its prompt is empty"),
+        (CONVERSATION, "auto", "'p7': it is a conversation, but the tokenizer has no chat template"),
+        ("text", "always", "'p7': it is a conversation, but the tokenizer has no chat template"),
+        (CONVERSATION, "never", "'p7': it is a conversation, but chat_template"),
     ],
 )
 def test_what_cannot_be_encoded_is_named(tokenizer, prompt, chat_template, message):
     with pytest.raises(ValueError, match=message):
-        encode(Problem("p7", prompt), tokenizer, chat_template)
+        Encoder(tokenizer, chat_template)(Problem("p7", prompt))
 
 
 def test_a_problem_comes_back_from_a_saved_group(tokenizer):
     problem = Problem("p", CONVERSATION[1]["content"], "4", {"level": 3, "tags": ["a"]})
-    group = Group.start(0, encode(problem, tokenizer), 2, SamplingParams(), seed=1)
+    group = Group.start(0, Encoder(tokenizer)(problem), 2, SamplingParams(), seed=1)
     restored = Group.from_dict(json.loads(json.dumps(group.to_dict())))
     assert Problem.of(restored.prompt) == problem
 

@@ -8,6 +8,7 @@ from april import Prompt, RolloutScheduler, SamplingParams
 from april.config.settings import RolloutSettings
 from april.rollout.params import RolloutParams
 from april.rollout.trajectory import Reward
+from april.tasks.encoding import Encoder
 from april.tasks.task import Problem, Split, Task
 from april.training.evaluation import Evaluation, held_out
 from april.training.task_reward import Rewards
@@ -37,23 +38,22 @@ class Lengths(Task):
 
 
 def test_held_out_prompts_that_are_too_long_are_passed_over_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    task, tokenizer = Lengths(), tiny.tokenizer()
-    assert len(held_out(task, tokenizer, "auto", None)) == 4
+    task, encoder = Lengths(), Encoder(tiny.tokenizer())
+    assert len(held_out(task, encoder, None)) == 4
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
-        kept = held_out(task, tokenizer, "auto", 2)
+        kept = held_out(task, encoder, 2)
     assert [prompt.id for prompt in kept] == ["eval/0", "eval/1"]
-    assert "2 of 4 held-out prompts have more than max_prompt_length = 2 tokens" in caplog.text
-    assert "'eval/2' with 3" in caplog.text
-    with pytest.raises(ValueError, match="every held-out prompt of lengths is longer"):
-        held_out(task, tokenizer, "auto", 0)
+    assert "2 of 4 held-out prompts are left out (max_prompt_length = 2): problem 'eval/2'" in caplog.text
+    with pytest.raises(ValueError, match=r"'eval/0': .*\(4 of 4 held-out prompts cannot be used\)"):
+        held_out(task, encoder, 0)
 
 
 async def test_reward_is_what_every_task_has_and_accuracy_what_the_task_calls_correct() -> None:
     async def reward(prompt: Prompt, sample: object) -> float:
         return 0.0
 
-    prompts = held_out(Lengths(), tiny.tokenizer(), "auto", None)
+    prompts = held_out(Lengths(), Encoder(tiny.tokenizer()), None)
     engine, params = ScriptedEngine(), RolloutParams(rollout_batch_size=1)
     async with (
         Rewards(Halves(), tiny.tokenizer(), RolloutSettings(reward_workers=0)) as rewards,

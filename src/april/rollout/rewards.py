@@ -14,7 +14,7 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.json_types import finite_number, json_types, shown
@@ -183,7 +183,8 @@ class RewardTasks:
 def described(error: Exception) -> str:
     """An error in one line: its kind, what it says, and where it was raised if a note says so."""
     places = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    return in_one_line(error) + "".join(f" ({place})" for place in places[:1])
+    text = str(error) if type(error) is RewardError else in_one_line(error)  # a RewardError is reported as one
+    return text + "".join(f" ({place})" for place in places[:1])
 
 
 def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Reward]:
@@ -192,7 +193,7 @@ def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Rewa
     Raises:
         ValueError: the count is wrong, a reward is no finite number, or its info is not JSON types.
     """
-    if isinstance(rewards, str) or not isinstance(rewards, Iterable):
+    if isinstance(rewards, str | Mapping | Set) or not isinstance(rewards, Iterable):
         raise ValueError(f"the reward function returned {rewards!r} where {expected} rewards were expected")
     values = list(rewards)
     if len(values) != expected:

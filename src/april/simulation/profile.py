@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +264,7 @@ async def _measure(
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Synchronous steps of the recipe's prompts, which nobody scores."""
-    from april.training.environment import World
+    from april.training.environment import World, prompt_encoder
     from april.training.policy import stop_tokens
 
     rollout, context = recipe.rollout, idle.engine.capacity.context_length
@@ -277,18 +276,16 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
         )
     limit, stops = min(rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
     world = World(recipe, idle.tokenizer, stops) if recipe.environment.enabled else None
-    template, arguments = (world.chat_template, world.template_arguments) if world else (recipe.task.chat_template, {})
-    prompts = partial(
-        PromptStream, task, idle.tokenizer, recipe.training.seed, template, limit, template_arguments=arguments
-    )
+    encoder = prompt_encoder(recipe, idle.tokenizer, world)
+    prompts = PromptStream(task, encoder, recipe.training.seed, limit, recipe.task.bad_records)
     try:
-        next(prompts())
+        prompts.inspect()
     except ValueError as error:
-        raise ConfigError(f"task: no prompt to roll out: {error}") from None
+        raise ConfigError(f"task: {error}") from None
     with world.episodes(context) if world else nullcontext() as episodes:
         yield RolloutScheduler(
             idle.engine,
-            prompts(),
+            prompts,
             no_reward,
             recipe.rollout_params(partial_rollout=False),
             sampling=recipe.sampling(stops),

@@ -24,11 +24,17 @@ def build_task(spec: TaskSpec) -> Task:
     if spec.kind == "reasoning_gym":
         from april.tasks.reasoning_gym import ReasoningGymTask
 
-        return ReasoningGymTask(spec, SpecScorer(spec))
+        scorer = SpecScorer(spec)
+        generated = ReasoningGymTask(spec, scorer)
+        scorer.check([generated.problem(0)])
+        return generated
     if spec.kind == "environment":
         from april.tasks.episode import EpisodeTask
 
         return EpisodeTask(spec)
     from april.tasks.records import RecordsTask
 
-    return RecordsTask(spec, SpecScorer(spec))
+    scorer = SpecScorer(spec)
+    records = RecordsTask(spec, scorer)
+    scorer.check(records.problems())
+    return records

@@ -41,7 +41,7 @@ PATIENCE = 0.5
 
 
 class WorkerDied(RewardError):
-    """The process that computed a reward ended."""
+    """The process that computed a reward ended during the call."""
 
 
 class RewardWorkers:
@@ -181,7 +181,7 @@ class RewardWorkers:
         except ProcessExpired as error:
             raise WorkerDied(f"the reward function ended its process (exit code {error.exitcode})") from None
         except BrokenProcessPool:
-            raise WorkerDied("a reward worker died while it loaded the reward function, or between calls") from None
+            raise RewardError("a reward worker died while it loaded the reward function, or between calls") from None
         finally:
             if lives or not worker.active:
                 self._idle.put_nowait(worker)

@@ -1,7 +1,7 @@
 """The order in which prompts are trained on.
 
 Invariants:
-- every epoch gives each problem exactly once, in an order that follows from (seed, epoch) alone;
+- every epoch gives each problem that can be a prompt exactly once, in an order that follows from (seed, epoch) alone;
 - a stream restored from its state goes on with exactly the prompts that the saved one would have given.
 """
 
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.trajectory import Prompt
-from april.tasks.task import ChatTemplate, Task, encode
+from april.tasks.encoding import Encoder
+from april.tasks.inspection import GENERATED, LOOK_AHEAD, inspect
+from april.tasks.task import BadRecords, Task
 
 logger = logging.getLogger(__name__)
 
@@ -24,50 +26,70 @@ class PromptStream(Iterator[Prompt]):
     """The encoded prompts of a task's training problems, epoch after epoch, without end.
 
     Args:
-        task: where the problems come from.
-        tokenizer: see `encode`.
+        task: source of the problems.
+        encoder: makes prompts of them.
         seed: of the order.
-        chat_template: see `encode`.
         max_prompt_length: tokens a prompt may have; None for no limit.
-        overlong_prompts: what a longer one means. "filter": it is passed over, counted in `filtered`, and the first is
-            named in a warning. "error": ValueError.
-        template_arguments: see `encode`.
+        on_bad_record: what becomes of a problem that makes no prompt.
+        on_overlong: what becomes of a prompt that is longer than `max_prompt_length`.
 
     Attributes:
         epoch: how often every problem was given.
         position: problems of this epoch that were given or passed over.
-        filtered: overlong prompts passed over so far; each counts once per epoch.
+        filtered: problems passed over so far; each counts once per epoch.
 
     Raises:
-        ValueError: a prompt cannot be encoded or is too long; the message names the problem. With "filter", only when
-            none of an epoch's prompts is short enough.
+        ValueError: a prompt cannot be used and is not to be left out, or none of an epoch's can be used; the message
+            names the problem.
     """
 
     def __init__(
         self,
         task: Task,
-        tokenizer: Any,
+        encoder: Encoder,
         seed: int = 0,
-        chat_template: ChatTemplate = "auto",
         max_prompt_length: int | None = None,
-        overlong_prompts: Literal["filter", "error"] = "filter",
-        template_arguments: Mapping[str, Any] | None = None,
+        on_bad_record: BadRecords = "raise",
+        on_overlong: BadRecords = "skip",
     ) -> None:
         if max_prompt_length is not None and max_prompt_length < 1:
             raise ValueError(f"max_prompt_length = {max_prompt_length}: must be at least 1, or None for no limit")
-        if overlong_prompts not in ("filter", "error"):
-            raise ValueError(f'overlong_prompts = {overlong_prompts!r}: must be "filter" or "error"')
+        for name, policy in (("on_bad_record", on_bad_record), ("on_overlong", on_overlong)):
+            if policy not in ("raise", "skip"):
+                raise ValueError(f'{name} = {policy!r}: must be "raise" or "skip"')
         self.task = task
-        self.tokenizer = tokenizer
+        self.encoder = encoder
         self.seed = seed
-        self.chat_template = chat_template
         self.max_prompt_length = max_prompt_length
-        self.overlong_prompts = overlong_prompts
-        self.template_arguments = template_arguments
+        self.on_bad_record = on_bad_record
+        self.on_overlong = on_overlong
         self.epoch = 0
         self.position = 0
         self.filtered = 0
+        self._unusable: set[int] = set()
+        """Problems known to make no prompt that can be used."""
         self._order = self._permutation()
+
+    @property
+    def skipped(self) -> int:
+        """Records and prompts left out of the training data, as far as they were tried."""
+        return self.task.skipped + len(self._unusable)
+
+    def inspect(self, limit: int | None = None) -> None:
+        """Try the problems before they are needed: all of those that are stored, up to `LOOK_AHEAD`.
+
+        Args:
+            limit: in place of `max_prompt_length` from here on, if it is less.
+
+        Raises:
+            ValueError: see the class.
+        """
+        if limit is not None:
+            self.max_prompt_length = min(limit, self.max_prompt_length or limit)
+        ahead = self._order[: LOOK_AHEAD if self.task.stored else GENERATED].tolist()
+        found = inspect(self.task, "train", ahead, self.encoder, self.max_prompt_length, keep=False)
+        found.settle(self.on_bad_record, self.on_overlong)
+        self._unusable = found.unusable
 
     def _permutation(self) -> NDArray[np.int64]:
         bits = np.random.Philox(np.random.SeedSequence((self.seed, self.epoch)))
@@ -78,32 +100,29 @@ class PromptStream(Iterator[Prompt]):
             if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._order = self._permutation()
-            problem = self.task.problem(int(self._order[self.position]))
-            prompt = encode(problem, self.tokenizer, self.chat_template, self.template_arguments)
-            if self._fits(prompt):
-                self.position += 1
-                return prompt
+            prompt = self._prompt(int(self._order[self.position]))
             self.position += 1
+            if prompt is not None:
+                return prompt
             self.filtered += 1
-        raise ValueError(f"max_prompt_length = {self.max_prompt_length}: every prompt of {self.task.name} is longer")
+        raise ValueError(f"no prompt of {self.task.name} can be used: {self._reason()}")
 
-    def _fits(self, prompt: Prompt) -> bool:
-        length = len(prompt.token_ids)
-        if self.max_prompt_length is None or length <= self.max_prompt_length:
-            return True
-        if self.overlong_prompts == "error":
-            raise ValueError(
-                f"problem {prompt.id!r} has a prompt of {length} tokens, max_prompt_length = {self.max_prompt_length}: "
-                'raise it, or set overlong_prompts = "filter"'
-            )
-        if not self.filtered:
-            logger.warning(
-                "prompts of more than max_prompt_length = %d tokens are passed over; the first is %r with %d",
-                self.max_prompt_length,
-                prompt.id,
-                length,
-            )
-        return False
+    def _prompt(self, index: int) -> Prompt | None:
+        """The prompt of a problem, or None if it is passed over."""
+        if index in self._unusable:
+            return None
+        found = inspect(self.task, "train", [index], self.encoder, self.max_prompt_length)
+        for reasons, policy in ((found.bad, self.on_bad_record), (found.overlong, self.on_overlong)):
+            if index in reasons and policy == "raise":
+                raise ValueError(f'{reasons[index]}; task.on_bad_record = "skip" leaves such prompts out')
+            if index in reasons and not self._unusable:
+                logger.warning("prompts that cannot be used are left out; the first: %s", reasons[index])
+        self._unusable |= found.unusable
+        return found.prompts.get(index)
+
+    def _reason(self) -> str:
+        found = inspect(self.task, "train", self._order[:1].tolist(), self.encoder, self.max_prompt_length)
+        return next(iter((found.bad | found.overlong).values()))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as JSON types."""

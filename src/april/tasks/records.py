@@ -1,25 +1,38 @@
-"""Problems from records of prompts and answers: JSON lines, Parquet, or a data set of the Hugging Face hub.
+"""Problems from records of prompts and answers.
 
 Invariants:
-- records are read and checked as a whole before anything is trained on it; an error names file and line;
+- all records are read and checked before anything is trained on them; an error names file and line;
+- a problem holds JSON types alone: what else a record holds is converted, or makes it a bad record;
 - which records are held out depends on the seed and the number of records alone, and a prompt that is held out is not
   trained on, however often the file repeats it.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from april.tasks.hub import FILES, path_problem, read_dataset
-from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec
+from april.tasks.answers import is_missing
+from april.tasks.bad_records import settle
+from april.tasks.hub import path_problem
+from april.tasks.record_files import read_rows
+from april.tasks.task import Messages, Problem, Scorer, Split, Task, TaskSpec, has_system_turn
 
 logger = logging.getLogger(__name__)
+
+WRITTEN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
+"""Kinds of values in tables that JSON has no type for."""
 
 
 class RecordsTask(Task):
@@ -31,14 +44,18 @@ class RecordsTask(Task):
             raise ValueError(f"answer_column = None: reward = {named} compares with an answer; name its column")
         path = spec.path or ""
         self.name = Path(path).stem
+        self.stored = True
         self.scorer = scorer
-        problems = read_problems(path, spec, "path")
+        source, setting = (spec.eval_path, "eval_path") if spec.eval_path else (path, "path")
+        train = evaluated = read_records(path, spec, "path")
+        problems = train.problems
+        self.skipped = train.skipped
         if spec.eval_path or spec.eval_split:
-            source, setting = (spec.eval_path, "eval_path") if spec.eval_path else (path, "path")
-            held_out = read_problems(source, spec, setting, spec.eval_split)
-            held_out = held_out[: None if spec.eval_size is None else int(spec.eval_size)]
+            evaluated = read_records(source, spec, setting, spec.eval_split)
+            held_out = evaluated.problems[: None if spec.eval_size is None else int(spec.eval_size)]
         else:
             problems, held_out = hold_out(problems, _eval_count(spec.eval_size, len(problems)), spec.seed)
+        self._read: dict[Split, Records] = {"train": train, "eval": evaluated}
         self._problems: dict[Split, list[Problem]] = {"train": problems[: spec.size], "eval": held_out}
         self.eval_size = len(held_out)
         if not self._problems["train"]:
@@ -51,6 +68,13 @@ class RecordsTask(Task):
         if not 0 <= index < len(self._problems[split]):
             raise IndexError(f"{self.name} has no {split} problem {index}")
         return self._problems[split][index]
+
+    def problems(self) -> Iterator[Problem]:
+        """Every problem, those that are held out included."""
+        return chain.from_iterable(self._problems.values())
+
+    def place(self, problem: Problem, split: Split = "train") -> str:
+        return self._read[split].place(problem.id)
 
 
 def _eval_count(eval_size: float | None, records: int) -> int:
@@ -74,99 +98,152 @@ def hold_out(problems: list[Problem], count: int, seed: int) -> tuple[list[Probl
     return train, held_out
 
 
-def read_problems(path: str, spec: TaskSpec, setting: str = "path", split: str | None = None) -> list[Problem]:
-    """Every record of the file, or of the split (by default `spec.split`) of a data set, as a problem.
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The problems of a file or data set, and what was left out of it.
+
+    Args:
+        path: the file or data set.
+        problems: in the order of the records.
+        lines: of each problem's record, by the problem's id.
+        skipped: bad records that were left out.
+    """
+
+    path: str
+    problems: list[Problem] = field(default_factory=list)
+    lines: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+
+    def place(self, id: str) -> str:
+        """File and line of a problem, and its id where the line does not say it."""
+        line = self.lines[id]
+        return f"{self.path}:{line}" + ("" if id == _default_id(self.path, line) else f" (id {id!r})")
+
+
+def read_records(path: str, spec: TaskSpec, setting: str = "path", split: str | None = None) -> Records:
+    """Read every record of a file, or of a split (by default `spec.split`) of a data set.
 
     Raises:
-        ValueError: there is no such file or data set, or a record is broken; named by file and line.
+        ValueError: there is no such file or data set, or a setting does not suit it; or records are bad and
+            `spec.bad_records` is "raise", or all of them are. The message names file and line.
     """
     if problem := path_problem(path):
         raise ValueError(f"{setting} = {path!r}: {problem}")
-    seen: dict[str, int] = {}
+    problems: list[Problem] = []
+    lines: dict[str, int] = {}
+    bad: list[str] = []
     prompts: set[str] = set()
-    problems = []
-    for line, record in _read(path, spec, setting, split or spec.split):
+    columns: set[str] = set()
+    for line, record in read_rows(path, spec.subset, split or spec.split, setting):
         try:
-            made = _to_problem(record, spec, f"{Path(path).stem}:{line}")
+            if isinstance(record, ValueError):
+                raise record
+            columns.update(record)
+            made = _to_problem(record, spec, _default_id(path, line))
+            if made.id in lines:
+                raise ValueError(f"the id {made.id!r} belongs to line {lines[made.id]} already")
         except ValueError as error:
-            raise ValueError(f"{path}:{line}: {error}") from None
+            bad.append(f"{path}:{line}: {error}")
+            continue
         if spec.unique_prompts:
             prompt = json.dumps(made.prompt)
             if prompt in prompts:
                 continue
             prompts.add(prompt)
-        if made.id in seen:
-            raise ValueError(f"{path}:{line}: the id {made.id!r} belongs to line {seen[made.id]} already")
-        seen[made.id] = line
+        lines[made.id] = line
         problems.append(made)
+    settle(bad, len(problems) + len(bad), "records", spec.bad_records)
     if not problems:
         raise ValueError(f"{setting} = {path!r}: there are no records in it")
-    return problems
+    if absent := sorted(set(spec.metadata_columns or ()) - columns):
+        raise ValueError(
+            f"metadata_columns: no record of {path} has {', '.join(map(repr, absent))}; there are "
+            f"{', '.join(map(repr, sorted(columns)))}"
+        )
+    _say_which_keep_their_system_turn(path, problems, spec)
+    return Records(path, problems, lines, len(bad))
 
 
-def _read(path: str, spec: TaskSpec, setting: str, split: str) -> Iterator[tuple[int, Any]]:
-    if path.lower().endswith(".parquet"):
-        return _plain(_read_parquet(Path(path)))
-    if path.lower().endswith(FILES):
-        return _read_jsonl(Path(path))
-    return _plain(read_dataset(path, spec.subset, split, setting))
+def _say_which_keep_their_system_turn(path: str, problems: list[Problem], spec: TaskSpec) -> None:
+    if not spec.system_prompt:
+        return
+    first: Messages = [{"role": "system", "content": spec.system_prompt}]
+    own = sum(has_system_turn(problem.prompt) and problem.prompt[:1] != first for problem in problems)
+    if own:
+        logger.warning(
+            "system_prompt is not added to %d of %d conversations of %s, which have a system message of their own",
+            own,
+            len(problems),
+            path,
+        )
 
 
-def _plain(records: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
-    """Dates, decimals and the like become their text: metadata must survive JSON."""
-    for row, record in records:
-        yield row, json.loads(json.dumps(record, default=str))
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
-    with path.open("rb") as file:
-        for line, text in enumerate(file, start=1):
-            if not text.strip():
-                continue
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{line}: not valid JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}:{line}: a record must be a JSON object, this is {text[:40]!r}")
-            yield line, record
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    row = 0
-    try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for record in batch.to_pylist():
-                row += 1
-                yield row, record
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not a Parquet file, or damaged after record {row}: {error}") from None
+def _default_id(path: str, line: int) -> str:
+    return f"{Path(path).stem}:{line}"
 
 
 def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> Problem:
     prompt = _checked_prompt(_column(record, spec.prompt_column, "prompt_column"), spec.prompt_column)
     answer = None if spec.answer_column is None else _column(record, spec.answer_column, "answer_column")
-    if answer is None and spec.needs_answer:
+    if is_missing(answer) and spec.needs_answer:
         raise ValueError(f"the answer in column {spec.answer_column!r} is empty")
     id = default_id if spec.id_column is None else str(_column(record, spec.id_column, "id_column"))
     used = (spec.prompt_column, spec.answer_column, spec.id_column)
     kept = record if spec.metadata_columns is None else spec.metadata_columns
-    metadata = {name: record[name] for name in kept if name in record and name not in used}
-    text = answer if answer is None or isinstance(answer, str) else json.dumps(answer)
-    return Problem(id, spec.asked(prompt), text, metadata)
+    metadata = {name: _plain(record[name], name) for name in kept if name in record and name not in used}
+    return Problem(id, spec.asked(prompt), answer, metadata)
 
 
 def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:
     if column in record:
-        return record[column]
+        return _plain(record[column], column)
     value: Any = record
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
             raise ValueError(f"{setting} = {column!r}: no such column; there are {', '.join(map(repr, record))}")
         value = value[name]
+    return _plain(value, column)
+
+
+def _plain(value: Any, column: str) -> Any:
+    """`value` in JSON types; dates and decimals become their text, NaN a missing value.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, str):
+        return _text(value, column)
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError(f"column {column!r} holds an infinite number")
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {_text(str(name), column): _plain(item, column) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, column) for item in value]
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"column {column!r} holds bytes that are no text in UTF-8: {NOT_NEEDED}") from None
+    if isinstance(value, WRITTEN_AS_TEXT):
+        return str(value)
+    raise ValueError(f"column {column!r} holds a {type(value).__name__}, which is no JSON value: {NOT_NEEDED}")
+
+
+NOT_NEEDED = "if it is not needed, name the columns that are in metadata_columns"
+
+
+def _text(value: str, column: str) -> str:
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"column {column!r} holds half of a surrogate pair, {value[error.start]!r} at character {error.start}"
+            ) from None
     return value
 
 

@@ -3,8 +3,7 @@
 Invariants:
 - a problem is data that survives JSON; it travels in `Prompt.metadata`, and scoring needs nothing else, so a response
   that was buffered before a restart is scored like any other;
-- the same settings make the same problems, in every process;
-- the prompt that the policy sees never ends with an end-of-sequence token.
+- the same settings make the same problems, in every process.
 """
 
 from __future__ import annotations
@@ -22,20 +21,44 @@ Messages = list[dict[str, str]]
 ChatTemplate = Literal["auto", "always", "never"]
 """Which prompts go through the tokenizer's chat template. `auto`: conversations do, plain text is tokenized as it is.
 `always`: plain text too, as a user message. `never`: none, and a conversation is an error."""
+BadRecords = Literal["raise", "skip"]
+"""What becomes of records that cannot be used: they stop the run, or are left out and counted."""
+RENDERING = frozenset(
+    {
+        "conversation",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
+"""Arguments of a tokenizer's `apply_chat_template` that are no variables of the template, or that april sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt and what its reward needs. `prompt`, `answer` and `metadata` are JSON types."""
+    """A prompt and what its reward needs. `prompt`, `answer` and `metadata` are JSON types.
+
+    The answer keeps the type that it has in the data; `april.tasks.answers` turns it into text.
+    """
 
     id: str
     prompt: str | Messages
-    answer: str | None = None
+    answer: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prompt: Prompt) -> Problem:
-        """The problem that `encode` made `prompt` from."""
+        """The problem that an `Encoder` made `prompt` from."""
         return cls(prompt.id, **prompt.metadata)
 
     @property
@@ -66,10 +89,18 @@ class Task(Protocol):
     name: str
     eval_size: int
     scorer: Scorer
+    skipped: int = 0
+    """Records that were left out because they make no problem."""
+    stored: bool = False
+    """Whether problems are at hand; else each is generated when it is asked for."""
 
     def __len__(self) -> int: ...
 
     def problem(self, index: int, split: Split = "train") -> Problem: ...
+
+    def place(self, problem: Problem, split: Split = "train") -> str:
+        """Where the problem comes from, for messages."""
+        return f"problem {problem.id!r}"
 
     @property
     def correct(self) -> Callable[[float], bool] | None:
@@ -106,6 +137,10 @@ class TaskSpec:
         prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
         answer_column: the reference answer; None if the reward function needs none.
         metadata_columns: columns that reward functions are given beside the answer; unset: all.
+        on_bad_record: whether records that make no prompt or have no answer, and prompts that do not fit the context,
+            stop the run before it begins (raise) or are left out and counted (skip); unset: records stop it, problems
+            that are generated are left out. Prompts longer than rollout.max_prompt_length, where that is set, are left
+            out in any case.
         id_column: a unique name per record; by default file name and record number.
         reward: "task" (the dataset's own scorer, or math-verify for records), "math-verify", or a function,
             `FILE.py:NAME` or `package.module:NAME`.
@@ -122,7 +157,12 @@ class TaskSpec:
         eval_size: held-out problems, or with a file their share if below 1. By default 128, but at most a tenth of a
             file, and all of `eval_path`.
         chat_template: see `ChatTemplate`.
-        system_prompt: goes before every prompt as a system message.
+        system_prompt: goes before every prompt as a system message; conversations with a system message of their own
+            keep that.
+        continue_assistant: a conversation that ends with the assistant's turn is continued within that turn; false: it
+            is a bad record.
+        template_arguments: what the chat template is given beside the messages: `enable_thinking = false`.
+        keep_special_tokens: rewards see the text of special tokens in responses; false: these are stripped.
     """
 
     kind: Literal["reasoning_gym", "records", "environment"]
@@ -139,6 +179,7 @@ class TaskSpec:
     answer_column: str | None = "answer"
     metadata_columns: tuple[str, ...] | None = None
     id_column: str | None = None
+    on_bad_record: BadRecords | None = None
     reward: str = "task"
     rewards: Mapping[str, float] = field(default_factory=dict)
     reward_scope: Literal["sample", "group"] = "sample"
@@ -150,6 +191,9 @@ class TaskSpec:
     eval_size: float | None = None
     chat_template: ChatTemplate = "auto"
     system_prompt: str | None = None
+    continue_assistant: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    keep_special_tokens: bool = False
 
     def __post_init__(self) -> None:
         def require(condition: bool, name: str, rule: str) -> None:
@@ -169,6 +213,9 @@ class TaskSpec:
         require(self.reward_scope in ("sample", "group"), "reward_scope", 'must be "sample" or "group"')
         require(self.extract in (None, "tag", "whole"), "extract", 'must be "tag" or "whole"')
         require(self.chat_template in ("auto", "always", "never"), "chat_template", "must be auto, always or never")
+        require(self.on_bad_record in (None, "raise", "skip"), "on_bad_record", 'must be "raise" or "skip"')
+        own = RENDERING.intersection(self.template_arguments)
+        require(not own, "template_arguments", f"april sets {', '.join(sorted(own))} itself; remove it")
         require(self.seed >= 0, "seed", "must not be negative")
         require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
         finite = self.eval_size is None or 0 <= self.eval_size < math.inf
@@ -192,61 +239,19 @@ class TaskSpec:
         """Whether april compares with the answer itself."""
         return not OWN.isdisjoint(self.weights)
 
+    @property
+    def bad_records(self) -> BadRecords:
+        """What becomes of records that cannot be used."""
+        return self.on_bad_record or ("raise" if self.kind == "records" else "skip")
+
     def asked(self, prompt: str | Messages) -> str | Messages:
-        """`prompt` with the system prompt before it, where there is one."""
-        if not self.system_prompt:
+        """`prompt` with the system prompt before it, where there is one and the prompt has none of its own."""
+        if not self.system_prompt or has_system_turn(prompt):
             return prompt
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def encode(
-    problem: Problem,
-    tokenizer: Any,
-    chat_template: ChatTemplate = "auto",
-    template_arguments: Mapping[str, Any] | None = None,
-) -> Prompt:
-    """The problem as the token ids a policy continues, with the problem itself in the metadata.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer. Plain text gets the special tokens that the tokenizer puts before text.
-        template_arguments: what the chat template is given beside the messages, such as tools.
-
-    Raises:
-        ValueError: the prompt is empty, or it needs a chat template that is not there.
-    """
-    prompt = problem.prompt
-    if not prompt or not problem.question.strip():
-        raise ValueError(f"problem {problem.id!r} has an empty prompt")
-    if isinstance(prompt, str) and chat_template == "always":
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, str):
-        token_ids = _without_eos(tokenizer(prompt).input_ids, tokenizer, prompt)
-    else:
-        token_ids = _apply_chat_template(problem.id, prompt, tokenizer, chat_template, template_arguments or {})
-    if not token_ids:
-        raise ValueError(f"problem {problem.id!r}: the tokenizer makes no token of its prompt {prompt!r}")
-    metadata = {"prompt": problem.prompt, "answer": problem.answer, "metadata": dict(problem.metadata)}
-    return Prompt(tuple(token_ids), problem.id, metadata)
-
-
-def _without_eos(token_ids: Sequence[int], tokenizer: Any, text: str) -> Sequence[int]:
-    """Some tokenizers end every text with an end-of-sequence token; after it a policy has nothing to say."""
-    added = token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
-    return token_ids[:-1] if added else token_ids
-
-
-def _apply_chat_template(
-    id: str, messages: Messages, tokenizer: Any, chat_template: ChatTemplate, arguments: Mapping[str, Any]
-) -> Sequence[int]:
-    if chat_template == "never":
-        raise ValueError(f'problem {id!r} is a conversation, but chat_template = "never"; set it to "auto"')
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
-            f"problem {id!r} is a conversation, but the tokenizer has no chat template: use a chat model's tokenizer, "
-            "or plain-text prompts without a system prompt"
-        )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, **{"add_generation_prompt": True, **arguments})
-    # The template writes every special token itself.
-    token_ids: Sequence[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return token_ids
+def has_system_turn(prompt: str | Messages) -> bool:
+    """Whether a conversation begins with instructions of its own."""
+    return not isinstance(prompt, str) and bool(prompt) and prompt[0]["role"] in ("system", "developer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from april.rollout.environment import Environment
 from april.rollout.episodes import Episodes
 from april.rollout.secrets import resolved
 from april.rollout.trajectory import Prompt
+from april.tasks.answers import text_of
+from april.tasks.encoding import Encoder, check_template_arguments
 from april.tasks.task import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -44,13 +46,15 @@ class World:
         self._source = source_of(recipe)
         try:
             stops = recipe.sampling(stop_token_ids).stop_token_ids
-            self._bridge = bridge_of(tokenizer, stops, recipe.task.chat_template, self._source.tools)
+            self._bridge = bridge_of(
+                tokenizer, stops, recipe.task.chat_template, self._source.tools, recipe.task.template_arguments
+            )
         except TemplateError as error:
             raise ConfigError(f"environment: {error}") from None
         except ValueError as error:
             raise ConfigError(f"environment.{error}") from None
         arguments = getattr(self._bridge, "prompt_arguments", None)
-        self.template_arguments: dict[str, Any] | None = arguments and dict(arguments)
+        self.template_arguments: Mapping[str, Any] = arguments or {}
         self.chat_template: ChatTemplate = recipe.task.chat_template if arguments is None else "always"
 
     @contextmanager
@@ -70,6 +74,22 @@ class World:
         else:
             with _workers(make, own) as processes:
                 yield Episodes(processes, self._bridge, context_length, policy, row)
+
+
+def prompt_encoder(recipe: Recipe, tokenizer: Any, world: World | None) -> Encoder:
+    """The encoder of a recipe's prompts, so that an environment's turns can follow them.
+
+    Raises:
+        ConfigError: the chat template does not know one of the recipe's arguments.
+    """
+    task = recipe.task
+    try:
+        check_template_arguments(task.template_arguments, tokenizer)
+    except ValueError as error:
+        raise ConfigError(f"task.{error}") from None
+    if world is not None:
+        return Encoder(tokenizer, world.chat_template, world.template_arguments)
+    return Encoder(tokenizer, task.chat_template, task.template_arguments, task.continue_assistant)
 
 
 def source_of(recipe: Recipe) -> EnvironmentSource:
@@ -103,5 +123,5 @@ def row(prompt: Prompt) -> dict[str, Any]:
         **problem.get("metadata", {}),
         "id": prompt.id,
         "prompt": problem.get("prompt"),
-        "answer": problem.get("answer"),
+        "answer": text_of(problem.get("answer")),
     }

@@ -26,6 +26,10 @@ class EpisodeRewards:
         self.task = task
         self.failures: Counter[str] = Counter() if task is None else task.failures
 
+    def take_unjudged(self) -> int:
+        """See `Rewards.take_unjudged`."""
+        return 0 if self.task is None else self.task.take_unjudged()
+
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:
         given = sum(transition.reward for transition in sample.transitions)
         info: dict[str, Any] = dict(sample.transitions[-1].info) if sample.transitions else {}

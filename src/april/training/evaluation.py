@@ -7,21 +7,19 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt
-from april.tasks.task import ChatTemplate, Task, encode
+from april.tasks.encoding import Encoder
+from april.tasks.inspection import inspect
+from april.tasks.task import BadRecords, Task
 from april.training.episode_reward import EpisodeRewards
 from april.training.task_reward import Rewards
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +58,16 @@ class Evaluation:
 
 def held_out(
     task: Task,
-    tokenizer: Any,
-    chat_template: ChatTemplate,
+    encoder: Encoder,
     limit: int | None,
-    template_arguments: Mapping[str, Any] | None = None,
+    on_bad_record: BadRecords = "raise",
+    on_overlong: BadRecords = "skip",
 ) -> list[Prompt]:
-    """The task's held-out prompts; those of more than `limit` tokens are passed over, and counted in a warning.
+    """Encode the task's held-out problems; prompts that cannot be used stop the run or are left out.
 
     Raises:
-        ValueError: none of them is short enough.
+        ValueError: see `Inspection.settle`.
     """
-    problems = (task.problem(i, "eval") for i in range(task.eval_size))
-    prompts = [encode(problem, tokenizer, chat_template, template_arguments) for problem in problems]
-    fitting = [prompt for prompt in prompts if limit is None or len(prompt.token_ids) <= limit]
-    if prompts and not fitting:
-        raise ValueError(f"max_prompt_length = {limit}: every held-out prompt of {task.name} is longer")
-    if len(fitting) < len(prompts):
-        longer = next(prompt for prompt in prompts if prompt not in fitting)
-        log.warning(
-            "%d of %d held-out prompts have more than max_prompt_length = %d tokens and are passed over; the first is "
-            "%r with %d",
-            len(prompts) - len(fitting),
-            len(prompts),
-            limit,
-            longer.id,
-            len(longer.token_ids),
-        )
-    return fitting
+    found = inspect(task, "eval", range(task.eval_size), encoder, limit)
+    found.settle(on_bad_record, on_overlong, "held-out prompts")
+    return list(found.prompts.values())

@@ -14,7 +14,7 @@ from april.config.settings import RolloutSettings
 from april.rollout.rewards import THREADS, RewardError, described
 from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
-from april.tasks.isolation import STATM, RewardWorkers
+from april.tasks.isolation import STATM, RewardWorkers, WorkerDied
 from april.tasks.scoring import SpecScorer, reward_loop
 from april.tasks.task import Problem, Scorer
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from april.engines.cluster.calls import NodeCalls
 
 REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
+
+ALOUD = (1, 10, 100, 1000)
+"""How often something has happened when it is logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +45,13 @@ class Rewards:
         self.scorer = scorer
         self.tokenizer = tokenizer
         self.scope = scorer.scope
+        self._keep_special = isinstance(scorer, SpecScorer) and scorer.spec.keep_special_tokens
         self._on_error = settings.on_reward_error
         self._workers = None if settings.reward_workers == 0 else _workers(scorer, settings, on_nodes)
         self._threads = Threads(THREADS, REMEDY)
         self._time_limit = settings.reward_timeout
         self.failures: Counter[str] = Counter()
+        self._unjudged = 0
 
     @property
     def waiting(self) -> int:
@@ -61,15 +66,54 @@ class Rewards:
 
     async def score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         problem = Problem.of(prompt)
-        responses = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for sample in samples]
+        responses = [self.tokenizer.decode(s.response_ids, skip_special_tokens=not self._keep_special) for s in samples]
         lengths = [sample.policy_tokens for sample in samples]
+        scorer = self.scorer
         try:
-            call = self._in_this_process if self._workers is None else self._workers
-            rewards: list[Reward] = await call(problem, responses, lengths)
-            return rewards
+            if not isinstance(scorer, SpecScorer):
+                return await self._call(problem, responses, lengths)
+            token_ids = [list(sample.response_ids) for sample in samples] if scorer.reads_token_ids else None
+            if "own" not in scorer.kinds:
+                return await self._call(problem, responses, lengths, token_ids)
+            known = zip(responses, lengths, strict=True)
+            rewards = await asyncio.gather(*(self._own(scorer, problem, *response) for response in known))
+            if "function" not in scorer.kinds:
+                return rewards
+            others = await self._call(problem, responses, lengths, token_ids, "function")
+            return [scorer.added(*both) for both in zip(rewards, others, strict=True)]
         except Exception as error:
             self._count(problem, error)
             raise
+
+    async def _own(self, scorer: SpecScorer, problem: Problem, response: str, length: int) -> Reward:
+        """Score one response by april's own scorers; a response on which these do not end scores 0.
+
+        What the policy writes must not end a run, whatever `on_reward_error` is.
+        """
+        try:
+            [reward] = await self._call(problem, [response], [length], None, "own")
+            return reward
+        except (TimeoutError, WorkerDied) as error:
+            self.failures[type(error).__name__] += 1
+            self._unjudged += 1
+            if (times := self.failures[type(error).__name__]) in ALOUD:
+                logger.warning(
+                    "%s could not be scored and got 0, last on prompt %r: %s",
+                    "a response" if times == 1 else f"{times} responses",
+                    problem.id,
+                    described(error),
+                )
+            return scorer.zero()
+
+    def take_unjudged(self) -> int:
+        """Responses since the last call that got 0 because april's own scorers did not end on them."""
+        unjudged, self._unjudged = self._unjudged, 0
+        return unjudged
+
+    async def _call(self, *args: Any) -> list[Reward]:
+        call = self._in_this_process if self._workers is None else self._workers
+        rewards: list[Reward] = await call(*args)
+        return rewards
 
     async def _in_this_process(self, *args: Any) -> list[Reward]:
         """In a thread; what is async goes on in the event loop of such functions, where it ends at its time limit."""
@@ -113,11 +157,11 @@ class Rewards:
             ) from None
 
     def _count(self, problem: Problem, error: Exception) -> None:
-        """Failures that do not stop the run are said aloud all the same: the first of a kind, the 10th, the 100th."""
+        """Count a failure. Failures that do not stop the run are logged: the first of a kind, the 10th, the 100th."""
         kind = type(error).__name__
         self.failures[kind] += 1
         times = self.failures[kind]
-        if self._on_error != "raise" and times in (1, 10, 100, 1000):
+        if self._on_error != "raise" and times in ALOUD:
             logger.warning(
                 "the reward function failed %s, last on prompt %r: %s (on_reward_error = %r)",
                 "once" if times == 1 else f"{times} times",

@@ -200,6 +200,8 @@ class Trainer:
             "generated_tokens": buffer.sampled_tokens,
             "discarded_tokens": buffer.discarded_tokens,
             "rejected_tokens": sum(tally.tokens for tally in buffer.rejected.values()),
+            "records_skipped": getattr(self.scheduler.prompts, "skipped", 0),
+            "responses_unjudged": self.evaluation.rewards.take_unjudged(),
         }
 
     async def _evaluate(self) -> None:
