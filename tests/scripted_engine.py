@@ -91,8 +91,8 @@ class ScriptedEngine:
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """The names of an evaluation come again, from their beginning."""
-        for id in [id for id in sample_ids or () if id.startswith("evaluation")]:
+        """The names of an evaluation come again, from their beginning; tokens of control requests count nowhere."""
+        for id in [id for id in sample_ids or () if id.startswith(("evaluation", "control"))]:
             self.ledger.pop(id, None)
 
     async def close(self) -> None: ...

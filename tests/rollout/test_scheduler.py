@@ -452,8 +452,8 @@ async def test_a_filter_that_rejects_everything_ends_in_an_error() -> None:
 
 
 async def test_an_engine_that_only_fails_ends_in_an_error() -> None:
-    with pytest.raises(EngineError, match="scripted failure"):
-        await run(scheduler(ScriptedEngine(broken=True)), 1)
+    with pytest.raises(EngineError, match=r"outage_limit = 0\.2\): scripted failure"):
+        await run(scheduler(ScriptedEngine(broken=True), outage_limit=0.2), 1)
 
 
 async def test_a_dead_engine_loses_nothing_and_the_step_can_be_tried_again() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from april.engines.replica import Replica
-from april.rollout.engine import EngineError
+from april.rollout.engine import Chunk, EngineError
 from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Member:
 
     replica: Replica
     samples: dict[str, Sample] = field(default_factory=dict)
+    failed: dict[str, tuple[Sample, Chunk]] = field(default_factory=dict)
+    """Requests that failed here, until a health check shows whether the replica is the cause."""
     state: State = State.READY
     reason: str = ""
     """Why it is not ready."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from april.rollout.engine import Chunk
+from april.rollout.engine import Chunk, Fault
 from april.rollout.sampling import FinishReason
 
 FINISHES = (None, *FinishReason)
@@ -15,7 +15,8 @@ FINISHES = (None, *FinishReason)
 
 class PackedChunks(NamedTuple):
     """Chunks one after the other: their token ids and log-probabilities in a row, and for each chunk its sample, its
-    number of tokens, its version, and the place of its finish reason in `FINISHES`; errors by the chunk's place."""
+    number of tokens, its version, and the place of its finish reason in `FINISHES`; errors and their kinds by the
+    chunk's place."""
 
     sample_ids: list[str]
     counts: array[int]
@@ -23,7 +24,7 @@ class PackedChunks(NamedTuple):
     finishes: bytes
     token_ids: array[int]
     logprobs: array[float]
-    errors: dict[int, str]
+    errors: dict[int, tuple[str, Fault]]
 
 
 def pack(chunks: Sequence[Chunk]) -> PackedChunks:
@@ -38,7 +39,7 @@ def pack(chunks: Sequence[Chunk]) -> PackedChunks:
         bytes([FINISHES.index(chunk.finish) for chunk in chunks]),
         token_ids,
         logprobs,
-        {i: chunk.error for i, chunk in enumerate(chunks) if chunk.error is not None},
+        {i: (chunk.error, chunk.fault) for i, chunk in enumerate(chunks) if chunk.error is not None},
     )
 
 
@@ -48,6 +49,6 @@ def unpack(packed: PackedChunks) -> list[Chunk]:
     ends = pairwise(accumulate(packed.counts, initial=0))
     places = zip(packed.sample_ids, ends, packed.versions, packed.finishes, strict=True)
     return [
-        Chunk(sample_id, token_ids[a:b], logprobs[a:b], version, FINISHES[finish], errors.get(i) if errors else None)
+        Chunk(sample_id, token_ids[a:b], logprobs[a:b], version, FINISHES[finish], *errors.get(i, ()))
         for i, (sample_id, (a, b), version, finish) in enumerate(places)
     ]

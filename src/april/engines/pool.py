@@ -6,7 +6,10 @@ Invariants:
   that any replica streamed, whether or not it has been polled;
 - a member gets work only while it is ready, and it is ready only while it holds the current weights; what one samples
   with others, because it was restarted and nobody has noticed, is not handed out;
-- a request that failed is handed on as such: when it is tried again is the caller's business, where is the pool's;
+- a request that failed is handed on as such once its replica is known to be well: when it is tried again is the
+  caller's business, where is the pool's;
+- the samples of a lost replica go on elsewhere; those that lose a second replica without a token between are handed on,
+  for the caller to find the sample that takes replicas down;
 - after `interrupt` no replica runs anything; only attempts to bring lost ones back outlive it, until `close`.
 """
 
@@ -25,7 +28,7 @@ from april.engines.member import Member, State
 from april.engines.replica import replica_of
 from april.engines.routing import Router
 from april.engines.versions import Versions
-from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
 from april.rollout.trajectory import Sample, Segment
 
 log = logging.getLogger(__name__)
@@ -48,7 +51,8 @@ class EnginePool:
         min_failures: failures below which no share counts.
         affinity: how much more load, as a share of its slots, a replica may have and still be given back the samples
             whose prefixes it holds.
-        patience: seconds to wait with no replica ready, in a step or before an update, before the pool itself fails.
+        patience: seconds to wait with no replica ready, in a step or before an update, before the pool itself fails, as
+            at the limit of an outage.
         backlog: chunks kept for a slow reader before replicas are left unread.
     """
 
@@ -75,6 +79,8 @@ class EnginePool:
         self._failing = (max_failure_share, min_failures)
         self._patience = patience
         self._waiting: dict[str, Sample] = {}
+        self._bereaved: set[str] = set()
+        """Samples that have lost a replica and brought no token since."""
         self._stopping: set[str] = set()
         """Samples that are being interrupted: they go nowhere else, and what fails of them is no failure."""
         self._queue = ChunkQueue(backlog)
@@ -126,6 +132,7 @@ class EnginePool:
 
     def submit(self, sample: Sample) -> None:
         segments = [Segment(s.version, array("i", s.token_ids), array("d", s.logprobs)) for s in sample.segments]
+        self._bereaved.discard(sample.id)
         self._place(replace(sample, segments=segments))
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_health(), name="pool health")
@@ -154,7 +161,7 @@ class EnginePool:
         try:
             self._place(sample)
         except ValueError as error:
-            self._queue.put(Chunk(sample.id, (), (), self.version, error=str(error)))
+            self._queue.put(Chunk(sample.id, (), (), self.version, error=str(error), fault=Fault.REFUSED))
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._in_flight:
@@ -172,12 +179,12 @@ class EnginePool:
 
     @property
     def _in_flight(self) -> bool:
-        return bool(self._waiting or self._moves or any(member.samples for member in self.members))
+        return bool(self._waiting or self._moves or any(member.samples or member.failed for member in self.members))
 
     @property
-    def _places(self) -> list[dict[str, Sample]]:
+    def _places(self) -> list[dict[str, Any]]:
         """Where samples are but for those that are being moved."""
-        return [self._waiting, *(member.samples for member in self.members)]
+        return [self._waiting, *(place for member in self.members for place in (member.samples, member.failed))]
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
@@ -253,6 +260,8 @@ class EnginePool:
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         names = None if sample_ids is None else list(sample_ids)
         self._router.forget(names)
+        if names is not None:
+            self._bereaved.difference_update(names)
         for member in self.members:
             member.replica.forget(names)
 
@@ -296,6 +305,7 @@ class EnginePool:
             return
         if chunk.token_ids or chunk.finish is not None:
             self._router.went_on(sample.id)
+            self._bereaved.discard(sample.id)
             self._queue.put(chunk if chunk.error is None else chunk._replace(error=None))
         if chunk.finish is not None:
             del member.samples[sample.id]
@@ -303,7 +313,7 @@ class EnginePool:
                 self._router.forget([sample.id])
         elif chunk.error is not None:
             del member.samples[sample.id]
-            self._failed(member, sample, chunk.error)
+            self._failed(member, sample, chunk)
 
     def _require_current(self, member: Member, sample: Sample, chunk: Chunk) -> None:
         """See that tokens are of the weights that the replica was given, if it was given any. With "keep", those that a
@@ -313,19 +323,26 @@ class EnginePool:
         if member.replica.on_update == "recompute" or not sample.segments:
             raise ValueError(f"tokens of policy version {chunk.version} came where it was given {self.version}")
 
-    def _failed(self, member: Member, sample: Sample, error: str) -> None:
-        """A request failed: that is handed on, and the replica is looked at."""
+    def _failed(self, member: Member, sample: Sample, chunk: Chunk) -> None:
+        """A request failed: the replica is looked at, and the failure is handed on if the replica is well."""
         if sample.id in self._stopping:
             return
+        error = chunk.error or ""
         log.info("%s: a request for sample %s failed: %s", member.name, sample.id, error)
         self._router.failed(sample.id, member)
-        named = error if error.startswith(member.name) else f"{member.name}: {error}"
-        self._queue.put(Chunk(sample.id, (), (), self.version, error=named))
+        member.failed[sample.id] = sample, chunk
         member.failures.failed()
         if member.failures.reaches(*self._failing):
             self._lose(member, f"{member.failures}, the last with: {error}")
         elif member.check is None or member.check.done():
             member.check = asyncio.create_task(self._check(member), name=f"check {member.name}")
+
+    def _hand_on_failures(self, member: Member, chunks: Iterable[tuple[Sample, Chunk]]) -> None:
+        for sample, chunk in chunks:
+            if member.failed.pop(sample.id, None) is not None:
+                error = chunk.error or ""
+                named = error if error.startswith(member.name) else f"{member.name}: {error}"
+                self._queue.put(Chunk(sample.id, (), (), self.version, error=named, fault=chunk.fault))
 
     def _lose(self, member: Member, reason: str) -> None:
         """Take a replica out, its samples elsewhere, and try to bring it back."""
@@ -341,11 +358,21 @@ class EnginePool:
             async with asyncio.timeout(self._health_timeout):
                 for chunk in await member.replica.abandon():
                     self._forward(member, chunk._replace(error=None))
-        samples, member.samples = list(member.samples.values()), {}
+        samples = [*member.samples.values(), *(sample for sample, _ in member.failed.values())]
+        member.samples, member.failed = {}, {}
         self._router.forget(sample.id for sample in samples)
         for sample in samples:
-            self._place_or_fail(sample)
+            if sample.id in self._stopping:
+                continue
+            if sample.id in self._bereaved:
+                lost = f"it lost two replicas without a token between; {member.name}: {member.reason}"
+                self._queue.put(Chunk(sample.id, (), (), self.version, error=lost, fault=Fault.LOST))
+            else:
+                self._bereaved.add(sample.id)
+                self._place_or_fail(sample)
         self._versions.bring_back(member)
+        if not self._ready and self._in_flight:
+            log.warning("no replica is ready; all samples wait for at most %g s (outage_limit)", self._patience)
 
     def _came_back(self) -> None:
         """A replica is ready again, or will never be: the queue is looked at."""
@@ -360,8 +387,14 @@ class EnginePool:
             await asyncio.gather(*(self._check(member) for member in self._ready))
 
     async def _check(self, member: Member) -> None:
-        if (trouble := await member.trouble(self._health_timeout)) is not None:
-            self._lose(member, trouble)
+        while member.ready:
+            failed = list(member.failed.values())
+            if (trouble := await member.trouble(self._health_timeout)) is not None:
+                self._lose(member, trouble)
+                return
+            self._hand_on_failures(member, failed)
+            if not member.failed:  # else a request has failed meanwhile
+                return
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any, TypeAlias
 
 from april.engines.chunk_queue import ChunkQueue
-from april.rollout.engine import Capacity, Chunk, make_chunk
+from april.rollout.engine import Capacity, Chunk, Fault, make_chunk
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
 from april.rollout.user_code import CLEANUP_SECONDS, UserCode, end_tasks, in_one_line
@@ -97,7 +97,7 @@ class StreamEngine:
                         finish = FinishReason.STOP if stopped else FinishReason.LENGTH
                         put(Chunk(id, token_ids, logprobs, self.version, finish))
                         return
-                    put(make_chunk((id, token_ids, logprobs, self.version, None, None, False)))
+                    put(make_chunk((id, token_ids, logprobs, self.version, None, None, Fault.UNKNOWN)))
                     if task.cancelling():
                         return
                     if queue.full:

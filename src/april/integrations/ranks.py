@@ -264,7 +264,7 @@ class Hands:
 
 def ended(chunk: Chunk) -> bool:
     """Whether its sample is no longer in flight."""
-    return chunk.finish is not None or (chunk.error is not None and not chunk.recovered)
+    return chunk.finish is not None or chunk.error is not None
 
 
 class Place:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,12 +28,25 @@ KVPolicy = Literal["recompute", "keep"]
 and response so far are prefilled again under the new weights. `keep`: the sample goes on with the old KV cache."""
 
 
+class Fault(Enum):
+    """Kinds of failed requests, by what the failure tells about the sample."""
+
+    UNKNOWN = "unknown"
+    """Either the sample or the engine is the cause."""
+    REFUSED = "refused"
+    """The engine answered and refused the request: its content, the key or the path."""
+    UNAVAILABLE = "unavailable"
+    """The request did not reach the model: no connection, an overloaded server, a gateway without a server."""
+    LOST = "lost"
+    """The replica that held the sample died."""
+
+
 class Chunk(NamedTuple):
     """Tokens that one policy version sampled for one sample.
 
     `finish` is set on the last chunk of a sample that ended. `error` says why a request failed; the sample stays
-    unfinished, with every token already handed out. It is no longer in flight and may be submitted again, unless
-    `recovered` says that the engine goes on with it by itself, as a pool does on another replica.
+    unfinished, with every token already handed out. It is no longer in flight and may be submitted again. `fault` names
+    the kind of the failure.
     """
 
     sample_id: str
@@ -41,7 +55,7 @@ class Chunk(NamedTuple):
     version: int
     finish: FinishReason | None = None
     error: str | None = None
-    recovered: bool = False
+    fault: Fault = Fault.UNKNOWN
 
 
 make_chunk: Callable[[tuple[Any, ...]], Chunk] = partial(tuple.__new__, Chunk)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from april.rollout.engine import Chunk, ChunkError, Engine, EngineError
 from april.rollout.episodes import EpisodeError, Episodes
@@ -36,12 +34,13 @@ async def complete(
     """
     flights = Flights() if flights is None else flights
     with flights.beside() as flight:
-        run = _Run(engine, groups, retries, episodes, flight, partial(flights.poll, engine, flight))
+        run = _Run(engine, groups, retries, episodes, flight, flights)
         try:
             await run.complete()
         finally:
             if episodes is not None:
                 await episodes.close()
+            await retries.stop()
             names = [sample.id for group in groups for sample in group.samples]
             await engine.interrupt(names)
             engine.forget(names)
@@ -55,30 +54,31 @@ class _Run:
         retries: Retries,
         episodes: Episodes | None,
         flight: Flight,
-        poll: Callable[[], Coroutine[Any, Any, list[Chunk]]],
+        flights: Flights,
     ) -> None:
         self.engine = engine
         self.retries = retries
         self.episodes = episodes
         self.unfinished = {sample.id: (sample, group) for group in groups for sample in group.samples}
         self.flight = flight
-        self.poll = poll
+        self.flights = flights
+        self.poll = partial(flights.poll, engine, flight)
 
     async def complete(self) -> None:
         for sample, group in self.unfinished.values():
             self._go_on(sample, group)
         while self.unfinished:
             waits = [self.episodes.wait] if self.episodes else []
+            waits += [self.retries.wait] if self.retries.controls else []
             if self.flight:
-                for chunk in await self.flight.poll(self.poll, self.retries.next, waits):
-                    self._absorb(chunk)
-            elif waits:
-                await first_of(waits, self.retries.next)
+                self._absorb(await self.flight.poll(self.poll, self.retries.next(True), waits))
             else:
-                await asyncio.sleep(self.retries.next or 0)
+                await first_of(waits, self.retries.next(False))
             self._hear()
-            for sample in self.retries.due():
+            for sample in self.retries.due(self.engine, self.flights, self.flight):
                 self._go_on(*self.unfinished[sample.id])
+            for sample, error in self.retries.given_up():
+                raise EngineError(f"sample {sample.id} kept failing: {error}")
 
     def _go_on(self, sample: Sample, group: Group) -> None:
         if self.episodes is not None and sample.awaits_environment:
@@ -86,26 +86,26 @@ class _Run:
         else:
             self.flight.submit(self.engine, [sample], 0.0, [])
 
-    def _absorb(self, chunk: Chunk) -> None:
-        if chunk.sample_id not in self.flight.samples:
-            raise ChunkError(chunk, "no such sample is in flight")
-        sample, group = self.unfinished[chunk.sample_id]
-        try:
-            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-        except (ValueError, TypeError) as error:
-            raise ChunkError(chunk, str(error)) from None
-        if len(chunk.token_ids):
-            self.retries.went_on([sample.id])
-        if sample.finish is not None:
-            del self.unfinished[sample.id]
-        if chunk.finish is not None:
-            self.flight.end([sample.id], 0.0, "finished")
-            if sample.finish is None:
-                self._go_on(sample, group)
-        elif chunk.error is not None and not chunk.recovered:
-            self.flight.end([sample.id], 0.0, "failed")
-            if not self.retries.failed(sample):
-                raise EngineError(f"sample {sample.id} kept failing: {chunk.error}")
+    def _absorb(self, chunks: Sequence[Chunk]) -> None:
+        begun = self.flight.begun(chunks, 0.0)
+        self.retries.heard(chunks, begun, self.flight.samples)
+        for chunk in chunks:
+            if chunk.sample_id not in self.flight.samples:
+                raise ChunkError(chunk, "no such sample is in flight")
+            sample, group = self.unfinished[chunk.sample_id]
+            try:
+                sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+            except (ValueError, TypeError) as error:
+                raise ChunkError(chunk, str(error)) from None
+            if sample.finish is not None:
+                del self.unfinished[sample.id]
+            if chunk.finish is not None:
+                self.flight.end([sample.id], 0.0, "finished")
+                if sample.finish is None:
+                    self._go_on(sample, group)
+            elif chunk.error is not None:
+                self.flight.end([sample.id], 0.0, "failed")
+                self.retries.failed(sample, chunk)
 
     def _hear(self) -> None:
         for sample, group, event, failures in self.episodes.take() if self.episodes is not None else ():

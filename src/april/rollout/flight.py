@@ -123,7 +123,11 @@ class Flight:
 
 
 async def first_of(waits: Sequence[Callable[[], Coroutine[Any, Any, None]]], timeout: float | None = None) -> None:
-    """Until one of `waits` is over, or `timeout` seconds are."""
+    """Wait until one of `waits` is over, or `timeout` seconds have passed."""
+    if not waits:
+        assert timeout is not None, "there is nothing to wait for"
+        await asyncio.sleep(timeout)
+        return
     tasks: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait()) for wait in waits}
     try:
         await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

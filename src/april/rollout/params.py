@@ -128,10 +128,13 @@ class FaultPolicy:
     Args:
         on_reward_error: what a failing reward function means.
         reward_timeout: seconds a reward may take; None for no limit.
-        max_retries: requests in a row that may fail for one sample, without a token between them, before its group is
-            quarantined: left out, with the reason in the step's account, and replaced by a new prompt.
+        max_retries: requests of one sample in a row, without a token between them, that may fail while the engine
+            answers others, before the sample's group is quarantined: left out, with the reason in the step's account,
+            and replaced by a new prompt.
         retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
             each further failure in a row.
+        outage_limit: seconds that no request at all may be answered, before `collect` raises EngineError. Until then
+            nothing is given up, and everything goes on from its last token when the engine answers again.
         max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
 
     Raises:
@@ -142,6 +145,7 @@ class FaultPolicy:
     reward_timeout: float | None = None
     max_retries: int = 3
     retry_delay: float = 0.5
+    outage_limit: float = 600.0
     max_rejected_groups: int | None = None
 
     def __post_init__(self) -> None:
@@ -155,6 +159,7 @@ class FaultPolicy:
         require(timeout is None or timeout > 0, "reward_timeout", "must be positive seconds, or None for no limit")
         require(self.max_retries >= 0, "max_retries", "must not be negative")
         require(self.retry_delay >= 0, "retry_delay", "must not be negative seconds")
+        require(self.outage_limit > 0, "outage_limit", "must be positive seconds")
         limit = self.max_rejected_groups
         require(limit is None or limit >= 0, "max_rejected_groups", "must not be negative, or None for no limit")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,7 +76,7 @@ class Pump:
         self.on_progress = on_progress
         self.params = params = self.state.params
         self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
-        self.retries = Retries(faults.max_retries, faults.retry_delay)
+        self.retries = Retries(faults.max_retries, faults.retry_delay, faults.outage_limit)
         self.flights = Flights()
         self.flight = self.flights.rollouts
         self.account = Account(Plan(params.rollout_batch_size))
@@ -159,7 +158,7 @@ class Pump:
         self.open_account()
         self.account.step.update_seconds = update_seconds
         self._resume = True
-        self.retries.clear()
+        self.retries.new_step()
         self.rewards.missing(self.state.buffer)
         for group in list(self.state.buffer):
             if failure := self._decide(group):
@@ -179,7 +178,15 @@ class Pump:
         return wanted if bound is None else min(wanted, size * (bound + 1 - (self.head - self.state.version)))
 
     def fill(self) -> None:
-        """A new prompt for each group that is missing; then everything unfinished is submitted, in its order."""
+        """A new prompt for each group that is missing; then everything unfinished is submitted, in its order.
+
+        Raises:
+            EngineError: an outage has lasted for too long, or samples of a step's worth of groups were given up.
+        """
+        due = self.retries.due(self.engine, self.flights, self.flight)
+        self._give_up_samples()
+        if self.retries.down:
+            return
         buffer, target = self.state.buffer, self.target
         groups = list(buffer) if self._resume else []
         while len(buffer) - len(self._quarantined) < target:
@@ -195,8 +202,7 @@ class Pump:
         if self._answered:
             answered, self._answered = self._answered, []
             self._submit([sample for sample in answered if sample.group_id in buffer.groups])  # not turned away since
-        if self.retries:
-            self._submit(self.retries.due())
+        self._submit(due)
 
     def _submit(self, work: Iterable[Sample]) -> None:
         flying, quarantined, journal = self.flight.samples, self._quarantined, self.history.journal
@@ -216,27 +222,28 @@ class Pump:
         if self.flight:
             try:
                 ask = partial(self.flights.poll, self.engine, self.flight)
-                chunks = await self.flight.poll(ask, self.retries.next, self._arrivals(or_verdict))
+                chunks = await self.flight.poll(ask, self.retries.next(True), self._arrivals(or_verdict))
             finally:
                 busy = self.engine.running / self.engine.capacity.slots
                 self.account.step.occupancy += (self.account.now - before) * busy
             self.absorb(chunks)
         elif self.episodes:
-            await first_of(self._arrivals(or_verdict), self.retries.next)
+            await first_of(self._arrivals(or_verdict), self.retries.next(False))
             self.account.step.environment_wait_seconds += self.account.now - before
+        elif self.retries:
+            await first_of(self._arrivals(or_verdict), self.retries.next(False))
         else:
-            await self.await_reward(self.retries.next)
+            await self.await_reward()
 
     def _arrivals(self, or_verdict: bool) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What may come beside tokens that something follows from: verdicts, answers of environments."""
-        rewards = [self.rewards.wait] if len(self.rewards) > 0 and (self.state.scored or or_verdict) else []
-        return [*rewards, self.episodes.wait] if self.episodes else rewards
+        waits = [self.rewards.wait] if len(self.rewards) > 0 and (self.state.scored or or_verdict) else []
+        waits += [self.episodes.wait] if self.episodes else []
+        return [*waits, self.retries.wait] if self.retries.controls else waits
 
-    async def await_reward(self, timeout: float | None = None) -> None:
+    async def await_reward(self) -> None:
         before = self.account.now
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                await self.rewards.wait()
+        await self.rewards.wait()
         self.account.step.reward_wait_seconds += self.account.now - before
 
     def absorb(self, chunks: Sequence[Chunk]) -> None:
@@ -244,10 +251,9 @@ class Pump:
         now = self.account.now
         tokens, ended, failed, complete, broken = self.history.absorb(chunks, self.flight.samples)
         self.account.step.sampled_tokens += tokens
-        self.retries.went_on(self.flight.begun(chunks, now))
-        hopeless: EngineError | None = broken[0] if broken else None
+        self.retries.heard(chunks, self.flight.begun(chunks, now), self.flight.samples)
         for chunk in failed:
-            hopeless = self._failed(chunk, now) or hopeless
+            self._failed(chunk, now)
         ids = [chunk[0] for chunk in ended]
         if self.episodes is None:
             finished = self.flight.end(ids, now, "finished")
@@ -258,8 +264,8 @@ class Pump:
             if error.chunk.sample_id in self.flight.samples:
                 self.flight.end([error.chunk.sample_id], now, "failed")  # what comes after it would leave a gap
         self._score(finished, complete)
-        if hopeless is not None:  # only now that every token of these chunks is in its sample
-            raise hopeless
+        if broken:  # only now that every token of these chunks is in its sample
+            raise broken[0]
         if self.on_progress is not None:
             self.on_progress()
 
@@ -302,20 +308,28 @@ class Pump:
             if sample.group_id not in self._quarantined:
                 self.rewards.finished(self.state.buffer.group_of(sample), sample)
 
-    def _failed(self, chunk: Chunk, now: float) -> EngineError | None:
-        """A request failed: the sample goes on from its last token after a while, or its group is quarantined.
-
-        Returns the error that ends the step, once a step's worth of groups is quarantined."""
-        error, group = chunk.error or "", self.state.buffer.group_of(self.flight.samples[chunk.sample_id])
-        self.account.step.failures.append(Failure("engine", chunk.sample_id, group.prompt.id, error))
-        if chunk.recovered:
-            return None
+    def _failed(self, chunk: Chunk, now: float) -> None:
+        """Record that a request failed: its sample waits to go on from its last token."""
+        group = self.state.buffer.group_of(self.flight.samples[chunk.sample_id])
+        self.account.step.failures.append(Failure("engine", chunk.sample_id, group.prompt.id, chunk.error or ""))
         [sample] = self.flight.end([chunk.sample_id], now, "failed")
-        if group.id in self._quarantined or self.retries.failed(sample):
-            return None
-        if not self._give_up(group, Rejection.ENGINE, error):
-            return None
-        return EngineError(f"requests to the engine keep failing; the last one, sample {sample.id}: {error}")
+        if group.id not in self._quarantined:
+            self.retries.failed(sample, chunk)
+
+    def _give_up_samples(self) -> None:
+        """Quarantine the groups of samples that have failed too often.
+
+        Raises:
+            EngineError: this has happened to a step's worth of groups.
+        """
+        hopeless = None
+        for sample, error in self.retries.given_up():
+            if self._give_up(self.state.buffer.group_of(sample), Rejection.ENGINE, error):
+                hopeless = EngineError(
+                    f"requests to the engine keep failing; the last one, sample {sample.id}: {error}"
+                )
+        if hopeless is not None:
+            raise hopeless
 
     def _give_up(self, group: Group, reason: Rejection, error: str) -> str | None:
         """Quarantine a group; returns the error once that has happened to a step's worth of groups."""
@@ -407,6 +421,7 @@ class Pump:
 
     async def interrupt(self) -> None:
         """Stop what is in flight and keep every token of it; once begun, it is not given up half way."""
+        await self.retries.stop()
         if not self.flight:
             return
         cancelled = False

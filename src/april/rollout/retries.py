@@ -1,19 +1,70 @@
-"""Requests to an engine that failed: how often in a row, and when their samples go on.
+"""Requests to an engine that failed: which failures are charged to their samples, and when the samples go on.
+
+An outage makes all requests fail. A bad sample fails where others work, or takes the engine down with it. Each case has
+one rule:
 
 Invariants:
-- a sample is submitted again at most `limit` times in a row without a token between; then it is given up;
-- it waits `delay` seconds after the first failure and twice as long after each further one, at most `LONGEST`.
+- a failure is charged to its sample only if the engine worked meanwhile: another sample has brought a token since, or,
+  if none has by the time of the next attempt, the answer to a control request of one token;
+- if the control request fails too, there is an outage: nothing is charged, and nothing but the control request is
+  submitted until it is answered; then everything goes on from its last token;
+- if all requests in flight failed together, any of them may have taken the engine down: they go on in halves, and the
+  engine going down is charged to a sample that was the only suspect in flight (`suspects.py`);
+- a sample with more than `limit` charges in a row, without a token between them, is given up;
+- attempts wait `delay` seconds after the first failure and twice as long after each further one, at most `LONGEST`;
+- an outage lasts at most `outage_limit` seconds without any token; then `due` raises, and nothing has been given up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
+from april.rollout.control_request import ControlRequest
+from april.rollout.engine import Chunk, Engine, EngineError, Fault
+from april.rollout.flight import Flight
+from april.rollout.flights import Flights
+from april.rollout.suspects import Suspects
 from april.rollout.trajectory import Sample
+
+log = logging.getLogger(__name__)
 
 LONGEST = 30.0
 """Seconds between two attempts at most."""
+SILENCE = 2.0
+"""Seconds without a token from other samples, after which a control request shows whether the engine works."""
+SHORTEST = 0.01
+"""Seconds between two control requests at least."""
+REFUSED_SECONDS = 15.0
+"""Seconds after which an engine that refuses all requests is given up: waiting does not change its settings."""
+
+
+def back_off(delay: float, failures: int) -> float:
+    """Return the seconds to wait after so many failures in a row."""
+    return min(delay * 2.0 ** min(failures - 1, 60), LONGEST)
+
+
+@dataclass(slots=True, eq=False)
+class FailedRequest:
+    """The last request of a sample that waits for its next attempt."""
+
+    sample: Sample
+    error: str
+    fault: Fault
+    at: float
+    """When the request failed."""
+    batch: int
+    """Number of the batch of chunks that the failure came with."""
+    due: float
+    judged: bool = False
+    """The next attempt needs no evidence any more."""
+
+    @property
+    def id(self) -> str:
+        return self.sample.id
 
 
 class Retries:
@@ -22,59 +73,315 @@ class Retries:
     `len` counts those that wait for another attempt, and `in` says whether a sample is one of them.
 
     Args:
-        limit: failures in a row, without a token between them, that a sample may have.
+        limit: charges in a row, without a token between them, that a sample may have.
         delay: seconds until the second attempt.
+        outage_limit: seconds that an outage may last.
     """
 
-    def __init__(self, limit: int, delay: float) -> None:
-        self.limit = limit
-        self.delay = delay
-        self.failures: dict[str, int] = {}
-        """In a row, by sample."""
-        self._waiting: dict[str, tuple[float, Sample]] = {}
+    def __init__(self, limit: int, delay: float, outage_limit: float = 600.0) -> None:
+        self._limit = limit
+        self._delay = delay
+        self._outage_limit = outage_limit
+        self._charges: dict[str, int] = {}
+        self._in_a_row: dict[str, int] = {}
+        """Failures of a sample in a row, charged or not: they make its back-off."""
+        self._waiting: dict[str, FailedRequest] = {}
+        self._suspects: Suspects[FailedRequest] = Suspects()
+        self._given_up: list[tuple[Sample, str]] = []
+        self._batch = 0
+        self._witnesses: dict[str, int] = {}
+        """The batch of the latest token of each sample whose request has not failed since, while any sample waits."""
+        self._answered_prompt: tuple[int, ...] | None = None
+        """A prompt that the engine has continued."""
+        self._control = ControlRequest()
+        self._outage = Outage(outage_limit)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._suspects)
 
     def __contains__(self, sample: Sample) -> bool:
-        return sample.id in self._waiting
+        return sample.id in self._waiting or sample.id in self._suspects
 
-    def failed(self, sample: Sample) -> bool:
-        """A request of `sample` failed. False if it has failed too often and is not tried again."""
-        failures = self.failures[sample.id] = self.failures.get(sample.id, 0) + 1
-        if failures > self.limit:
-            del self.failures[sample.id]
-            return False
-        wait = min(self.delay * 2 ** (failures - 1), LONGEST)
-        self._waiting[sample.id] = (asyncio.get_running_loop().time() + wait, sample)
-        return True
+    @property
+    def down(self) -> bool:
+        """Whether nothing but a control request may be submitted."""
+        return self._outage.attempts > 0 and len(self) > 0
 
-    def went_on(self, sample_ids: Iterable[str]) -> None:
-        """Tokens came: what failed before no longer counts."""
-        if self.failures:
-            for id in sample_ids:
-                self.failures.pop(id, None)
+    def heard(self, chunks: Iterable[Chunk], begun: Iterable[str], samples: Mapping[str, Sample]) -> None:
+        """Record a batch of chunks, before its failures.
+
+        Args:
+            begun: samples that have brought their first tokens since they were submitted.
+            samples: those in flight, by name.
+        """
+        self._batch += 1
+        for id in begun:
+            self._answered_prompt = samples[id].prompt_ids
+            self._charges.pop(id, None)
+            self._in_a_row.pop(id, None)
+        self._suspects.went_on(begun)
+        if len(self) or self._outage.began is not None:
+            brought = [chunk for chunk in chunks if chunk.token_ids or chunk.finish is not None]
+            if brought:
+                self._outage.end()
+            for chunk in brought if self._waiting else ():
+                if chunk.finish is None:
+                    self._witnesses[chunk.sample_id] = self._batch
+                else:  # its request can fail no more
+                    self._witnesses.pop(chunk.sample_id, None)
+
+    def failed(self, sample: Sample, chunk: Chunk) -> None:
+        """Record that the request of `sample` failed, with `chunk`."""
+        now = asyncio.get_running_loop().time()
+        row = self._in_a_row[sample.id] = self._in_a_row.get(sample.id, 0) + 1
+        due = now + back_off(self._delay, row)
+        self._waiting[sample.id] = FailedRequest(sample, chunk.error or "", chunk.fault, now, self._batch, due)
+        self._witnesses.pop(sample.id, None)
+        self._suspects.request_failed(sample.id)
+        self._outage.begin(now, chunk)
+
+    def due(self, engine: Engine, flights: Flights, flight: Flight) -> list[Sample]:
+        """Return the samples to submit now; they wait no longer. Judge failures, by a control request if necessary.
+
+        Args:
+            flights: everything in flight in `engine`.
+            flight: the samples that are retried here, among them.
+
+        Raises:
+            EngineError: the outage has lasted for too long, or the engine as a whole failed.
+        """
+        now = asyncio.get_running_loop().time()
+        self._take_answer(now)
+        if not len(self):
+            return []
+        self._outage.check(now, len(self))
+        if lost := [
+            request for request in self._waiting.values() if request.fault is Fault.LOST and not request.judged
+        ]:
+            self._engine_died(lost, now)
+        if self.down:
+            ready = []
+        else:
+            for request in list(self._waiting.values()):
+                if not request.judged and request.due <= now and self._witnessed(request):
+                    self._judge(request)
+            ready = [request for request in self._waiting.values() if request.judged and request.due <= now]
+            if not ready:
+                undecided = {request.id for request in self._waiting.values() if not request.judged}
+                ready = self._suspects.next_set(flight.samples.keys() | undecided, now)
+        for request in ready:
+            self._waiting.pop(request.id, None)
+        wanted = self._next_control(bool(flight))
+        if wanted is not None and wanted <= now and not ready:
+            self._start_control(engine, flights)
+        if not self._waiting:
+            self._witnesses.clear()
+        return [request.sample for request in ready]
+
+    def given_up(self) -> list[tuple[Sample, str]]:
+        """Return the samples that were given up since the last call, each with its last error."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
+    def next(self, in_flight: bool) -> float | None:
+        """Return the seconds until `due` has something to do; None if nothing waits.
+
+        Args:
+            in_flight: whether other samples are in flight.
+        """
+        now = asyncio.get_running_loop().time()
+        times = [self._next_control(in_flight), self._outage.next if len(self) else None]
+        if not self.down:
+            times += [request.due for request in self._waiting.values() if request.judged or request.due > now]
+            if (acquitted := self._suspects.next) is not None and acquitted > now:
+                times.append(acquitted)
+        # A timer may fire a little early: a wait that is too short for it to notice would be repeated without end.
+        return min((max(SHORTEST / 10, time - now) for time in times if time is not None), default=None)
+
+    async def wait(self) -> None:
+        """Wait for the answer to the control request that is in flight."""
+        await self._control.wait()
+
+    @property
+    def controls(self) -> bool:
+        """Whether a control request is in flight."""
+        return self._control.running
+
+    async def stop(self) -> None:
+        """End the control request, if one is in flight, and the outage with it: generation stops."""
+        self._outage = Outage(self._outage_limit)
+        await self._control.stop()
 
     def forget(self, samples: Iterable[Sample]) -> None:
-        for sample in samples:
-            self.failures.pop(sample.id, None)
-            self._waiting.pop(sample.id, None)
+        """Forget samples that never go on."""
+        ids = {sample.id for sample in samples}
+        for id in ids:
+            self._charges.pop(id, None)
+            self._in_a_row.pop(id, None)
+            self._waiting.pop(id, None)
+        self._suspects.forget(ids)
 
-    def due(self) -> list[Sample]:
-        """The samples whose wait is over; they wait no longer."""
-        now = asyncio.get_running_loop().time()
-        samples = [sample for when, sample in self._waiting.values() if when <= now]
-        for sample in samples:
-            del self._waiting[sample.id]
-        return samples
-
-    def clear(self) -> None:
-        """Nobody waits any longer: a new step begins."""
+    def new_step(self) -> None:
+        """Let no sample wait any longer, except for suspects that are held back."""
+        for request in list(self._waiting.values()):
+            if not request.judged and self._witnessed(request):
+                self._judge(request)
         self._waiting.clear()
+        self._witnesses.clear()
+        self._outage = Outage(self._outage_limit)
+
+    def _witnessed(self, request: FailedRequest) -> bool:
+        """Whether another sample has brought a token since the failure, and its request has not failed since."""
+        return any(batch > request.batch for batch in self._witnesses.values())
+
+    def _judge(self, request: FailedRequest) -> None:
+        """The engine worked while a request failed."""
+        request.judged = True
+        if request.fault is not Fault.UNAVAILABLE:
+            self._charge(request)
+
+    def _charge(self, request: FailedRequest) -> None:
+        charges = self._charges[request.id] = self._charges.get(request.id, 0) + 1
+        if charges > self._limit:
+            self._give_up(request, request.error)
+
+    def _give_up(self, request: FailedRequest, error: str) -> None:
+        self.forget([request.sample])
+        self._given_up.append((request.sample, error))
+
+    def _engine_died(self, failed: list[FailedRequest], now: float) -> None:
+        """The engine, or a replica, went down with these requests in flight."""
+        free, charged = self._suspects.engine_died(failed, now)
+        for request in failed:
+            del self._waiting[request.id]
+        for request in free:
+            request.judged, request.due = True, 0.0
+            self._waiting[request.id] = request
+        if charged is not None and (deaths := self._suspects.charges(charged.id)) > self._limit:
+            self._give_up(
+                charged, f"the engine went down {deaths} times with this sample as the only suspect: {charged.error}"
+            )
+
+    def _next_control(self, in_flight: bool) -> float | None:
+        """When a control request is due; None if none is needed."""
+        if self._control.running or not self._waiting:
+            return None
+        if self.down:
+            return self._outage.next_attempt
+        undecided = [request.due for request in self._waiting.values() if not request.judged]
+        return min(undecided) + (SILENCE if in_flight else 0.0) if undecided else None
+
+    def _start_control(self, engine: Engine, flights: Flights) -> None:
+        """Ask for one token: of a prompt that the engine has continued before, else of those that wait, in turn."""
+        requests = list(self._waiting.values())
+        one = requests[self._outage.attempts % len(requests)].sample
+        self._outage.asked_in = self._batch
+        self._control.start(engine, flights, self._answered_prompt or one.prompt_ids, one.sampling)
+
+    def _take_answer(self, now: float) -> None:
+        answer = self._control.take()
+        if answer is None:
+            return
+        if answer.error is not None:
+            self._outage.attempt_failed(now, max(self._delay, SHORTEST), answer)
+            return
+        outage, batch = self._outage.attempts > 0, self._outage.asked_in
+        failed = [r for r in self._waiting.values() if r.batch <= batch and not r.judged and not self._witnessed(r)]
+        broken = [request for request in failed if request.fault is Fault.UNKNOWN]
+        alone = len(broken) == 1 and not outage and not self._suspects.suspected(broken[0].id)
+        for request in failed:
+            request.due = now
+            if outage:
+                request.judged = True
+            elif alone or request not in broken:
+                self._judge(request)
+        if broken and not alone:
+            self._engine_died(broken, now)
+        self._outage.end()
+
+
+class Outage:
+    """How long no request has been answered, and what people are told of it.
+
+    Args:
+        limit: seconds that it may last.
+    """
+
+    TOLD_AFTER = 2.0
+    """Seconds after which people are told."""
+    TOLD_AGAIN = 60.0
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.began: float | None = None
+        """The time of the first failure that no token has followed."""
+        self.attempts = 0
+        """Control requests that have failed."""
+        self.next_attempt = 0.0
+        self.asked_in = 0
+        """The latest batch of chunks before the control request."""
+        self._error = ""
+        self._refused = False
+        self._told: float | None = None
+
+    def begin(self, now: float, chunk: Chunk) -> None:
+        """A request failed."""
+        if self.began is None:
+            self.began = now
+        self._error = chunk.error or ""
+
+    def attempt_failed(self, now: float, delay: float, answer: Chunk) -> None:
+        """The control request failed: the next one follows later."""
+        self._error, self._refused = answer.error or "", answer.fault is Fault.REFUSED
+        self.attempts += 1
+        self.next_attempt = now + back_off(delay, self.attempts)
+
+    def end(self) -> None:
+        """The engine has answered."""
+        if self._told is not None and self.began is not None:
+            seconds = asyncio.get_running_loop().time() - self.began
+            log.warning("the engine answers again after %.0f s; all samples go on, with every token kept", seconds)
+        self.began, self.attempts, self._told = None, 0, None
+
+    @property
+    def _bound(self) -> float:
+        return min(self.limit, REFUSED_SECONDS) if self._refused else self.limit
 
     @property
     def next(self) -> float | None:
-        """Seconds until a sample is due; None if none waits."""
-        if not self._waiting:
+        """When `check` has something to do."""
+        if self.began is None:
             return None
-        return max(0.0, min(when for when, _ in self._waiting.values()) - asyncio.get_running_loop().time())
+        return min(self.began + self._bound, self._next_told)
+
+    @property
+    def _next_told(self) -> float:
+        """When people are told; never before a control request has failed."""
+        if self.began is None or not self.attempts:
+            return math.inf
+        return self.began + self.TOLD_AFTER if self._told is None else self._told + self.TOLD_AGAIN
+
+    def check(self, now: float, waiting: int) -> None:
+        """Tell people of the outage, or end it.
+
+        Raises:
+            EngineError: it has lasted for `limit` seconds.
+        """
+        if self.began is None:
+            return
+        if now >= self.began + self._bound:
+            raise EngineError(
+                f"the engine has {'refused all requests' if self._refused else 'answered no request'} for "
+                f"{now - self.began:.0f} s (outage_limit = {self.limit:g}): {self._error}\n"
+                "Every token is kept, and no sample was given up."
+            )
+        if now >= self._next_told:
+            self._told = now
+            log.warning(
+                "the engine has answered no request for %.0f s: %s; %d samples wait with every token kept; trying "
+                "again for at most %.0f s (outage_limit)",
+                now - self.began,
+                self._error,
+                waiting,
+                self._bound,
+            )

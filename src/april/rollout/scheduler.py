@@ -170,8 +170,8 @@ class RolloutScheduler:
 
         Raises:
             RewardError: a reward function failed and `on_reward_error` is "raise".
-            EngineError: the engine as a whole failed, or (ChunkError) broke a rule. Nothing sampled is lost; `collect`
-                may be called again.
+            EngineError: the engine as a whole failed, answered no request for `outage_limit` seconds, or (ChunkError)
+                broke a rule. Nothing sampled is lost and no group is rejected; `collect` may be called again.
             JournalError: the journal cannot be written, or (DamageError) holds what cannot have happened.
             ValueError: a prompt does not fit the engine, or the prompts ran out.
         """
@@ -337,7 +337,8 @@ class RolloutScheduler:
         Where generation goes on beside training it goes on beside this too, and `swap` waits for the end of it.
 
         Raises:
-            EngineError: the engine failed, or a request of it did, more often than `max_retries`.
+            EngineError: the engine failed or answered no request for `outage_limit` seconds, or a sample failed more
+                often than `max_retries` while the engine worked.
         """
         sampling = sampling or self.sampling
         groups = [
@@ -345,7 +346,7 @@ class RolloutScheduler:
             for i, prompt in enumerate(prompts)
         ]
         async with self._policy_kept:
-            retries = Retries(self.faults.max_retries, self.faults.retry_delay)
+            retries = Retries(self.faults.max_retries, self.faults.retry_delay, self.faults.outage_limit)
             apart = None if self.episodes is None else self.episodes.apart()  # one that does nothing now is falsy
             await complete(self.engine, groups, retries, apart, self._pump.flights)
         return groups

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.engines.chunk_queue import parted
-from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy, make_chunk
+from april.rollout.engine import Capacity, Chunk, EngineError, Fault, KVPolicy, make_chunk
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
 from april.simulation.blank import blank
@@ -264,7 +264,7 @@ class SimulatedEngine:
         """Hand out so many tokens of the samples in `rows`."""
         blanks = list(map(blank, fresh.tolist()))
         ids = [self._ids[row] for row in rows.tolist()]
-        fields = zip(ids, blanks, blanks, repeat(self.version), finish, repeat(None), repeat(False))
+        fields = zip(ids, blanks, blanks, repeat(self.version), finish, repeat(None), repeat(Fault.UNKNOWN))
         self._chunks += map(make_chunk, fields)
 
     def _park(self, rows: NDArray[np.int64], replicas: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
