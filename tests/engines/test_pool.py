@@ -215,6 +215,68 @@ async def test_a_resumed_sample_goes_back_to_its_prefix(on_update: str) -> None:
         assert finished(samples)
 
 
+async def test_samples_go_back_to_engines_of_this_process_that_keep_their_caches_over_an_update() -> None:
+    class Keeping(StreamEngine):
+        on_update = "keep"
+
+        def __init__(self) -> None:
+            super().__init__(self._sample, Capacity(SLOTS, 10_000))
+            self.served: list[str] = []
+
+        async def _sample(self, sample: Sample) -> AsyncIterator[Tokens]:
+            self.served.append(sample.id)
+            while True:
+                await asyncio.sleep(0)
+                yield [1], [-0.5]
+
+    engines = [Keeping(), Keeping()]
+    pool = EnginePool(engines)
+    samples = make_samples(4)
+    submit(pool, samples)
+    absorb(await pool.poll(), samples)
+    absorb(await pool.interrupt(), samples)
+    await pool.update_weights(1)
+    submit(pool, samples[::-1])
+    absorb(await pool.poll(), samples)
+    absorb(await pool.interrupt(), samples)
+    await pool.close()
+    assert all(sorted(set(engine.served)) == sorted(engine.served[:2]) for engine in engines)
+
+
+async def test_a_sample_that_takes_replicas_down_is_set_aside_and_all_others_are_trained_on() -> None:
+    class Fragile(Machine):
+        async def _sample(self, sample: Sample) -> AsyncIterator[Tokens]:
+            if sample.prompt_ids == (1, 3):
+                self.alive = False
+                asyncio.get_running_loop().call_later(0.02, self.restart)
+            async for tokens in super()._sample(sample):
+                yield tokens
+
+    machines = [Fragile("a", slots=64), Fragile("b", slots=64)]
+    async with pool_of(*machines) as pool:
+        rollouts = scheduler_of(
+            pool,
+            (Prompt((1, i)) for i in range(100)),
+            lambda prompt, sample: 1.0,
+            rollout_batch_size=6,
+            over_sampling_batch_size=8,
+            n_samples_per_prompt=1,
+            sampling=SamplingParams(200),
+            retry_delay=0.05,
+            max_retries=1,
+        )
+        async with rollouts, asyncio.timeout(60):
+            steps = [await rollouts.collect()]
+            while not steps[-1].quarantined:
+                await rollouts.update_weights()
+                steps.append(await rollouts.collect())
+        (quarantine,) = steps[-1].quarantined
+        assert quarantine.group_id == 3
+        assert "with this sample as the only suspect" in quarantine.error
+        assert {id for step in steps for id, _ in step.rejections} == {3}
+        assert all(len(step.groups) == 6 for step in steps)
+
+
 async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
     machines = [Machine("a", slots=8), Machine("b", slots=8)]
     async with pool_of(*machines, affinity=0.0) as pool:

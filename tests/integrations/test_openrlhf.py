@@ -29,6 +29,7 @@ import torch  # noqa: E402
 from openrlhf.trainer.ray import vllm_engine  # noqa: E402
 from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
 
+from april import Capacity, Chunk, EngineError  # noqa: E402
 from april.integrations.openrlhf import PPOTrainer, Settings, check, install  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402
@@ -300,3 +301,23 @@ def test_engines_of_openrlhfs_own_are_named() -> None:
         replicas([])
     with pytest.raises(ValueError, match=r"start the run by `python -m april.integrations.openrlhf`"):
         replicas([SimpleNamespace()])
+
+
+async def test_a_poll_that_fails_is_asked_again() -> None:
+    from ray.exceptions import RayError
+
+    from april.integrations.openrlhf_engine import RayReplica
+
+    answers: list[Any] = [RayError("the node is busy"), ([Chunk("0.0", [1], [-0.5], 0)], 1)]
+
+    async def april_poll() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    actor = SimpleNamespace(april_poll=SimpleNamespace(remote=april_poll))
+    replica = RayReplica(actor, "vLLM engine 0", Capacity(1, 10))
+    with pytest.raises(EngineError, match="vLLM engine 0: the node is busy"):
+        await replica.poll()
+    assert [chunk.token_ids for chunk in await replica.poll()] == [[1]]

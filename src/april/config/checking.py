@@ -68,7 +68,12 @@ def check_engine(settings: EngineSettings) -> None:
         except ValidationError as error:
             problems.append(f"{name} = {getattr(settings, name)!r}: {messages(error.errors())}")
     if not problems:
-        broken = (*_range_problems("engine", settings), *_engine_problems(settings), *_exposed(settings))
+        broken = (
+            *_range_problems("engine", settings),
+            *_engine_problems(settings),
+            *_speculation_problems(settings),
+            *_exposed(settings),
+        )
         problems = [line.removeprefix("engine.") for line in broken]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -389,7 +394,7 @@ def _engine_problems(engine: EngineSettings, on_cluster: bool = False) -> Iterat
             )
 
 
-def _speculation_problems(engine: EngineSettings, min_p: float) -> Iterator[str]:
+def _speculation_problems(engine: EngineSettings, min_p: float = 0.0) -> Iterator[str]:
     drafts = f"engine.draft_tokens = {engine.draft_tokens}"
     asked = engine.speculative_option
     if engine.draft_tokens and engine.engine in ("sglang", "vllm-inproc"):

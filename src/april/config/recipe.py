@@ -158,6 +158,7 @@ class Recipe:
         return FaultPolicy(
             on_reward_error=rollout.on_reward_error,
             reward_timeout=None,
+            outage_limit=rollout.outage_limit,
             max_rejected_groups=rollout.max_rejected_groups or 20 * rollout.rollout_batch_size,
         )
 

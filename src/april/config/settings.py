@@ -93,6 +93,8 @@ class RolloutSettings:
             publishes it.
         max_rejected_groups: Groups of one step that dynamic sampling may turn away before the run stops; 20 N
             if unset.
+        outage_limit: Seconds that the engine may answer no request at all. Until then nothing is given up; then the run
+            stops, and can be resumed.
         on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
         reward_timeout: Seconds a reward may take.
         reward_workers: Processes that compute rewards beside generation, at most. One is there from the start, more
@@ -122,6 +124,7 @@ class RolloutSettings:
     stop_token_ids: tuple[NotNegative[int], ...] = ()
     dynamic_sampling: bool | None = None
     max_rejected_groups: Positive[int] | None = None
+    outage_limit: Positive[float] = 600.0
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
     reward_timeout: Seconds | None = 30.0
     reward_workers: NotNegative[int] | None = None

@@ -45,11 +45,10 @@ class Replica(Engine, Protocol):
 class LocalReplica(WrappedEngine):
     """An engine in this process, as a replica: it lives as long as the process does."""
 
-    on_update: KVPolicy = "recompute"
-
     def __init__(self, engine: Engine, name: str) -> None:
         super().__init__(engine)
         self.name = name
+        self.on_update: KVPolicy = getattr(engine, "on_update", "recompute")
 
     async def check(self) -> None:
         """Nothing that could be dead."""

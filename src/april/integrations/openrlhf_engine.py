@@ -140,10 +140,15 @@ class RayReplica:
         return held
 
     async def _polled(self) -> list[Chunk]:
-        """What the actor answers; if this is cancelled, the next one gets it."""
+        """Return the actor's answer; if the wait is cancelled, the next call returns it."""
         if self._polling is None:
             self._polling = asyncio.create_task(self._poll(), name=f"poll {self.name}")
-        chunks = await asyncio.shield(self._polling)
+        polling = self._polling
+        try:
+            chunks = await asyncio.shield(polling)
+        except EngineError:
+            self._polling = None  # the next call asks again
+            raise
         self._polling = None
         return chunks
 

@@ -142,6 +142,7 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
         replicas=None if own.replicas == "auto" else own.replicas,
         placement=own.placement,
         connect=functools.partial(_connected, recipe.engine, key=key) if servers else None,
+        outage_limit=recipe.rollout.outage_limit,
         training=nodes_of_ranks(),
     )
 
@@ -210,7 +211,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     for index, engine in enumerate(engines):
         if intakes:
             await engine.read_in(intakes[index % len(intakes)])
-    return EnginePool(engines)
+    return EnginePool(engines, patience=recipe.rollout.outage_limit)
 
 
 async def _connected(

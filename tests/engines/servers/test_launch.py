@@ -156,11 +156,14 @@ async def test_a_server_that_kills_itself_says_why(tmp_path: Path) -> None:
             pass
 
 
-async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_in_the_end(
+async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_if_it_does_not_get_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("april.engines.servers.launch.BACKOFF", 0.01)
-    async with start(tmp_path, SERVER, restarts=2) as server:
+    starts = tmp_path / "starts"
+    counted = f"import pathlib; starts = pathlib.Path({str(starts)!r}); starts.open('a').write('x')\n"
+    counted += "if len(starts.read_text()) > 3: raise ValueError('no more')\n"
+    async with start(tmp_path, counted + SERVER, restarts=1) as server:
         for death in range(3):
             first, child = server.process.pid, int(re.findall(r"child (\d+)", server.log.read_text())[-1])
             os.kill(first, signal.SIGKILL)
@@ -171,9 +174,11 @@ async def test_a_server_that_dies_is_started_again_on_its_port_and_given_up_in_t
                 await asyncio.sleep(0.01)
             assert server.given_up == (death == 2)
             assert server.process.pid != first or server.given_up
-        assert server.down == f"toy died (killed by SIGKILL, by someone or for lack of memory); log: {server.log}"
+        assert server.down == f"toy died while starting (exit status 1): ValueError: no more; log: {server.log}"
+        assert starts.read_text() == "x" * 5
     said = [record.getMessage().partition("; it is ")[2] for record in caplog.records]
-    assert said == ["started again, 1 of 2", "started again, 2 of 2", "not started again, for it died 3 times in a row"]
+    assert said[-1] == "not started again, for it died 2 times before it was ready"
+    assert said[:-1] == [f"started again in {delay} s" for delay in (0.01, 0.02, 0.04, 0.08)]
 
 
 async def test_who_waits_for_a_server_is_told_how_long_it_takes(tmp_path: Path) -> None:

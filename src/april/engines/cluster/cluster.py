@@ -41,6 +41,7 @@ class Wanted:
     Args:
         replicas: how many; None: as many as there is room for, also on nodes that join.
         connect: to a server by its address, if engines are servers.
+        outage_limit: seconds to wait with no engine ready.
         training: nodes on which ranks of the trainer are, beside that of this process.
     """
 
@@ -49,6 +50,7 @@ class Wanted:
     replicas: int | None
     placement: Placement
     connect: Callable[[str], Awaitable[ServerEngine]] | None = None
+    outage_limit: float = 600.0
     training: frozenset[str] = frozenset()
 
 
@@ -93,7 +95,7 @@ class Cluster:
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise
-        pool = self._pool = EnginePool(replicas, health_interval=HEALTH)
+        pool = self._pool = EnginePool(replicas, health_interval=HEALTH, patience=wanted.outage_limit)
         missing = (wanted.replicas or 0) - len(placed)
         if missing > 0:
             log.warning("%d engines wait for nodes: %s", missing, self._no_room(nodes))

@@ -90,7 +90,7 @@ class EmbeddedEngine:
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
         self._model = ServedModel(model, dtype)
-        self._on_update = on_update
+        self.on_update = on_update
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
         self._unseen = 0
@@ -252,7 +252,7 @@ class EmbeddedEngine:
         self._model.load(weights)
         self.version = version
         self._epoch += 1
-        if self._on_update == "recompute":
+        if self.on_update == "recompute":
             self._drop(list(self._parked))
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:

@@ -1,17 +1,74 @@
-"""Talking to a server over HTTP: one client, one connection pool, server-sent events."""
+"""HTTP client of a server: one connection pool, server-sent events.
+
+Invariant: every call has a time limit, and a warning names a call that a server leaves unanswered for long.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
 import msgspec
 
+from april.rollout.engine import Fault
+
+log = logging.getLogger(__name__)
+
+WARNED_AFTER = 5.0
+"""Seconds without an answer after which a warning names the call."""
+_limit: ContextVar[float | None] = ContextVar("limit", default=None)
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Inside, each call may take so many seconds."""
+    token = _limit.set(seconds)
+    try:
+        yield
+    finally:
+        _limit.reset(token)
+
 
 class RequestError(Exception):
-    """One request failed; the server may be well."""
+    """One request failed; the server may be well.
+
+    Args:
+        status: of the HTTP response, if there was one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @classmethod
+    def of(cls, path: str, status: int, text: str) -> RequestError:
+        """The error of a response whose status is not 200, with the remedy if the settings are the cause."""
+        remedy = REMEDIES.get(status)
+        return cls(f"{path}: HTTP {status}: {text[:500]}{f' ({remedy})' if remedy else ''}", status)
+
+
+WRONG_KEY = "the server asks for another key: set APRIL_ENGINE_API_KEY, or api_key"
+REMEDIES = {
+    401: WRONG_KEY,
+    403: WRONG_KEY,
+    404: "no such path there: docs/engines.md has the versions and options of servers",
+}
+NOT_REACHED = {408, 429, 502, 503, 504}
+"""Statuses of a gateway, or of a server that has no room: the model has not seen the request."""
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Return what the failure of a request tells about the request."""
+    status = error.status if isinstance(error, RequestError) else None
+    if status in NOT_REACHED or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return Fault.UNAVAILABLE
+    return Fault.REFUSED if status is not None and 400 <= status < 500 else Fault.UNKNOWN
 
 
 JSON = {"Content-Type": "application/json"}
@@ -25,13 +82,13 @@ class HTTPClient:
 
     Args:
         url: where the server listens, `http://host:port`.
-        connect_timeout: seconds a connection may take to be made. Nothing else is timed here.
+        patience: seconds that making a connection may take, and a call, unless a `time_limit` is set.
         api_key: sent as a bearer token.
     """
 
-    def __init__(self, url: str, connect_timeout: float, api_key: str | None = None) -> None:
+    def __init__(self, url: str, patience: float, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._connect_timeout = connect_timeout
+        self._patience = patience
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -45,7 +102,7 @@ class HTTPClient:
             # Servers close idle connections after 5 s; ours go first, or a request meets a closing one. No limit on
             # connections: the server queues, and a control call must never wait behind a stream.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3)
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._patience)
             self._session = aiohttp.ClientSession(
                 self.url, connector=connector, timeout=timeout, headers=self._headers, read_bufsize=2**16
             )
@@ -54,29 +111,54 @@ class HTTPClient:
         return self._session.request(method, path, data=msgspec.json.encode(body), headers=JSON)
 
     async def post(self, path: str, body: Any = None) -> Any:
-        """The answer, decoded if it is JSON. Raises RequestError unless the status is 200."""
-        async with self.request("POST", path, body) as response:
-            return await self._answer(path, response)
+        """Return the answer, decoded if it is JSON.
+
+        Raises:
+            RequestError: the status is not 200, or the server does not answer in time.
+        """
+        status, text = await self.status("POST", path, body)
+        return _decoded(path, status, text)
 
     async def get(self, path: str) -> Any:
         """As `post`."""
-        async with self.request("GET", path) as response:
-            return await self._answer(path, response)
+        status, text = await self.status("GET", path)
+        return _decoded(path, status, text)
 
-    async def _answer(self, path: str, response: aiohttp.ClientResponse) -> Any:
-        text = await response.text()
-        if response.status != 200:
-            raise RequestError(f"{path}: HTTP {response.status}: {text[:500]}")
-        if not text:
-            return None
+    async def status(self, method: str, path: str, body: Any = None) -> tuple[int, str]:
+        """Return status and text of the answer.
+
+        Raises:
+            RequestError: the server does not answer in time.
+        """
+        limit = _limit.get() or self._patience
+        loop, url = asyncio.get_running_loop(), f"{self.url}{path.partition('?')[0]}"
+        warned = min(WARNED_AFTER, limit / 2)
+        message = "waiting for %s: no answer for %g s, waiting for at most %g s"
+        warning = loop.call_later(warned, log.warning, message, url, warned, limit)
         try:
-            return json.loads(text)
-        except json.JSONDecodeError:
-            return text
+            async with asyncio.timeout(limit) as timeout, self.request(method, path, body) as response:
+                return response.status, await response.text()
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise RequestError(f"{path}: no answer in {limit:g} s") from error
+        finally:
+            warning.cancel()
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
+
+
+def _decoded(path: str, status: int, text: str) -> Any:
+    if status != 200:
+        raise RequestError.of(path, status, text)
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
 
 
 def events(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -3,8 +3,8 @@
 Invariants:
 - a server listens where only this machine reaches it, unless it is told another host, and then it asks for a key;
 - a key is in no command line, which everybody on the machine sees, and in no log;
-- a server that dies is started again on its port, at most `restarts` times in a row, and its death is said with the
-  cause and the path of its log;
+- a server that dies is started again on its port, unless it died more than `restarts` times in a row before it was
+  ready, and a warning names the cause of each death and the path of the log;
 - the server's log is in the run directory from its first line on, those of its restarts behind one another, also where
   a later run or actor starts it.
 
@@ -39,10 +39,10 @@ from april.rollout.engine import EngineError
 log = logging.getLogger(__name__)
 
 RESTARTS = 3
-"""Deaths in a row after which a server is not started again."""
+"""Deaths in a row, before it was ready, after which a server is not started again."""
 STEADY = 600.0
 """Seconds that a server has to run until its earlier deaths no longer count."""
-BACKOFF = 1.0
+BACKOFF, LONGEST = 1.0, 30.0
 """Seconds before a dead server is started again; twice as long after each further death in a row."""
 
 
@@ -60,7 +60,7 @@ class Launch:
         port: 0 takes a free one.
         api_key: what it asks clients for; needed where `host` is reached from other machines.
         ready_timeout: seconds the server may take until it answers.
-        restarts: deaths in a row after which it is started again, on its port.
+        restarts: deaths in a row, before it is ready, after which it is started again, on its port.
         waiting: called about every second while it starts, with the server and the seconds it has taken so far.
 
     Raises:
@@ -117,6 +117,8 @@ class Server:
     """It died so often that it is not started again."""
     _said: int = field(default=0, init=False)
     """Where in its log this start begins."""
+    _was_ready: bool = field(default=False, init=False)
+    """It was ready in its current life, or in the latest one."""
 
     @property
     def name(self) -> str:
@@ -136,7 +138,7 @@ class Server:
         Raises:
             EngineError: it died, or was not ready in time, before it was ready for the first time.
         """
-        deaths, clock = 0, asyncio.get_running_loop().time
+        deaths, unready, clock = 0, 0, asyncio.get_running_loop().time
         while True:
             began = clock()
             try:
@@ -146,21 +148,24 @@ class Server:
                 if not started.is_set():
                     raise
             deaths = 1 if clock() - began > STEADY else deaths + 1
-            if deaths > self.how.restarts:
+            unready = 0 if self._was_ready else unready + 1
+            if unready > self.how.restarts:
                 self.given_up = True
-                log.error("%s; it is not started again, for it died %d times in a row", self.down, deaths)
+                log.error("%s; it is not started again, for it died %d times before it was ready", self.down, unready)
                 return
-            log.warning("%s; it is started again, %d of %d", self.down, deaths, self.how.restarts)
-            await asyncio.sleep(BACKOFF * 2 ** (deaths - 1))
+            delay = min(BACKOFF * 2.0 ** min(deaths - 1, 60), LONGEST)
+            log.warning("%s; it is started again in %g s", self.down, delay)
+            await asyncio.sleep(delay)
 
     async def _live(self, started: asyncio.Event) -> None:
         """One life, which ends with an EngineError that says why."""
         self._said = self.log.stat().st_size
+        self._was_ready = False
         died = "died while starting"
         try:
             async with process_group(self.command, self.log, self.how.environment, self.how.api_key) as self.process:
                 if await self._ready():
-                    self.down, died = None, "died"
+                    self.down, died, self._was_ready = None, "died", True
                     started.set()
                     await self.process.wait()
                     self.down = f"{self.name} died"

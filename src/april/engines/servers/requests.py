@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from april.engines.chunk_queue import ChunkQueue
-from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events
+from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events, fault_of
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.interval import Interval, StreamInterval
 from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream
-from april.rollout.engine import Chunk, KVPolicy
+from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
 
@@ -317,7 +317,7 @@ class Requests:
             self._queue.put(Chunk(stream.sample_id, (), (), stream.version, error=reason))
 
     async def _run(self, stream: Stream) -> None:
-        error = None
+        error, fault = None, Fault.UNKNOWN
         try:
             if stream.after is not None and stream.after.task is not None:
                 await asyncio.wait([stream.after.task])
@@ -327,18 +327,18 @@ class Requests:
             while await self._request(stream) == "again":
                 stream.renew()
         except Exception as failure:  # whatever it is, its sample is told, and nobody waits for it without end
-            error = f"{self._name}: {self._why(failure)}"
+            error, fault = f"{self._name}: {self._why(failure)}", fault_of(failure)
         finally:
             if self._streams.get(stream.sample_id) is stream:
                 del self._streams[stream.sample_id]
                 self._queue.wake()
         if error is not None and not stream.interrupted:
-            self._deliver(stream, Chunk(stream.sample_id, (), (), stream.version, error=error))
+            self._deliver(stream, Chunk(stream.sample_id, (), (), stream.version, error=error, fault=fault))
 
     async def _request(self, stream: Stream) -> Finish:
         async with self._http.request("POST", *self.request(stream)) as response:
             if response.status != 200:
-                raise RequestError(f"HTTP {response.status}: {(await response.text())[:500]}")
+                raise RequestError.of(self.request(stream)[0], response.status, await response.text())
             return await self._follow(stream, response.content)
 
     def _catch_up(self, stream: Stream) -> bool:

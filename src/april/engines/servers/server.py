@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
-from april.engines.servers.client import FAILURES, HTTPClient, describe
+from april.engines.servers.client import FAILURES, HTTPClient, describe, time_limit
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.intake import Intake, RemoteRequests
 from april.engines.servers.interval import Interval, StreamInterval
@@ -77,7 +77,7 @@ class ServerEngine:
         self._patience = patience
         self._update_timeout = update_timeout
         self._process = process
-        self._http = HTTPClient(url, connect_timeout=patience, api_key=api_key)
+        self._http = HTTPClient(url, patience, api_key)
         self._dialect = dialect(self._http)
         if on_update == "keep" and self._dialect.pausing is None:
             raise ValueError(f'on_update = "keep": {self._dialect.kind} cannot freeze requests; use "recompute"')
@@ -203,15 +203,19 @@ class ServerEngine:
         assert not self.requests, "weights change only while nothing is in flight"
         try:
             async with asyncio.timeout(self._update_timeout):
-                receiver = functools.partial(Receiver, self.name, self.url, self._life)
-                await self._dialect.load(version, weights, receiver)
-                if self.on_update == "recompute":
-                    await self._dialect.reset_caches()
-                self._label = await self._dialect.label()
+                with time_limit(self._update_timeout):
+                    await self._load(version, weights)
         except (*FAILURES, RuntimeError) as error:
             raise EngineError(f"{self!r} did not take up weights {version}: {self._why(error)}") from error
         self.version = version
         self._name_weights()
+
+    async def _load(self, version: int, weights: Any) -> None:
+        receiver = functools.partial(Receiver, self.name, self.url, self._life)
+        await self._dialect.load(version, weights, receiver)
+        if self.on_update == "recompute":
+            await self._dialect.reset_caches()
+        self._label = await self._dialect.label()
 
     async def check(self) -> None:
         """See that the server lives and holds the weights it was last given.

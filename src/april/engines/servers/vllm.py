@@ -132,9 +132,9 @@ class VLLM:
         return True
 
     async def _require_token_ids(self) -> None:
-        async with self._http.request("POST", self.generate_path, {"token_ids": []}) as response:
-            if response.status in (403, 404):
-                raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
+        status, _ = await self._http.status("POST", self.generate_path, {"token_ids": []})
+        if status in (403, 404):
+            raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
 
     def inexact(self, sampling: SamplingParams) -> str | None:
         if self._speculates and sampling.min_p:
