@@ -78,7 +78,7 @@ async def _answer(engine: Engine, flights: Flights, sample: Sample) -> Chunk:
                 async with asyncio.timeout(CONTROL_SECONDS):
                     while True:
                         for chunk in await flight.poll(partial(flights.poll, engine, flight)):
-                            if chunk.token_ids or chunk.finish is not None or chunk.error is not None:
+                            if len(chunk.token_ids) or chunk.finish is not None or chunk.error is not None:
                                 return chunk
                         await asyncio.sleep(0)
             return silent

@@ -121,7 +121,7 @@ class Retries:
             self._in_a_row.pop(id, None)
         self._suspects.went_on(begun)
         if len(self) or self._outage.began is not None:
-            brought = [chunk for chunk in chunks if chunk.token_ids or chunk.finish is not None]
+            brought = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
             if brought:
                 self._outage.end()
             for chunk in brought if self._waiting else ():
@@ -372,8 +372,8 @@ class Outage:
         if now >= self.began + self._bound:
             raise EngineError(
                 f"the engine has {'refused all requests' if self._refused else 'answered no request'} for "
-                f"{now - self.began:.0f} s (outage_limit = {self.limit:g}): {self._error}\n"
-                "Every token is kept, and no sample was given up."
+                f"{now - self.began:.0f} s (outage_limit = {self.limit:g}): {self._error}; "
+                "every token is kept, and no sample was given up"
             )
         if now >= self._next_told:
             self._told = now
