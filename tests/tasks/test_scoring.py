@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from april.rollout.rewards import RewardError
+from april.rollout.rewards import RewardError, described
 from april.rollout.trajectory import Reward
 from april.tasks import length
 from april.tasks.math import math_verify
@@ -56,6 +56,26 @@ class Judge:
     def __call__(self, response, answer):
         return 0.5
 judge = Judge()
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str == str(ground_truth) and data_source == "book" and extra_info == {"split": "train"})
+    return {"score": right, "acc": bool(right)}
+
+def brief_score(solution_str, ground_truth, method="strict"):
+    return float(solution_str == ground_truth and method == "strict")
+
+def accuracy(prompts, completions, completion_ids, source, answer, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    assert len(texts) == len(prompts) == len(source) == len(kwargs["level"])
+    return [None if t == "?" else float(t == a) + len(i or ()) for t, a, i in zip(texts, answer, completion_ids)]
+
+async def graded(completions, solution): return [float(c == s) for c, s in zip(completions, solution)]
+
+def of_column(source, response): return 1.0
+def answer_first(answer, response): return 1.0
+def level_second(response, level): return 1.0
+def misspelt(response, answer, sorce): return 1.0
+def by_response(responses, answer): return {response: 1.0 for response in responses}
 
 def dist(response, answer): return 0.0
 def nothing(response, answer): return None
@@ -273,3 +293,67 @@ def test_math_verify_scores_in_any_thread():
 def test_a_problem_without_a_readable_answer_is_named(answer):
     with pytest.raises(RewardError, match="problem 'm': math-verify finds no answer"):
         math_verify(Problem("m", "?", answer), "4")
+
+
+BOOK = Problem(
+    "p1", "2 + 2?", "4", {"level": 3, "source": "book", "data_source": "book", "extra_info": {"split": "train"}}
+)
+CHAT = Problem("p2", [{"role": "user", "content": "2 + 2?"}], "4", BOOK.metadata)
+
+
+def test_functions_of_verl_are_called_by_the_names_of_their_parameters():
+    score = scorer("my_rewards:compute_score")
+    score.check([BOOK])
+    assert score(BOOK, ["4", "book"]) == [Reward(1.0, {"acc": True}), Reward(0.0, {"acc": False})]
+    assert score(Problem("p", "?", 4, BOOK.metadata), ["4"])[0].value == 1.0
+    assert scorer("my_rewards:brief_score")(PROBLEM, ["4", "5"]) == [Reward(1.0), Reward(0.0)]
+    with pytest.raises(ValueError, match=r"'my_rewards:compute_score': .* 'data_source'"):
+        score.check([PROBLEM])
+
+
+@pytest.mark.parametrize("problem", [BOOK, CHAT])
+@pytest.mark.parametrize("scope", ["sample", "group"])
+def test_functions_of_trl_are_called_by_the_names_of_their_parameters(problem, scope):
+    score = scorer("my_rewards:accuracy", reward_scope=scope)
+    score.check([problem])
+    assert score.reads_token_ids
+    assert score(problem, ["4", "5", "?"], [1, 2, 1], [[7], [7, 8], [9]]) == [Reward(2.0), Reward(2.0), Reward(0.0)]
+
+
+def test_the_answer_has_its_columns_name_for_functions_of_trl():
+    score = scorer("my_rewards:graded", answer_column="solution")
+    score.check([PROBLEM])
+    assert not score.reads_token_ids
+    assert score(PROBLEM, ["4", "5"]) == [Reward(1.0), Reward(0.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("of_column", "its parameter 'source' would get the response"),
+        ("answer_first", "its parameter 'answer' would get the response"),
+        ("level_second", "its parameter 'level' would get the answer"),
+        ("misspelt", "'sorce'; problem 'p1' offers .*did you mean 'source'"),
+    ],
+)
+def test_parameters_that_would_be_given_something_else_are_refused_before_training(name, message):
+    with pytest.raises(ValueError, match=f"^reward = 'my_rewards:{name}': .*{message}"):
+        scorer(f"my_rewards:{name}").check([PROBLEM])
+
+
+@pytest.mark.parametrize(
+    "path", ["april.tasks.format:boxed", "april.tasks.length:per_thousand", "april.tasks.length:relative"]
+)
+def test_ready_made_functions_pass_the_check(path):
+    scorer(path).check([PROBLEM, BOOK, CHAT])
+
+
+def test_a_group_reward_that_is_a_dict_is_refused():
+    with pytest.raises(RewardError, match=r"problem 'p1'.*by_response.*returned \{'4': 1.0\}"):
+        scorer("my_rewards:by_response", reward_scope="group")(PROBLEM, ["4"])
+
+
+def test_an_error_of_aprils_own_is_named_once():
+    with pytest.raises(RewardError) as caught:
+        scorer("my_rewards:nothing")(PROBLEM, ["4"])
+    assert described(caught.value).startswith("problem 'p1', reward 'my_rewards:nothing'")

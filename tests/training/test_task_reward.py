@@ -182,3 +182,40 @@ async def test_a_function_that_exits_fails_and_ends_nothing(function: str) -> No
     async with rewards(function, reward_workers=0) as scored:
         with pytest.raises(RewardError, match=r"prompt 'p1': SystemExit: 0 \(my_hanging_rewards.py, line \d+\)"):
             await scored.score_groups(groups(0))
+
+
+class Letters:
+    """A tokenizer of characters, with a special token."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool) -> str:
+        return "".join(chr(token) for token in token_ids if token or not skip_special_tokens)
+
+
+def written(*responses: str, prompt: str = "?") -> Group:
+    """A group of these responses to a problem of countdown, whose scorer hangs on towers of powers."""
+    metadata = {"prompt": prompt, "answer": "1+1", "metadata": {"numbers": [1, 1], "target": 2}}
+    group = Group.start(0, Prompt((1,), "p", metadata), len(responses), SamplingParams(max_tokens=99), seed=1)
+    for sample, text in zip(group.samples, responses, strict=True):
+        sample.extend([ord(letter) for letter in text], [0.0] * len(text), 0)
+    return group
+
+
+async def test_a_response_on_which_aprils_own_scorer_hangs_scores_0_and_is_counted(caplog) -> None:
+    """Whatever `on_reward_error` is, and beside a function of the user's, which is called all the same."""
+    weights = {"task": 1.0, "my_hanging_rewards:score": 0.5}
+    scorer = SpecScorer(TaskSpec("reasoning_gym", "countdown", rewards=weights))
+    group = written("<answer>9**9**9**9</answer>", "<answer>1+1</answer>")
+    async with Rewards(scorer, Letters(), RolloutSettings(reward_timeout=4.0, reward_workers=2)) as subject:
+        assert await subject.score_groups([group]) == [[0.5, 1.5]]
+        assert subject.take_unjudged() == 1
+        assert subject.take_unjudged() == 0
+        assert subject.failures == {"TimeoutError": 1}
+    assert "a response could not be scored and got 0, last on prompt 'p': TimeoutError" in caplog.text
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_special_tokens_are_stripped_unless_they_are_to_be_kept(keep: bool) -> None:
+    spec = TaskSpec("reasoning_gym", "gcd", reward="builtins:len", keep_special_tokens=keep)
+    group = written("four\0")
+    async with Rewards(SpecScorer(spec), Letters(), RolloutSettings(reward_workers=0)) as subject:
+        assert await subject.score_groups([group]) == [[5.0 if keep else 4.0]]
