@@ -146,6 +146,8 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
 
 def _environment_problems(recipe: Recipe) -> Iterator[str]:
     own, task = recipe.environment, recipe.task
+    if own.enabled and task.continue_assistant:
+        yield "task.continue_assistant = true: not with an environment, which answers the prompt first; remove it"
     if own.path and own.tools:
         yield f"environment.tools = {own.tools!r}: path is set too; remove one of the two"
     if not own.enabled:

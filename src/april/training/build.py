@@ -114,7 +114,7 @@ async def trainer_of(
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
-        room = engine.capacity.context_length - recipe.rollout.max_response_length
+        room = _room(recipe, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
         episodes = stack.enter_context(world.episodes(engine.capacity.context_length)) if world else None
@@ -205,13 +205,19 @@ def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     context = asked or known
     if context is None:
         return rollout.max_prompt_length
-    room = context - rollout.max_response_length
+    room = _room(recipe, context)
+    return min(rollout.max_prompt_length or room, room)
+
+
+def _room(recipe: Recipe, context: int) -> int:
+    """Tokens that a context leaves for a prompt beside a full response."""
+    room = context - recipe.rollout.max_response_length
     if room < 1:
         raise ConfigError(
-            f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
-            f"of {context} tokens: lower it, or raise engine.context_length if the model allows"
+            f"rollout.max_response_length = {recipe.rollout.max_response_length} leaves no room for a prompt in a "
+            f"context of {context} tokens: lower it, or raise engine.context_length if the model allows"
         )
-    return min(rollout.max_prompt_length or room, room)
+    return room
 
 
 @dataclass(frozen=True, slots=True)
