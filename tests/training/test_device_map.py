@@ -179,3 +179,15 @@ def test_the_report_shows_the_map(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     page = write_report(tmp_path).read_text()
     assert '<h2>GPUs</h2><table><tr><td>GPU 0 (&lt;H100&gt;)</td><td class="text">trains</td></tr>' in page
+
+
+def test_one_process_alone_needs_no_count_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("april.engines.gpus.NVIDIA_DRIVER", Path("/"))
+    check_ranks(recipe())
+    assert recipe(model={"path": "policy", "device": "cpu"}).slots == 64
+    for sections in ({"engine": {"engine": "vllm"}}, {"trainer": {"processes": 2}}):
+        with pytest.raises(ConfigError, match="pip install nvidia-ml-py"):
+            check_ranks(recipe(**sections))
+    with pytest.raises(ConfigError, match="pip install nvidia-ml-py"):
+        recipe(engine={"engine": "vllm"}).slots.bit_length()

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic import TypeAdapter
 
+from april.config.machine import visible_gpus
 from april.config.settings import (
     AlgorithmSettings,
     ClusterSettings,
@@ -28,7 +29,6 @@ from april.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
-from april.engines.gpus import visible
 from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.params import FaultPolicy, RolloutParams
 from april.rollout.sampling import SamplingParams
@@ -120,8 +120,8 @@ class Recipe:
         """Samples that decode together in each engine."""
         if self.engine.max_running != "auto":
             return self.engine.max_running
-        device = self.model.device if self.generates_inside or self.engine.own_process else "auto"
-        on_gpu = device != "cpu" and self.gpus_per_engine > 0 and bool(visible())
+        with_trainer = self.generates_inside or self.engine.own_process
+        on_gpu = self.model.on_gpu if with_trainer else self.gpus_per_engine > 0 and bool(visible_gpus())
         return GPU_SLOTS if on_gpu else CPU_SLOTS
 
     @property

@@ -9,15 +9,16 @@ import os
 from collections.abc import Sequence
 
 from april.config.error import ConfigError
+from april.config.machine import visible_gpus
 from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap, GpuShortageError, assign
-from april.engines.gpus import Gpu, visible
-from april.rollout.engine import EngineError
+from april.engines.gpus import Gpu
 from april.training.rank_process import is_rank
 
 
 def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap | None:
-    """The map of this machine; None where it has no GPUs, or a cluster assigns them.
+    """The map of this machine; None where it has no GPUs, a cluster assigns them, or one process does everything on a
+    machine whose GPUs cannot be counted.
 
     Args:
         gpus: those that this process sees; by default they are counted.
@@ -28,9 +29,11 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
     if recipe.cluster.enabled:
         return None
     try:
-        gpus = visible() if gpus is None else gpus
-    except EngineError as error:
-        raise ConfigError(str(error)) from None
+        gpus = visible_gpus() if gpus is None else gpus
+    except ConfigError:
+        if recipe.engines_here or recipe.trainer.sharded:
+            raise
+        return None
     engines, each, training = len(recipe.engines_here), _gpus_per_engine(recipe), _training(recipe)
     if not gpus:
         if engines and recipe.engine.gpus_per_replica not in ("auto", 0):

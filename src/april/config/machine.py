@@ -1,0 +1,20 @@
+"""This machine, as far as a recipe's defaults depend on it."""
+
+from __future__ import annotations
+
+from april.config.error import ConfigError
+from april.engines import gpus
+from april.engines.gpus import Gpu
+from april.rollout.engine import EngineError
+
+
+def visible_gpus() -> list[Gpu]:
+    """The GPUs that this process may use.
+
+    Raises:
+        ConfigError: they cannot be counted.
+    """
+    try:
+        return gpus.visible()
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
