@@ -277,6 +277,32 @@ async def test_a_sample_that_takes_replicas_down_is_set_aside_and_all_others_are
         assert all(len(step.groups) == 6 for step in steps)
 
 
+async def test_replicas_that_die_of_every_request_are_an_outage_and_no_group_is_rejected() -> None:
+    class Broken(Machine):
+        async def _sample(self, sample: Sample) -> AsyncIterator[Tokens]:
+            self.alive = False
+            asyncio.get_running_loop().call_later(0.02, self.restart)
+            raise ConnectionError("the server died")
+            yield
+
+    async with pool_of(Broken("a"), Broken("b")) as pool:
+        rollouts = scheduler_of(
+            pool,
+            (Prompt((1, i)) for i in range(100)),
+            lambda prompt, sample: 1.0,
+            rollout_batch_size=2,
+            n_samples_per_prompt=1,
+            over_sampling_batch_size=3,
+            retry_delay=0.01,
+            max_retries=0,
+            outage_limit=1.5,
+        )
+        async with rollouts:
+            with pytest.raises(EngineError, match=r"answered no request for .*outage_limit"):
+                await asyncio.wait_for(rollouts.collect(), 30)
+            assert len(rollouts.buffer) == 3
+
+
 async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
     machines = [Machine("a", slots=8), Machine("b", slots=8)]
     async with pool_of(*machines, affinity=0.0) as pool:

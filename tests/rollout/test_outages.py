@@ -219,7 +219,7 @@ TIMES = st.floats(0.0, 8.0)
     size=st.integers(5, 7),
     extra=st.integers(0, 7),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_only_bad_samples_are_set_aside_and_no_step_waits_for_them(
     outages: list[tuple[float, float]],
     bad: set[int],

@@ -171,3 +171,23 @@ async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> No
             assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())), moments
             rollouts.buffer.check()
             assert len((await rollouts.collect()).groups) == 3
+
+
+async def test_a_control_request_never_keeps_an_engine_from_stopping_everything_together() -> None:
+    class AllOrNothing(Cursed):
+        """As verl's replicas: it stops everything that is in flight, or nothing."""
+
+        async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+            named = set(self.flight if sample_ids is None else sample_ids)
+            if named & self.flight.keys() and not self.flight.keys() <= named:
+                raise EngineError(f"samples in flight were not named: {self.flight.keys() - named}")
+            return await super().interrupt(sample_ids)
+
+    for seed in range(20):
+        engine = AllOrNothing({0, 1}, slots=2, seed=seed)
+        async with scheduler(engine, max_staleness=3, over_sampling_batch_size=4) as rollouts:
+            for _ in range(4):
+                await rollouts.take()
+                await asyncio.sleep(0)
+                await rollouts.swap()
+    assert any(id.startswith("control") for id in engine.submissions)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from april.rollout.engine import Chunk, Engine
-from april.rollout.flight import outlast
+from april.rollout.flight import Flight, outlast
 from april.rollout.flights import Flights
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
@@ -29,7 +29,8 @@ class ControlRequest:
     """Rollouts and an evaluation may each have a control request in the same engine."""
 
     def __init__(self) -> None:
-        self.running = False
+        self.sample_ids: Sequence[str] = ()
+        """The sample that is in flight, if there is one."""
         self._task: asyncio.Task[Chunk] | None = None
 
     def start(self, engine: Engine, flights: Flights, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
@@ -38,7 +39,7 @@ class ControlRequest:
         short = replace(sampling, max_tokens=1, max_turns=0)
         sample = Sample(-1, 0, tuple(prompt_ids), short, 0, id=f"control {next(self._numbers)}")
         self._task = asyncio.create_task(_answer(engine, flights, sample), name=sample.id)
-        self.running = True
+        self.sample_ids = (sample.id,)
 
     def take(self) -> Chunk | None:
         """Return the engine's answer, once: a chunk with an error if the request failed; None if there is no answer.
@@ -48,7 +49,7 @@ class ControlRequest:
         """
         if self._task is None or not self._task.done():
             return None
-        task, self._task, self.running = self._task, None, False
+        task, self._task, self.sample_ids = self._task, None, ()
         return task.result()
 
     async def wait(self) -> None:
@@ -58,7 +59,7 @@ class ControlRequest:
 
     async def stop(self) -> None:
         """Cancel the request that is in flight, if there is one."""
-        task, self._task, self.running = self._task, None, False
+        task, self._task, self.sample_ids = self._task, None, ()
         if task is None:
             return
         task.cancel()
@@ -74,14 +75,20 @@ async def _answer(engine: Engine, flights: Flights, sample: Sample) -> Chunk:
     with flights.beside() as flight:
         flight.submit(engine, [sample], 0.0, [])
         try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(CONTROL_SECONDS):
-                    while True:
-                        for chunk in await flight.poll(partial(flights.poll, engine, flight)):
-                            if len(chunk.token_ids) or chunk.finish is not None or chunk.error is not None:
-                                return chunk
-                        await asyncio.sleep(0)
-            return silent
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(CONTROL_SECONDS):
+                        return await _answered(engine, flights, flight)
+                if len(flights) == len(flight):  # else it may wait behind other samples
+                    return silent
         finally:
             await engine.interrupt([sample.id])
             engine.forget([sample.id])
+
+
+async def _answered(engine: Engine, flights: Flights, flight: Flight) -> Chunk:
+    while True:
+        for chunk in await flight.poll(partial(flights.poll, engine, flight)):
+            if len(chunk.token_ids) or chunk.finish is not None or chunk.error is not None:
+                return chunk
+        await asyncio.sleep(0)

@@ -83,10 +83,14 @@ class Flight:
         self._silent, self._sampling = carried, {}
         return list(carried.values())
 
-    async def interrupt(self, engine: Engine) -> list[Chunk]:
-        """Stop these samples, and no others that the engine holds; what was sampled for them and not absorbed yet."""
-        interrupted = await engine.interrupt(list(self.samples))
-        return [*self.late(), *interrupted]
+    async def interrupt(self, engine: Engine, controls: Sequence[str] = ()) -> list[Chunk]:
+        """Stop these samples, and no others that the engine holds; return what was sampled for them and not absorbed.
+
+        Args:
+            controls: samples of control requests, which are stopped too; their tokens are thrown away.
+        """
+        interrupted = await engine.interrupt([*self.samples, *controls])
+        return [*self.late(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
 
     def late(self) -> list[Chunk]:
         """What was handed out for these samples and is not absorbed yet."""

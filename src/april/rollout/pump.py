@@ -421,16 +421,20 @@ class Pump:
 
     async def interrupt(self) -> None:
         """Stop what is in flight and keep every token of it; once begun, it is not given up half way."""
-        await self.retries.stop()
-        if not self.flight:
-            return
+        try:
+            if self.flight:
+                await self._interrupt_flight()
+        finally:
+            await self.retries.stop()
+
+    async def _interrupt_flight(self) -> None:
         cancelled = False
         try:
             try:
-                chunks = await self.flight.interrupt(self.engine)
+                chunks = await self.flight.interrupt(self.engine, self.retries.controls)
             except asyncio.CancelledError:
                 cancelled = True
-                again = asyncio.ensure_future(self.flight.interrupt(self.engine))
+                again = asyncio.ensure_future(self.flight.interrupt(self.engine, self.retries.controls))
                 await outlast(again)
                 chunks = again.result()
             self.absorb(chunks)

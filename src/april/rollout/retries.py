@@ -12,7 +12,8 @@ Invariants:
   engine going down is charged to a sample that was the only suspect in flight (`suspects.py`);
 - a sample with more than `limit` charges in a row, without a token between them, is given up;
 - attempts wait `delay` seconds after the first failure and twice as long after each further one, at most `LONGEST`;
-- an outage lasts at most `outage_limit` seconds without any token; then `due` raises, and nothing has been given up.
+- an outage lasts at most `outage_limit` seconds without any token; then `due` raises, and nothing has been given up;
+- a failure that says that the model has not seen the request is charged only after `outage_limit` seconds of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from april.rollout.control_request import ControlRequest
@@ -85,6 +86,8 @@ class Retries:
         self._charges: dict[str, int] = {}
         self._in_a_row: dict[str, int] = {}
         """Failures of a sample in a row, charged or not: they make its back-off."""
+        self._failing_since: dict[str, float] = {}
+        """When the first of them was."""
         self._waiting: dict[str, FailedRequest] = {}
         self._suspects: Suspects[FailedRequest] = Suspects()
         self._given_up: list[tuple[Sample, str]] = []
@@ -105,7 +108,7 @@ class Retries:
     @property
     def down(self) -> bool:
         """Whether nothing but a control request may be submitted."""
-        return self._outage.attempts > 0 and len(self) > 0
+        return self._outage.attempts > 0 and bool(self._waiting)
 
     def heard(self, chunks: Iterable[Chunk], begun: Iterable[str], samples: Mapping[str, Sample]) -> None:
         """Record a batch of chunks, before its failures.
@@ -119,6 +122,7 @@ class Retries:
             self._answered_prompt = samples[id].prompt_ids
             self._charges.pop(id, None)
             self._in_a_row.pop(id, None)
+            self._failing_since.pop(id, None)
         self._suspects.went_on(begun)
         if len(self) or self._outage.began is not None:
             brought = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
@@ -134,6 +138,7 @@ class Retries:
         """Record that the request of `sample` failed, with `chunk`."""
         now = asyncio.get_running_loop().time()
         row = self._in_a_row[sample.id] = self._in_a_row.get(sample.id, 0) + 1
+        self._failing_since.setdefault(sample.id, now)
         due = now + back_off(self._delay, row)
         self._waiting[sample.id] = FailedRequest(sample, chunk.error or "", chunk.fault, now, self._batch, due)
         self._witnesses.pop(sample.id, None)
@@ -155,15 +160,15 @@ class Retries:
         if not len(self):
             return []
         self._outage.check(now, len(self))
-        if lost := [
-            request for request in self._waiting.values() if request.fault is Fault.LOST and not request.judged
-        ]:
-            self._engine_died(lost, now)
         if self.down:
             ready = []
         else:
-            for request in list(self._waiting.values()):
-                if not request.judged and request.due <= now and self._witnessed(request):
+            waiting = [request for request in self._waiting.values() if not request.judged and request.due <= now]
+            witnessed = [request for request in waiting if self._witnessed(request)]
+            if lost := [request for request in witnessed if request.fault is Fault.LOST]:
+                self._engine_died(lost, now)
+            for request in witnessed:
+                if request.fault is not Fault.LOST:
                     self._judge(request)
             ready = [request for request in self._waiting.values() if request.judged and request.due <= now]
             if not ready:
@@ -203,9 +208,9 @@ class Retries:
         await self._control.wait()
 
     @property
-    def controls(self) -> bool:
-        """Whether a control request is in flight."""
-        return self._control.running
+    def controls(self) -> Sequence[str]:
+        """The sample of the control request that is in flight, if there is one."""
+        return self._control.sample_ids
 
     async def stop(self) -> None:
         """End the control request, if one is in flight, and the outage with it: generation stops."""
@@ -218,13 +223,15 @@ class Retries:
         for id in ids:
             self._charges.pop(id, None)
             self._in_a_row.pop(id, None)
+            self._failing_since.pop(id, None)
             self._waiting.pop(id, None)
         self._suspects.forget(ids)
+        self._given_up = [(sample, error) for sample, error in self._given_up if sample.id not in ids]
 
     def new_step(self) -> None:
         """Let no sample wait any longer, except for suspects that are held back."""
         for request in list(self._waiting.values()):
-            if not request.judged and self._witnessed(request):
+            if not request.judged and request.fault is not Fault.LOST and self._witnessed(request):
                 self._judge(request)
         self._waiting.clear()
         self._witnesses.clear()
@@ -237,7 +244,8 @@ class Retries:
     def _judge(self, request: FailedRequest) -> None:
         """The engine worked while a request failed."""
         request.judged = True
-        if request.fault is not Fault.UNAVAILABLE:
+        failing = request.at - self._failing_since.get(request.id, request.at)
+        if request.fault is not Fault.UNAVAILABLE or failing > self._outage_limit:
             self._charge(request)
 
     def _charge(self, request: FailedRequest) -> None:
@@ -264,7 +272,7 @@ class Retries:
 
     def _next_control(self, in_flight: bool) -> float | None:
         """When a control request is due; None if none is needed."""
-        if self._control.running or not self._waiting:
+        if self._control.sample_ids or not self._waiting:
             return None
         if self.down:
             return self._outage.next_attempt
@@ -275,7 +283,7 @@ class Retries:
         """Ask for one token: of a prompt that the engine has continued before, else of those that wait, in turn."""
         requests = list(self._waiting.values())
         one = requests[self._outage.attempts % len(requests)].sample
-        self._outage.asked_in = self._batch
+        self._outage.asked, self._outage.asked_in = True, self._batch
         self._control.start(engine, flights, self._answered_prompt or one.prompt_ids, one.sampling)
 
     def _take_answer(self, now: float) -> None:
@@ -287,8 +295,9 @@ class Retries:
             return
         outage, batch = self._outage.attempts > 0, self._outage.asked_in
         failed = [r for r in self._waiting.values() if r.batch <= batch and not r.judged and not self._witnessed(r)]
-        broken = [request for request in failed if request.fault is Fault.UNKNOWN]
-        alone = len(broken) == 1 and not outage and not self._suspects.suspected(broken[0].id)
+        broken = [request for request in failed if request.fault in (Fault.UNKNOWN, Fault.LOST)]
+        alone = len(broken) == 1 and not outage and broken[0].fault is Fault.UNKNOWN
+        alone = alone and not self._suspects.suspected(broken[0].id)
         for request in failed:
             request.due = now
             if outage:
@@ -318,6 +327,8 @@ class Outage:
         self.attempts = 0
         """Control requests that have failed."""
         self.next_attempt = 0.0
+        self.asked = False
+        """A control request has been sent since the engine last answered."""
         self.asked_in = 0
         """The latest batch of chunks before the control request."""
         self._error = ""
@@ -341,7 +352,7 @@ class Outage:
         if self._told is not None and self.began is not None:
             seconds = asyncio.get_running_loop().time() - self.began
             log.warning("the engine answers again after %.0f s; all samples go on, with every token kept", seconds)
-        self.began, self.attempts, self._told = None, 0, None
+        self.began, self.attempts, self.asked, self._told = None, 0, False, None
 
     @property
     def _bound(self) -> float:
@@ -350,7 +361,7 @@ class Outage:
     @property
     def next(self) -> float | None:
         """When `check` has something to do."""
-        if self.began is None:
+        if self.began is None or not self.asked:
             return None
         return min(self.began + self._bound, self._next_told)
 
@@ -367,7 +378,7 @@ class Outage:
         Raises:
             EngineError: it has lasted for `limit` seconds.
         """
-        if self.began is None:
+        if self.began is None or not self.asked:
             return
         if now >= self.began + self._bound:
             raise EngineError(

@@ -109,19 +109,16 @@ async def test_a_step_survives_an_outage_of_all_servers_of_a_pool() -> None:
         await pool.close()
 
 
-async def test_a_request_that_the_server_refuses_is_its_own_samples() -> None:
+@pytest.mark.parametrize(("status", "outage_limit"), [(400, 600.0), (429, 0.3)])
+async def test_a_request_that_fails_where_all_others_work_is_its_own_samples(status: int, outage_limit: float) -> None:
+    """A request that never reaches the model, too, once this has lasted as long as an outage may."""
     async with gateway() as (proxy, engine):
-        proxy.status, proxy.only_prompt = 400, 1
-        rollouts = scheduler(engine, max_retries=1)
+        proxy.status, proxy.only_prompt = status, 1
+        rollouts = scheduler(engine, rollout_batch_size=4, max_retries=1, outage_limit=outage_limit)
         async with rollouts:
-            steps = []
-            for _ in range(2):
-                steps.append(await asyncio.wait_for(rollouts.collect(), 20))
-                await rollouts.engine.interrupt()
-                rollouts.state.trained = rollouts.version  # train on nothing: the weights stay
-        rejected = [one for step in steps for one in step.quarantined]
-        assert [one.group_id for one in rejected] == [1]
-        assert "HTTP 400: says the gateway" in rejected[0].error
+            step = await asyncio.wait_for(rollouts.collect(), 20)
+        assert [one.group_id for one in step.quarantined] == [1]
+        assert f"HTTP {status}: says the gateway" in step.quarantined[0].error
 
 
 @pytest.mark.parametrize(("status", "remedy"), [(401, "set APRIL_ENGINE_API_KEY"), (404, "docs/engines.md")])
