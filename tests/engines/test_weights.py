@@ -81,12 +81,15 @@ async def test_what_is_being_trained_on_is_not_handed_out() -> None:
 def test_the_version_before_stays_on_disk(tmp_path: Path) -> None:
     def save(path: Path) -> None:
         path.mkdir(parents=True)
-        (path / "model.safetensors").touch()
+        (path / "model.safetensors").touch(0o600)
 
     transfer = OnDisk(tmp_path / "weights", save)
     for version in range(4):
         assert directory_of(transfer.offer(version)) == str(tmp_path / "weights" / f"v{version}")
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v2", "v3"]
+    (tmp_path / "usual").touch()
+    usual = (tmp_path / "usual").stat().st_mode
+    assert (tmp_path / "weights" / "v3" / "model.safetensors").stat().st_mode == usual, "servers of other users read it"
     with pytest.raises(ValueError, match="must be a directory with safetensors in it"):
         directory_of(tmp_path)
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from april.rollout.disk import follow_umask
 from april.rollout.engine import EngineError
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class OnDisk:
     def offer(self, version: int) -> Path:
         path = (self._directory / f"v{version}").resolve()
         self._save(path)
+        follow_umask(path)
         # The version before stays: a replica that comes back in the middle of an update may be loading it.
         for old in self._directory.glob("v*"):
             if int(old.name[1:]) < version - 1:

@@ -35,6 +35,18 @@ def write_whole(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
+def follow_umask(folder: Path) -> None:
+    """Give every file in a folder the permissions that the umask leaves: safetensors hides what it writes from a server
+    that another user runs."""
+    probe = folder / ".permissions"
+    probe.touch()
+    permissions = probe.stat().st_mode & 0o777  # the umask itself cannot be read without changing it
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(permissions)
+
+
 def as_json(state: Any) -> str:
     """State that others gave a part of, as JSON; what NumPy and torch hold, as Python's own.
 

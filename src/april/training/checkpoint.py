@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from april.rollout.disk import sync_directory, sync_file
+from april.rollout.disk import follow_umask, sync_directory, sync_file
 from april.training.rank_process import RankLostError
 
 ADAPTER = "adapter"
@@ -90,9 +90,7 @@ def _seal(partial: Path) -> None:
     files = {str(path.relative_to(partial)): path for path in sorted(partial.rglob("*")) if path.is_file()}
     sums = {name: [path.stat().st_size, _checksum(path)] for name, path in files.items()}
     (partial / MANIFEST).write_text(json.dumps({"files": sums, "checksum": _of_sums(sums)}))
-    permissions = (partial / MANIFEST).stat().st_mode & 0o777  # as the umask says
-    for path in files.values():
-        path.chmod(permissions)  # safetensors hides weights from a server that another user runs
+    follow_umask(partial)
     for path in (*files.values(), partial / MANIFEST):
         sync_file(path)
     for folder in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
