@@ -141,7 +141,10 @@ def _takes_a_boolean(section: object, name: str) -> bool:
         (b"[training]\nlearning_rate = true\n", ":2: training.learning_rate = True: Input should be a valid number"),
         (b"[training]\nbetas = [0.9, true]\n", ":2: training.betas.1 = True: Input should be a valid number"),
         (b'[training]\nsteps = "3"\n', ":2: training.steps = '3': Input should be a valid integer"),
-        (b'[task]\nkind = "reasoning_gym"\nname = "gcd"\neval_size = inf\n', "task.eval_size = inf: must be a finite"),
+        (
+            b'[task]\nkind = "reasoning_gym"\nname = "gcd"\neval_size = inf\n',
+            "task.eval_size = inf: must be from 0 to 1,000,000",
+        ),
         (b"[training]\njournal_delay = 1e10\n", "training.journal_delay = 10000000000.0: must be seconds"),
         (b"[training]\nsteps = " + b"9" * 5000, "no valid TOML: Exceeds the limit (4300 digits)"),
         (b"[training]\nbetas = " + b"[" * 3000, "no valid TOML: maximum recursion depth"),

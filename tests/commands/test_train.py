@@ -108,3 +108,8 @@ def test_bad_settings_are_one_clear_line_before_anything_starts(
     assert status("train", str(recipe), *flags) == 2
     assert message in "".join(capsys.readouterr())
     assert not (tmp_path / "run").exists()
+
+
+def test_memory_that_is_not_there_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status("train", str(recipe), "--task.size", str(2**50)) == 1
+    assert "MemoryError: Unable to allocate" in capsys.readouterr().err

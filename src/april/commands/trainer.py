@@ -37,6 +37,7 @@ FAILURES = (
     CheckpointError,
     JournalError,
     TrainingError,
+    MemoryError,
     OSError,
     ValueError,
 )

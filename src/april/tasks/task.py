@@ -117,6 +117,10 @@ OWN = frozenset({"task", "math-verify"})
 """Rewards that need no function: the dataset's own scorer, and math-verify."""
 
 
+MOST_HELD_OUT = 1_000_000
+"""Held-out problems are encoded before training, all of them."""
+
+
 @dataclass(frozen=True)
 class TaskSpec:
     """The settings a task is made from: plain data, so that a worker process can make its own.
@@ -218,8 +222,8 @@ class TaskSpec:
         require(not own, "template_arguments", f"april sets {', '.join(sorted(own))} itself; remove it")
         require(self.seed >= 0, "seed", "must not be negative")
         require(self.size is None or self.size >= 1, "size", "a task needs at least one problem")
-        finite = self.eval_size is None or 0 <= self.eval_size < math.inf
-        require(finite, "eval_size", "must be a finite number, and not negative")
+        few = self.eval_size is None or 0 <= self.eval_size <= MOST_HELD_OUT
+        require(few, "eval_size", f"must be from 0 to {MOST_HELD_OUT:,}")
         whole = self.eval_size is None or self.eval_size == int(self.eval_size)
         share = self.kind == "records" and not (self.eval_path or self.eval_split) and (self.eval_size or 0) < 1
         require(whole or share, "eval_size", "must be a whole number, or the share below 1 of a file to hold out")
