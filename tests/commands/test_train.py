@@ -91,6 +91,7 @@ from tests.commands.conftest import status
         ((), ("--model.device", "gpu"), "model.device = 'gpu': PyTorch cannot compute on it here"),
         ((), ("--model.device", "cuda:99"), "model.device = 'cuda:99': PyTorch cannot compute on it here"),
         ((), ("--model.path", "/nowhere"), "april: command line: model.path = '/nowhere'"),
+        ((), ("--n-samples-per-prompt", "1000000"), "with 6 groups, more than 1,000,000 samples would be in progress"),
         ((), ("--steps=0",), "april: command line: training.steps = 0"),
         ((), ("--no-partial-rollout", "--lora.rank=-1"), "april: command line: lora.rank = -1"),
     ],

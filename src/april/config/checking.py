@@ -41,6 +41,8 @@ TYPICAL_WEIGHT = 0.02
 """Standard deviation that most architectures initialise their matrices with."""
 HALF_SPACING = 2**-9
 """Smallest change of a number that bfloat16 can hold, relative to it: half the distance to its neighbour."""
+MOST_SAMPLES = 1_000_000
+"""Samples in progress that the scheduler's memory has room for."""
 HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
 
 
@@ -128,6 +130,13 @@ def _secret_problems(recipe: Recipe) -> Iterator[str]:
 
 def _rollout_problems(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
+    target = rollout.over_sampling_batch_size
+    groups = rollout.rollout_batch_size if target == "auto" else max(target, rollout.rollout_batch_size)
+    if groups * rollout.n_samples_per_prompt > MOST_SAMPLES:
+        yield (
+            f"rollout.n_samples_per_prompt = {rollout.n_samples_per_prompt}: with {groups} groups, more than "
+            f"{MOST_SAMPLES:,} samples would be in progress: lower it, or the number of groups"
+        )
     try:
         recipe.rollout_params()
         recipe.fault_policy()
