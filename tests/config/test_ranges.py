@@ -37,6 +37,8 @@ SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Re
         (TrainingSettings(betas=(0.5, math.nan)), ("betas", "must be a finite number")),
         (TrainerSettings(rank_timeout=1e10), ("rank_timeout", "must be positive seconds, a year at most")),
         (EnvironmentSettings(step_timeout=1e10), ("step_timeout", "must be positive seconds, a year at most")),
+        (RolloutSettings(reward_workers=5000), ("reward_workers", "must be from 0 to 4,096")),
+        (TrainerSettings(processes=0), ("processes", "must be from 1 to 4,096")),
         (RolloutSettings(stop_token_ids=(1, -1)), ("stop_token_ids", "must not be negative")),
     ],
 )

@@ -44,7 +44,6 @@ def main() -> None:
     unwind_on_signals()
     try:
         status = run(sys.argv[1:])
-        sys.stdout.flush()
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback
         fail("interrupted")
@@ -52,15 +51,17 @@ def main() -> None:
     except BrokenPipeError:
         if not _unread():
             raise
-        status = exit_status(signal.SIGPIPE)
+        status = 0
     if _unread():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the interpreter's end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush
+        status = status or exit_status(signal.SIGPIPE)
+    sys.stdout.flush()
     leave(status)
     raise SystemExit(status)
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe that nobody reads any more."""
+    """Whether standard output is a pipe that is no longer read, or a terminal that is gone."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)

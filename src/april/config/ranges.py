@@ -52,6 +52,8 @@ Positive = Annotated[Number, Range("must be positive", 0, without=True)]
 NotNegative = Annotated[Number, Range("must not be negative", 0)]
 PositiveUnbounded = Annotated[Number, Range("must be positive (inf is no bound)", 0, without=True, infinite=True)]
 NotNegativeUnbounded = Annotated[Number, Range("must not be negative (inf is no bound)", 0, infinite=True)]
+Processes = Annotated[int, Range("must be from 1 to 4,096", 1, 4096)]
+ProcessesOrNone = Annotated[int, Range("must be from 0 to 4,096", 0, 4096)]
 Seconds = Annotated[float, Range("must be positive seconds, a year at most", 0, YEAR_SECONDS, without=True)]
 SecondsOrZero = Annotated[float, Range("must be seconds from 0 to a year", 0, YEAR_SECONDS)]
 

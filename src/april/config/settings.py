@@ -16,6 +16,8 @@ from april.config.ranges import (
     NotNegativeUnbounded,
     Positive,
     PositiveUnbounded,
+    Processes,
+    ProcessesOrNone,
     Seconds,
     SecondsOrZero,
 )
@@ -127,7 +129,7 @@ class RolloutSettings:
     outage_limit: Positive[float] = 600.0
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
     reward_timeout: Seconds | None = 30.0
-    reward_workers: NotNegative[int] | None = None
+    reward_workers: ProcessesOrNone | None = None
     reward_memory_gb: Positive[float] | None = 4.0
     reward_env: tuple[str, ...] = ()
 
@@ -168,7 +170,7 @@ class EnvironmentSettings:
     recovery: Literal["replay", "snapshot", "stateless", "restart"] = "replay"
     on_env_error: Literal["observe", "end", "reject"] = "observe"
     concurrency: Positive[int] = 64
-    workers: NotNegative[int] | None = None
+    workers: ProcessesOrNone | None = None
     reset_timeout: Seconds | None = 120.0
     step_timeout: Seconds | None = 60.0
     episode_deadline: Seconds | None = None
@@ -239,9 +241,9 @@ class EngineSettings:
     enforce_eager: bool = False
     draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
-    replicas: Positive[int] = 1
+    replicas: Processes = 1
     gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
-    intake_processes: NotNegative[int] | Literal["auto"] = "auto"
+    intake_processes: ProcessesOrNone | Literal["auto"] = "auto"
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"
@@ -465,7 +467,7 @@ class TrainerSettings:
     """
 
     backend: Literal["auto", "local", "fsdp2", "megatron"] = "auto"
-    processes: Positive[int] = 1
+    processes: Processes = 1
     overlap: bool | Literal["auto"] = False
     policy_replicas: Positive[int] = 1
     context_parallel: Positive[int] = 1

@@ -210,7 +210,7 @@ class Agent:
             rank.process.kill()
             rank.process.wait()
             rank.listen()
-        if asked and leader.process.returncode == exit_status(signal.SIGTERM):
+        if asked and leader.process.returncode in (-signal.SIGTERM, exit_status(signal.SIGTERM)):
             leader.ended_here = True
 
     @contextmanager
