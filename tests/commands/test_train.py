@@ -87,7 +87,7 @@ from tests.commands.conftest import status
         ((), ("--draft-tokens", "4", "--engine", "vllm", "--min-p", "0.1"), "rollout.min_p = 0.1: vLLM takes none"),
         ((), ("--engine", "sglang", "--server-args=--speculative-algorithm=NGRAM"), "not known to draw drafted tokens"),
         ((), ("--server-host", "0.0.0.0"), "set the environment variable APRIL_ENGINE_API_KEY"),
-        ((), ("--reward-memory-gb", "0"), "rollout.reward_memory_gb = 0.0: must be positive"),
+        ((), ("--reward-memory-gb", "0"), "rollout.reward_memory_gb = 0.0: must be positive gigabytes"),
         ((), ("--model.device", "gpu"), "model.device = 'gpu': PyTorch cannot compute on it here"),
         ((), ("--model.device", "cuda:99"), "model.device = 'cuda:99': PyTorch cannot compute on it here"),
         ((), ("--model.path", "/nowhere"), "april: command line: model.path = '/nowhere'"),

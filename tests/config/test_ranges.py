@@ -11,6 +11,7 @@ from april.config.ranges import out_of_range
 from april.config.recipe import Recipe
 from april.config.settings import (
     AlgorithmSettings,
+    EngineSettings,
     EnvironmentSettings,
     LoraSettings,
     RolloutSettings,
@@ -37,6 +38,9 @@ SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Re
         (TrainingSettings(betas=(0.5, math.nan)), ("betas", "must be a finite number")),
         (TrainerSettings(rank_timeout=1e10), ("rank_timeout", "must be positive seconds, a year at most")),
         (EnvironmentSettings(step_timeout=1e10), ("step_timeout", "must be positive seconds, a year at most")),
+        (AlgorithmSettings(eps_low=1e300), ("eps_low", "must fit into a float of 32 bits")),
+        (EngineSettings(kv_cache_gb=1e300), ("kv_cache_gb", "must fit into a float of 32 bits")),
+        (EngineSettings(kv_cache_gb=1e9), ("kv_cache_gb", "must be positive gigabytes, a million at most")),
         (RolloutSettings(reward_workers=5000), ("reward_workers", "must be from 0 to 4,096")),
         (TrainerSettings(processes=0), ("processes", "must be from 1 to 4,096")),
         (RolloutSettings(stop_token_ids=(1, -1)), ("stop_token_ids", "must not be negative")),

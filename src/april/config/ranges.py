@@ -2,7 +2,7 @@
 
 Invariants:
 - a float is finite unless its type is one of the unbounded ones, where inf stands for no bound;
-- an integer fits into 64 bits;
+- an integer fits into 64 bits, and a finite float into 32;
 - a duration is no longer than a year, so every timer of the operating system and of Python can wait that long.
 """
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 Number = TypeVar("Number", int, float)
 LARGEST_INTEGER = 2**63 - 1
+LARGEST_FLOAT = 3.4e38
 YEAR_SECONDS = 365 * 24 * 3600.0
 
 
@@ -43,6 +44,8 @@ class Range:
             return "must be a finite number"
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
             return "must fit into 64 bits"
+        if LARGEST_FLOAT < abs(value) < math.inf:
+            return "must fit into a float of 32 bits"
         outside = value <= self.least if self.without else value < self.least
         return self.rule if outside or value > self.most else None
 
@@ -54,6 +57,7 @@ PositiveUnbounded = Annotated[Number, Range("must be positive (inf is no bound)"
 NotNegativeUnbounded = Annotated[Number, Range("must not be negative (inf is no bound)", 0, infinite=True)]
 Processes = Annotated[int, Range("must be from 1 to 4,096", 1, 4096)]
 ProcessesOrNone = Annotated[int, Range("must be from 0 to 4,096", 0, 4096)]
+Gigabytes = Annotated[float, Range("must be positive gigabytes, a million at most", 0, 1e6, without=True)]
 Seconds = Annotated[float, Range("must be positive seconds, a year at most", 0, YEAR_SECONDS, without=True)]
 SecondsOrZero = Annotated[float, Range("must be seconds from 0 to a year", 0, YEAR_SECONDS)]
 

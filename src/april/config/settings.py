@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from april.config.ranges import (
+    Gigabytes,
     NotNegative,
     NotNegativeUnbounded,
     Positive,
@@ -130,7 +131,7 @@ class RolloutSettings:
     on_reward_error: Literal["raise", "zero", "reject"] = "raise"
     reward_timeout: Seconds | None = 30.0
     reward_workers: ProcessesOrNone | None = None
-    reward_memory_gb: Positive[float] | None = 4.0
+    reward_memory_gb: Gigabytes | None = 4.0
     reward_env: tuple[str, ...] = ()
 
 
@@ -234,7 +235,7 @@ class EngineSettings:
     max_running: Positive[int] | Literal["auto"] = "auto"
     context_length: Positive[int] | None = None
     on_update: Literal["recompute", "keep", "redraft"] = "recompute"
-    kv_cache_gb: Positive[float] | None = None
+    kv_cache_gb: Gigabytes | None = None
     stream_interval: Positive[int] | Literal["auto"] = "auto"
     own_process: bool = False
     gpu_memory_utilization: Positive[float] = 0.3
