@@ -111,6 +111,12 @@ def test_bad_settings_are_one_clear_line_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_memory_that_is_not_there_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status("train", str(recipe), "--task.size", str(2**50)) == 1
-    assert "MemoryError: Unable to allocate" in capsys.readouterr().err
+def test_memory_that_is_not_there_is_one_line(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*_: object, **__: object) -> None:
+        raise MemoryError("Unable to allocate 16.0 GiB")
+
+    monkeypatch.setattr("april.commands.trainer.train", too_large)
+    assert status("train", str(recipe)) == 1
+    assert capsys.readouterr().err == "april: MemoryError: Unable to allocate 16.0 GiB\n"
