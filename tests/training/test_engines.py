@@ -12,8 +12,11 @@ from april.config.checking import check_engine
 from april.config.error import ConfigError
 from april.config.recipe import recipe_from_dict
 from april.config.settings import EngineSettings
+from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.process import EngineProcess
 from april.engines.vllm_inproc import VLLMInProcess
 from april.training.engines import engine_of
+from tests import gpus
 
 
 async def test_vllm_in_process_leaves_the_trainer_the_memory_that_the_recipe_says(
@@ -43,3 +46,24 @@ def test_settings_of_vllm_in_process_are_for_that_alone() -> None:
         check_engine(EngineSettings(engine="vllm", enforce_eager=True))
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 1\.2: must be a share, at most 1"):
         check_engine(EngineSettings(gpu_memory_utilization=1.2))
+
+
+async def test_the_engines_own_process_sees_a_gpu_that_the_trainer_does_not_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[tuple[str, dict[str, str]]] = []
+
+    async def close() -> None: ...
+
+    async def start(settings: EmbeddedSettings, environment: dict[str, str]) -> Any:
+        made.append((settings.device, environment))
+        return SimpleNamespace(close=close)
+
+    monkeypatch.setattr(EngineProcess, "start", start)
+    for count, device in ((2, "auto"), (2, "cpu"), (0, "auto")):
+        gpus.install(monkeypatch, count)
+        own = {"model": {"path": "policy", "device": device}, "engine": {"own_process": True}}
+        async with engine_of(recipe_from_dict(own), None, tmp_path):
+            pass
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert made == [("cuda", {"CUDA_VISIBLE_DEVICES": "1"}), ("cpu", hidden), ("cpu", {})]
