@@ -5,7 +5,7 @@ from april.rollout.account import RejectionError
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.buffer import Rejection
-from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError
+from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError, Fault
 from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
 from april.rollout.event_loop import EventLoop
 from april.rollout.params import FaultPolicy, RolloutParams
@@ -29,6 +29,7 @@ __all__ = [
     "EnvStep",
     "EnvironmentLost",
     "EventLoop",
+    "Fault",
     "FaultPolicy",
     "FinishReason",
     "FixedAdmission",

@@ -318,6 +318,7 @@ class Outage:
 
     TOLD_AFTER = 2.0
     """Seconds after which people are told."""
+    TOLD_OF_SILENCE = 10.0
     TOLD_AGAIN = 60.0
 
     def __init__(self, limit: float) -> None:
@@ -367,10 +368,12 @@ class Outage:
 
     @property
     def _next_told(self) -> float:
-        """When people are told; never before a control request has failed."""
-        if self.began is None or not self.attempts:
+        """When people are told: later if the control request has not failed, but has no answer."""
+        if self.began is None or not self.asked:
             return math.inf
-        return self.began + self.TOLD_AFTER if self._told is None else self._told + self.TOLD_AGAIN
+        if self._told is not None:
+            return self._told + self.TOLD_AGAIN
+        return self.began + (self.TOLD_AFTER if self.attempts else self.TOLD_OF_SILENCE)
 
     def check(self, now: float, waiting: int) -> None:
         """Tell people of the outage, or end it.
