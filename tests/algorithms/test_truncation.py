@@ -29,7 +29,7 @@ def test_it_leaves_what_the_embedded_engine_draws_from(rule: Truncation, seed: i
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(20, 30, generator=generator)
     params = SamplingParams(temperature=temperature, top_k=rule.top_k, top_p=rule.top_p, min_p=rule.min_p)
-    drawn, recorded = draw(logits.clone(), params, torch.rand(20, generator=generator, dtype=torch.float64))
+    drawn, recorded, _ = draw(logits.clone(), params, torch.rand(20, generator=generator, dtype=torch.float64))
     left = rule.apply(logits / temperature, drawn.long())
     scored, _ = logprobs_from_logits(left, drawn.long())
     torch.testing.assert_close(scored, recorded.float(), atol=1e-5, rtol=1e-5)

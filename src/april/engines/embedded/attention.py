@@ -11,16 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
 from april.engines.embedded.kv_cache import KVCache, Tier
 from april.engines.embedded.probe import refuse_unknown
 from april.engines.embedded.sequence import Sequence
-from april.engines.kernels import attend, causal_mask
+from april.engines.embedded.upload import upload
+from april.engines.kernels import Bounds, KernelCase, attend, causal_mask, varlen_kernel
 
 IMPLEMENTATION = "april_embedded"
 
@@ -74,19 +77,6 @@ class TokenRun(NamedTuple):
     sequence: Sequence
     start: int
     tokens: list[int]
-
-
-class _Write:
-    """Puts keys and values of the step's tokens `start` to `stop` into the cache, at the flat `index`."""
-
-    def __init__(self, tier: Tier[Sequence], start: int, stop: int, index: torch.Tensor) -> None:
-        self._span = slice(start, stop)
-        self._index = index
-        self._keys, self._values = tier.flat()
-
-    def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self._keys[layer].index_copy_(0, self._index, key[self._span].flatten(0, 1))
-        self._values[layer].index_copy_(0, self._index, value[self._span].flatten(0, 1))
 
 
 class _Decode:
@@ -168,64 +158,104 @@ class ForwardPass:
     """
 
     def __init__(self, cache: KVCache[Sequence], chunks: Iterable[tuple[Sequence, int]], device: torch.device) -> None:
-        decoding = [tier for tier in cache.tiers if tier.decoding]
-        self.sequences = [sequence for tier in decoding for sequence in tier.decoding]
-        tokens = [sequence.tokens[-1] for sequence in self.sequences]
-        positions = [sequence.kv_length for sequence in self.sequences]
-        rows = [row for tier in decoding for row in range(len(tier.decoding))]
+        self._cache = cache
+        self._decoding = [tier for tier in cache.tiers if tier.decoding]
+        self.sequences = [sequence for tier in self._decoding for sequence in tier.decoding]
+        self._groups = _batches([*_drafts(self.sequences), *_prefills(chunks)])
+        # All tokens in order, as runs of one sequence each: those that decode are runs of one token.
+        self._runs = [TokenRun(each, each.kv_length, each.tokens[-1:]) for each in self.sequences]
         wanted = {sequence: [place] for place, sequence in enumerate(self.sequences)}
-        groups = _batches([*_drafts(self.sequences), *_prefills(chunks)])
-        for sequence, start, run in (each for group in groups for each in group):
+        count = len(self._runs)
+        for run in (run for group in self._groups for run in group):
+            sequence, size = run.sequence, len(run.tokens)
             if sequence in wanted:
-                wanted[sequence] += range(len(tokens), len(tokens) + len(run))
-            elif start + len(run) == len(sequence.tokens):
+                wanted[sequence] += range(count, count + size)
+            elif run.start + size == len(sequence.tokens):
                 self.sequences.append(sequence)
-                wanted[sequence] = [len(tokens) + len(run) - 1]
-            tokens += run
-            positions += range(start, start + len(run))
-            rows += [sequence.row] * len(run)
-        packed = torch.tensor([tokens, positions, rows]).to(device)
-        self.tokens, self.positions = packed[:1], packed[1:2]
-        self._rows = packed[2]
-        self.sampled: torch.Tensor | None = None
-        if groups:
-            places = [place for sequence in self.sequences for place in wanted[sequence]]
-            self.sampled = torch.tensor(places, dtype=torch.long).to(device)
-        self._writes: list[_Write] = []
-        self._decodes: list[_Decode] = []
-        self._prefills: list[_Prefill] = []
-        start = 0
-        for tier in decoding:
-            stop = start + len(tier.decoding)
-            self._write(tier, start, stop)
-            keys = _aligned(max(positions[start:stop]) + 1, tier)
-            self._decodes.append(_Decode(tier, start, stop, keys, self.positions[0, start:stop]))
-            start = stop
-        for group in groups:
-            stop = start + sum(len(run.tokens) for run in group)
-            prefill = _prefill(group, start, stop, device)
-            self._write(prefill.tier, start, stop)
-            self._prefills.append(prefill)
-            start = stop
-
-    def _write(self, tier: Tier[Sequence], start: int, stop: int) -> None:
-        heads = torch.arange(tier.shape.heads, device=self._rows.device)
-        rows, positions = self._rows[start:stop, None], self.positions[0, start:stop, None]
-        index = ((rows * tier.shape.heads + heads) * tier.length + positions).flatten()
-        self._writes.append(_Write(tier, start, stop, index))
+                wanted[sequence] = [count + size - 1]
+            count += size
+            self._runs.append(run)
+        tokens = [token for run in self._runs for token in run.tokens]
+        positions = [position for run in self._runs for position in range(run.start, run.start + len(run.tokens))]
+        self._sizes = np.array([len(run.tokens) for run in self._runs])
+        self._rows = np.array([(_tier(run).begin(run.sequence.row), _tier(run).length) for run in self._runs])
+        begins, lengths = self._rows.repeat(self._sizes, axis=0).T
+        sampled = [place for sequence in self.sequences for place in wanted[sequence]] if self._groups else []
+        sent = upload(np.concatenate((tokens, positions, begins, lengths, np.array(sampled, int))), device)
+        self.tokens, self.positions, begins, lengths = sent[: 4 * count].view(4, 1, count).unbind(0)
+        self.sampled = sent[4 * count :] if self._groups else None
+        heads = torch.arange(cache.shape.heads, device=device)
+        self._places = (begins.T + heads * lengths.T + self.positions.T).flatten()
 
     def attend(self, call: LayerCall) -> torch.Tensor:
-        query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
-        for write in self._writes:
-            write.store(call.layer, key, value)
-        parts = [decode.attend(call, query) for decode in self._decodes]
-        parts += [prefill.attend(call, query, key, value) for prefill in self._prefills]
+        keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+        key, value = (tensor[0].transpose(0, 1) for tensor in (call.key, call.value))
+        keys.index_copy_(0, self._places, key.flatten(0, 1))
+        values.index_copy_(0, self._places, value.flatten(0, 1))
+        heads, tokens = self._cache.shape.heads, call.query.shape[2]
+        group = call.query.shape[1] // heads
+        sizes = (keys.shape[1], values.shape[1])
+        softcap = call.softcap is not None
+        kernel = varlen_kernel(KernelCase(keys.device, keys.dtype, group, 1, *sizes, softcap, cached=True))
+        if kernel is not None:
+            # To the kernel each KV head of a sequence is a sequence, whose query heads share its keys. A sequence's
+            # queries have to follow one another: in the order of heads, which takes copies, if any has several.
+            query = call.query[0].unflatten(0, (heads, group)).movedim(2, 1 if self._groups else 0)
+            pools = (keys.unsqueeze(1), values.unsqueeze(1))
+            out = kernel(query.flatten(0, 1), *pools, self._bounds, call.scaling, call.window, call.softcap)
+            if self._groups:
+                out = out.view(heads, tokens, group, -1).transpose(0, 1)
+            return out.reshape(1, tokens, heads * group, -1)
+        query = call.query[0].transpose(0, 1)
+        decodes, prefills = self._by_tier
+        parts = [decode.attend(call, query) for decode in decodes]
+        parts += [prefill.attend(call, query, key, value) for prefill in prefills]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        """Bounds of every run in every KV head, for a kernel that computes all of them in one call."""
+        heads = np.arange(self._cache.shape.heads)[:, None]
+        used = np.array([run.start for run in self._runs]) + self._sizes
+        firsts = heads * self._sizes.sum() + self._sizes.cumsum() - self._sizes
+        begins = self._rows[:, 0] + heads * self._rows[:, 1]
+        seen = np.broadcast_to(used, begins.shape)
+        if not self._groups:
+            firsts, begins, seen = np.arange(begins.size), begins.T, seen.T
+        ends = self._sizes.sum() * len(heads), self._cache.keys[0].shape[0]
+        parts = (firsts.flatten(), ends[:1], begins.flatten(), ends[1:], seen.flatten())
+        table = upload(np.concatenate(parts).astype(np.int32), self.tokens.device)
+        bounds = table.split([begins.size + 1, begins.size + 1, begins.size])
+        return Bounds(bounds[0], bounds[1], int(self._sizes.max()), _multiple(int(used.max()), 128), bounds[2])
+
+    @cached_property
+    def _by_tier(self) -> tuple[list[_Decode], list[_Prefill]]:
+        """The calls of attention where no kernel computes all runs in one."""
+        decodes, prefills, start, device = [], [], 0, self.tokens.device
+        for tier in self._decoding:
+            stop = start + len(tier.decoding)
+            keys = _aligned(max(run.start for run in self._runs[start:stop]) + 1, tier)
+            decodes.append(_Decode(tier, start, stop, keys, self.positions[0, start:stop]))
+            start = stop
+        for group in self._groups:
+            stop = start + sum(len(run.tokens) for run in group)
+            prefills.append(_prefill(group, start, stop, device))
+            start = stop
+        return decodes, prefills
+
+
+def _tier(run: TokenRun) -> Tier[Sequence]:
+    assert run.sequence.tier is not None
+    return run.sequence.tier
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
 
 
 def _aligned(keys: int, tier: Tier[Sequence]) -> int:
     """Some kernels want masks whose rows are multiples of eight; a tier's length is one."""
-    return min(-(-keys // 8) * 8, tier.length)
+    return min(_multiple(keys, 8), tier.length)
 
 
 def _drafts(sequences: Iterable[Sequence]) -> Iterator[TokenRun]:
@@ -242,8 +272,7 @@ def _batches(runs: Iterable[TokenRun]) -> list[list[TokenRun]]:
     """Runs that share an attention call: of one tier, all fresh or none, padded to one another at little cost."""
 
     def kind(run: TokenRun) -> tuple[int, bool]:
-        assert run.sequence.tier is not None
-        return run.sequence.tier.length, run.start > 0
+        return _tier(run).length, run.start > 0
 
     def span(run: TokenRun) -> tuple[int, int]:
         return len(run.tokens), run.start
@@ -266,27 +295,26 @@ def _batches(runs: Iterable[TokenRun]) -> list[list[TokenRun]]:
 
 
 def _prefill(group: list[TokenRun], start: int, stop: int, device: torch.device) -> _Prefill:
-    tier = group[0].sequence.tier
-    assert tier is not None
-    sizes = torch.tensor([len(run.tokens) for run in group])
-    begins = torch.tensor([run.start for run in group])
+    tier = _tier(group[0])
+    sizes = np.array([len(run.tokens) for run in group])
+    begins = np.array([run.start for run in group])
     longest = int(sizes.max())
-    offsets = torch.arange(longest)
+    offsets = np.arange(longest)
     positions = begins[:, None] + offsets
     padded = packed = None
-    if int(sizes.sum()) < len(group) * longest:
+    if sizes.sum() < len(group) * longest:
         real = offsets < sizes[:, None]
-        firsts = start + sizes.cumsum(0) - sizes
-        padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
-        packed = real.flatten().nonzero()[:, 0].to(device)
+        firsts = start + sizes.cumsum() - sizes
+        padded = upload((firsts[:, None] + np.where(real, offsets, 0)).flatten(), device)
+        packed = upload(real.flatten().nonzero()[0], device)
     fresh = not bool(begins.any())
     rows = None if fresh else _side_by_side([run.sequence.row for run in group], device)
     keys = longest if fresh else _aligned(int((begins + sizes).max()), tier)
-    return _Prefill(tier, start, stop, len(group), longest, keys, positions.to(device), rows, padded, packed)
+    return _Prefill(tier, start, stop, len(group), longest, keys, upload(positions, device), rows, padded, packed)
 
 
 def _side_by_side(rows: list[int], device: torch.device) -> torch.Tensor | slice:
     """Ascending `rows` as a slice, which copies nothing, if none is missing between them."""
     if rows[-1] - rows[0] == len(rows) - 1:
         return slice(rows[0], rows[-1] + 1)
-    return torch.tensor(rows).to(device)
+    return upload(np.array(rows), device)

@@ -1,24 +1,28 @@
 """Keys and values of every sequence, in tiers of similar length.
 
 Invariants:
-- a tier is one pair of tensors [layers, rows, KV heads, length, head size]; a sequence has one row of one tier, long
-  enough for its tokens, and moves to a longer tier when it outgrows it;
+- keys and values each have one pool for all tiers, [layers, KV heads · tokens, head size], allocated once: so a layer
+  writes the tokens of a step with one call, and a kernel that takes begins and lengths reads all tiers with one;
+- a tier is a part of the pool seen as [layers, rows, KV heads, length, head size]; a sequence has one row of one tier,
+  long enough for its tokens, and moves to a longer tier when it outgrows it;
 - rows of a tier are in three runs: decoding sequences, held ones (prefilling, waiting or parked), free rows. So decode
   attention reads views and gathers nothing, and a lone long sequence makes nobody else's attention longer;
-- rows in use never take more than `budget` bytes, and allocated ones never do once `place` has returned.
+- the pool never takes more than `budget` bytes: tiers grow in place, by moving the longer ones behind them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
 
 _SHORTEST = 64
 _FEWEST_ROWS = 8
+_MOVED_AT_ONCE = 256
+"""Tokens of a KV head that are moved through a temporary copy, where a tier moves by fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +51,38 @@ R = TypeVar("R", bound=Resident)
 
 
 class Tier(Generic[R]):
-    """Rows of one length."""
+    """Rows of one length, from `offset` (in tokens) of the pool on."""
 
-    def __init__(self, length: int, shape: KVShape, dtype: torch.dtype, device: torch.device) -> None:
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, length: int, shape: KVShape, dtype: torch.dtype) -> None:
         self.length = length
         self.shape = shape
         self.row_bytes = length * shape.bytes(dtype)
-        self.keys = torch.zeros(shape.layers, 0, shape.heads, length, shape.key_size, dtype=dtype, device=device)
-        self.values = torch.zeros(shape.layers, 0, shape.heads, length, shape.value_size, dtype=dtype, device=device)
+        self.offset = 0
+        self.rows = 0
         self.decoding: list[R] = []
         self.held: list[R] = []
+
+    def see(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take the tier's part of the pools."""
+        begin, stop = (tokens * self.shape.heads for tokens in (self.offset, self.offset + self.rows * self.length))
+        self.keys, self.values = (
+            pool[:, begin:stop].unflatten(1, (self.rows, self.shape.heads, self.length)) for pool in (keys, values)
+        )
+
+    def begin(self, row: int) -> int:
+        """Return the first place of `row` in the pool; KV head h begins h · `length` places behind it."""
+        return (self.offset + row * self.length) * self.shape.heads
 
     @property
     def used(self) -> int:
         return len(self.decoding) + len(self.held)
 
-    @property
-    def rows(self) -> int:
-        return self.keys.shape[1]
-
-    def resize(self, rows: int) -> None:
-        """Allocate `rows` rows and keep what the used ones hold."""
-        used = self.used
-        for name in ("keys", "values"):
-            old: torch.Tensor = getattr(self, name)
-            new = old.new_empty(old.shape[0], rows, *old.shape[2:])
-            new[:, :used].copy_(old[:, :used])
-            setattr(self, name, new)
-
     def views(self, rows: int, length: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         """Keys and values of each layer, [rows, KV heads, length, head size], of the first rows and positions."""
         return self.keys[:, :rows, :, :length].unbind(0), self.values[:, :rows, :, :length].unbind(0)
-
-    def flat(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Keys and values of each layer as [rows * KV heads * length, head size]."""
-        return self.keys.flatten(1, 3).unbind(0), self.values.flatten(1, 3).unbind(0)
 
     def append(self, sequence: R) -> None:
         """Give `sequence` the first free row, held."""
@@ -166,18 +167,26 @@ class Tier(Generic[R]):
 
 
 class KVCache(Generic[R]):
-    """Tiers up to `context_length` tokens within `budget` bytes.
-
-    Growing a tier needs room for its new rows beside the old ones for a moment, keys and values in turn.
-    """
+    """Tiers up to `context_length` tokens within `budget` bytes, which are allocated when the first row is needed."""
 
     def __init__(
         self, shape: KVShape, context_length: int, budget: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.shape = shape
         self.budget = budget
         self.peak_bytes = 0
-        """The most that was allocated so far."""
-        self.tiers: list[Tier[R]] = [Tier(length, shape, dtype, device) for length in tier_lengths(context_length)]
+        """The most that rows of tiers took so far."""
+        self.tiers: list[Tier[R]] = [Tier(length, shape, dtype) for length in tier_lengths(context_length)]
+        self._places = budget // shape.bytes(dtype) * shape.heads
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._allocate(0)
+
+    def _allocate(self, places: int) -> None:
+        layers, sizes = self.shape.layers, (self.shape.key_size, self.shape.value_size)
+        self._pools = [torch.empty(layers, places, size, **self._options) for size in sizes]
+        self.keys, self.values = (pool.unbind(0) for pool in self._pools)
+        for tier in self.tiers:
+            tier.see(*self._pools)
 
     def tier_for(self, length: int) -> Tier[R]:
         return next(tier for tier in self.tiers if tier.length >= length)
@@ -217,20 +226,50 @@ class KVCache(Generic[R]):
             tier.decode(sequence)
 
     def release(self) -> None:
-        """Return the memory of rows that are not used."""
-        for tier in self.tiers:
-            if tier.rows > tier.used:
-                tier.resize(tier.used)
+        """Give up rows that are not used; return the memory if none is."""
+        self._arrange([tier.used for tier in self.tiers])
+        if not self.allocated_bytes:
+            self._allocate(0)
 
     def _grow(self, tier: Tier[R]) -> None:
+        rows = {each: each.rows for each in self.tiers}
         wanted = max(_FEWEST_ROWS, tier.used + 1, tier.used * 3 // 2)
         if self.allocated_bytes + (wanted - tier.rows) * tier.row_bytes > self.budget:
-            self.release()
-            affordable = (self.budget - self.allocated_bytes) // tier.row_bytes
-            wanted = min(wanted, tier.rows + affordable)
+            rows = {each: each.used for each in self.tiers}
+            wanted = min(wanted, tier.used + (self.budget - self.used_bytes) // tier.row_bytes)
         assert wanted > tier.used
-        tier.resize(wanted)
+        if not self.keys[0].shape[0]:
+            self._allocate(self._places)
+        self._arrange([*(rows | {tier: wanted}).values()])
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def _arrange(self, rows: Sequence[int]) -> None:
+        """Give every tier so many rows, one tier behind the other, and move what the used ones hold."""
+        sizes = (count * tier.length for count, tier in zip(rows, self.tiers, strict=True))
+        targets = dict(zip(self.tiers, accumulate(sizes, initial=0), strict=False))
+        # In this order no tier moves onto another that has not moved yet.
+        for tier in self.tiers:
+            if targets[tier] < tier.offset:
+                self._move(tier, targets[tier])
+        for tier in reversed(self.tiers):
+            if targets[tier] > tier.offset:
+                self._move(tier, targets[tier])
+        for tier, count in zip(self.tiers, rows, strict=True):
+            tier.rows = count
+            tier.see(*self._pools)
+
+    def _move(self, tier: Tier[R], offset: int) -> None:
+        heads = self.shape.heads
+        begin, count, distance = (n * heads for n in (tier.offset, tier.used * tier.length, offset - tier.offset))
+        size = max(abs(distance), _MOVED_AT_ONCE)
+        parts = range(begin, begin + count, size)
+        for first in parts if distance < 0 else reversed(parts):
+            last = min(first + size, begin + count)
+            for pool in self._pools:
+                source = pool[:, first:last]
+                overlap = size > abs(distance)
+                pool[:, first + distance : last + distance].copy_(source.clone() if overlap else source)
+        tier.offset = offset
 
 
 def tier_lengths(context_length: int) -> list[int]:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from april.engines.embedded.upload import upload
 from april.rollout.sampling import SamplingParams
 
 _BLOCK = 256
@@ -27,43 +29,65 @@ def sample(
 ) -> tuple[list[int], list[float]]:
     """Draw a token per row of `logits` [rows, vocabulary], which is overwritten.
 
+    The host waits for the device once, and once more if the nucleus of a row has more tokens than were sorted.
+
     Returns:
         token ids and log-probabilities (nats), one per row.
     """
-    numbers = torch.tensor(uniforms, dtype=torch.float64).to(logits.device)
-    first = sampling[0]
-    if all(params is first for params in sampling):
-        return _on_host(draw(logits, first, numbers))
-    rows: dict[SamplingParams, list[int]] = {}
-    for row, params in enumerate(sampling):
-        rows.setdefault(params, []).append(row)
-    drawn = torch.empty(2, len(sampling), dtype=torch.float64, device=logits.device)
-    for params, members in rows.items():
-        index = torch.tensor(members, device=logits.device)
-        drawn[:, index] = draw(logits[index], params, numbers[index])
-    return _on_host(drawn)
-
-
-def _on_host(drawn: torch.Tensor) -> tuple[list[int], list[float]]:
-    tokens, logprobs = drawn.tolist()
+    numbers = upload(np.array(uniforms, np.float64), logits.device)
+    tokens, logprobs, complete = _draw(logits, sampling, numbers, range(len(sampling)))
+    again = [row for row, whole in enumerate(complete) if not whole]
+    if again:
+        for row, token, logprob, _ in zip(again, *_draw(logits, sampling, numbers, again, sort=True), strict=True):
+            tokens[row], logprobs[row] = token, logprob
     return [int(token) for token in tokens], logprobs
 
 
-def draw(logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor) -> torch.Tensor:
-    """Token ids and log-probabilities [2, rows], float64, of rows that share their settings; overwrites `logits`."""
-    weights = logits.float()
+def _draw(
+    logits: torch.Tensor,
+    sampling: Sequence[SamplingParams],
+    numbers: torch.Tensor,
+    rows: Sequence[int],
+    sort: bool = False,
+) -> tuple[list[float], list[float], list[float]]:
+    """Tokens, log-probabilities and completeness of `rows`, drawn together where they share their settings."""
+    first = sampling[0]
+    if len(rows) == len(logits) and all(params is first for params in sampling):
+        drawn = draw(logits, first, numbers, sort)
+    else:
+        members: dict[SamplingParams, list[int]] = {}
+        for place, row in enumerate(rows):
+            members.setdefault(sampling[row], []).append(place)
+        drawn = torch.empty(3, len(rows), dtype=torch.float64, device=logits.device)
+        for params, places in members.items():
+            both = upload(np.array([places, [rows[place] for place in places]]), logits.device)
+            drawn[:, both[0]] = draw(logits[both[1]], params, numbers[both[1]], sort)
+    tokens, logprobs, complete = drawn.tolist()
+    return tokens, logprobs, complete
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, sort: bool = False) -> torch.Tensor:
+    """Draw for rows that share their settings; overwrites `logits` unless `top_p` is below 1.
+
+    Args:
+        sort: sort the whole vocabulary to find a nucleus.
+
+    Returns:
+        [3, rows] float64: token ids, log-probabilities, and whether the row's nucleus lay within the sorted tokens.
+    """
+    weights = logits.float() if params.top_p == 1 else logits.to(torch.float32, copy=True)
     if params.temperature == 0:
         tokens = weights.argmax(-1)
         logprobs = weights.gather(1, tokens[:, None])[:, 0] - weights.logsumexp(-1)
-        return torch.stack((tokens.double(), logprobs.double()))
+        return torch.stack((tokens.double(), logprobs.double(), torch.ones_like(logprobs, dtype=torch.float64)))
     if params.temperature != 1:
         weights.div_(params.temperature)
     weights.sub_(weights.amax(-1, keepdim=True))
-    _truncate(weights, params)
+    complete = _truncate(weights, params, sort)
     weights.exp_()
     tokens, total = _invert(weights, uniforms.clamp(max=_BELOW_ONE))
     logprobs = weights.gather(1, tokens[:, None])[:, 0].log() - total.log()
-    return torch.stack((tokens.double(), logprobs.double()))
+    return torch.stack((tokens.double(), logprobs.double(), complete.double()))
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,37 +122,43 @@ def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
     return index[:, 0], total, within[:, 0]
 
 
-def _truncate(scores: torch.Tensor, params: SamplingParams) -> None:
-    """Set the scores [rows, vocabulary], whose maximum is 0 in each row, to -inf where a token may not be drawn."""
+def _truncate(scores: torch.Tensor, params: SamplingParams, sort: bool) -> torch.Tensor:
+    """Set the scores [rows, vocabulary], whose maximum is 0 in each row, to -inf where a token may not be drawn.
+
+    Returns:
+        whether this was possible, [rows]; no for a nucleus of more tokens than were sorted.
+    """
     size = scores.shape[1]
+    complete = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
     top_k = params.top_k if 0 < params.top_k < size else 0
     if top_k or params.top_p < 1:
-        values, index = _largest(scores, top_k, params.top_p)
+        values, index = _largest(scores, top_k, sort)
         if params.top_p < 1:
+            mass = None if top_k else _mass(scores)
             probabilities = values.double().exp()
-            probabilities /= probabilities.sum(-1, keepdim=True) if top_k else _mass(scores)
+            if mass is not None and values.shape[1] < size:
+                complete = probabilities.sum(-1) > params.top_p * mass[:, 0]
+            probabilities /= probabilities.sum(-1, keepdim=True) if mass is None else mass
             before = probabilities.cumsum(-1) - probabilities
             before[:, 0] = 0
             values = values.masked_fill(before >= params.top_p, -math.inf)
         scores.fill_(-math.inf).scatter_(1, index, values)
     if params.min_p > 0:
         scores.masked_fill_(scores < math.log(params.min_p), -math.inf)
+    return complete
 
 
 def _mass(scores: torch.Tensor) -> torch.Tensor:
     return scores.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
 
-def _largest(scores: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` largest scores, or, if `top_k` is 0, enough of the largest to hold `top_p`; descending, with indices.
+def _largest(scores: torch.Tensor, top_k: int, sort: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` largest scores, or, if `top_k` is 0, candidates for a nucleus; descending, with indices.
 
     A nucleus is small as a rule, and finding a thousand candidates costs far less than sorting the vocabulary.
     """
     if top_k:
         return scores.topk(top_k, dim=-1)
-    if scores.shape[1] > _WHOLE:
-        values, index = scores.topk(_NUCLEUS, dim=-1)
-        held = values.exp().sum(-1, keepdim=True, dtype=torch.float64)
-        if bool((held > top_p * _mass(scores)).all()):
-            return values, index
+    if scores.shape[1] > _WHOLE and not sort:
+        return scores.topk(_NUCLEUS, dim=-1)
     return scores.sort(dim=-1, descending=True, stable=True)
