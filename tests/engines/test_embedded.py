@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from april.config.recipe import Recipe
+from april.config.settings import EngineSettings
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample, Segment
+from april.training.engines import _elsewhere, _embedded
 from tests.engines.architectures import (
     DEVICE,
     SUPPORTED,
@@ -252,6 +255,19 @@ async def test_a_long_prompt_does_not_stall_who_decodes() -> None:
         assert short.length == before + 1
     assert short.length == 26
     assert_behaviour(POLICY, [short, long])
+
+
+async def test_a_recipe_sets_how_many_tokens_a_pass_prefills() -> None:
+    recipe = Recipe(engine=EngineSettings(prefill_chunk=7, kv_cache_gb=0.01))
+    assert _elsewhere(recipe, "cpu", None).prefill_chunk == 7
+    policy, sizes = copy.deepcopy(POLICY), list[int]()
+    policy.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    subject = _embedded(recipe, policy)
+    sizes.clear()
+    await run(subject, [Sample(0, 0, tuple(range(1, 21)), SamplingParams(max_tokens=1), seed=1)])  # type: ignore[arg-type]
+    assert sizes == [7, 7, 6]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3.5])

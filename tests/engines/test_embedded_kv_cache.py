@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from april.engines.embedded.kv_cache import KVCache, KVShape, tier_lengths
 from april.engines.embedded.sequence import Sequence
@@ -108,6 +111,39 @@ class Rows(RuleBasedStateMachine):
 
 Rows.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestRows = Rows.TestCase
+
+
+def test_no_allocation_ever_exceeds_the_budget() -> None:
+    """Tiers that grow, shrink and move: what PyTorch allocates is the pool, once."""
+    budget, shape = 40 * 64 * 80, KVShape(layers=2, heads=2, key_size=3, value_size=2)
+    with Allocations() as made:
+        cache: KVCache[Sequence] = KVCache(shape, 400, budget, torch.float32, torch.device("cpu"))
+        placed = []
+        for number, length in enumerate([60, 90, 60, 120, 60, 380, 90, 60, 60, 250, 60, 60, 60, 60, 120, 60, 380]):
+            sequence = Sequence.of(Sample(0, number, (1,), SamplingParams(), number), [1], 400)
+            tier = cache.tier_for(length)
+            while not cache.fits(tier):
+                gone = placed.pop(0)
+                gone.tier.remove(gone)
+            cache.place(sequence, tier)
+            sequence.kv_length = length
+            placed.append(sequence)
+    assert cache.peak_bytes > budget * 0.9
+    assert sum(size for size in made.bytes if size > budget // 20) <= budget
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes in bytes of all tensors that were allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and not func.is_view and not str(func).endswith(("copy_.default", "zero_.default")):
+            self.bytes.append(out.nbytes)
+        return out
 
 
 def test_tiers_grow_by_halves_and_thirds_up_to_the_context() -> None:

@@ -199,6 +199,8 @@ class EngineSettings:
             the new weights keep what they would have drawn themselves, so that nothing is stale.
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
             free.
+        prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
+            decode by less, more make fewer passes.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
             sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
             as many tokens as a sample gets in a second, which is what a lost connection may cost it.
@@ -236,6 +238,7 @@ class EngineSettings:
     context_length: Positive[int] | None = None
     on_update: Literal["recompute", "keep", "redraft"] = "recompute"
     kv_cache_gb: Gigabytes | None = None
+    prefill_chunk: Positive[int] = 1024
     stream_interval: Positive[int] | Literal["auto"] = "auto"
     own_process: bool = False
     gpu_memory_utilization: Positive[float] = 0.3

@@ -35,6 +35,7 @@ class EmbeddedSettings:
     max_running: int = 64
     context_length: int | None = None
     kv_cache_bytes: int | None = None
+    prefill_chunk: int = 1024
     on_update: KVPolicy = "recompute"
     draft_tokens: int = 0
     stream_interval: int = 1
@@ -54,6 +55,7 @@ class EmbeddedSettings:
             max_running=self.max_running,
             context_length=self.context_length,
             kv_cache_bytes=self.kv_cache_bytes,
+            prefill_chunk=self.prefill_chunk,
             on_update=self.on_update,
             draft_tokens=self.draft_tokens,
             stream_interval=self.stream_interval,
