@@ -23,7 +23,7 @@ from april.engines.embedded.kv_cache import KVCache, Tier
 from april.engines.embedded.probe import refuse_unknown
 from april.engines.embedded.sequence import Sequence
 from april.engines.embedded.upload import upload
-from april.engines.kernels import Bounds, KernelCase, attend, causal_mask, varlen_kernel
+from april.engines.kernels import Bounds, KernelCase, VarlenKernel, attend, causal_mask, varlen_kernel
 
 IMPLEMENTATION = "april_embedded"
 
@@ -186,6 +186,7 @@ class ForwardPass:
         self.sampled = sent[4 * count :] if self._groups else None
         heads = torch.arange(cache.shape.heads, device=device)
         self._places = (begins.T + heads * lengths.T + self.positions.T).flatten()
+        self._kernels: dict[bool, VarlenKernel | None] = {}
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
@@ -194,9 +195,12 @@ class ForwardPass:
         values.index_copy_(0, self._places, value.flatten(0, 1))
         heads, tokens = self._cache.shape.heads, call.query.shape[2]
         group = call.query.shape[1] // heads
-        sizes = (keys.shape[1], values.shape[1])
         softcap = call.softcap is not None
-        kernel = varlen_kernel(KernelCase(keys.device, keys.dtype, group, 1, *sizes, softcap, cached=True))
+        if softcap not in self._kernels:
+            sizes = keys.shape[1], values.shape[1]
+            case = KernelCase(keys.device, keys.dtype, group, 1, *sizes, softcap, cached=True)
+            self._kernels[softcap] = varlen_kernel(case)
+        kernel = self._kernels[softcap]
         if kernel is not None:
             # To the kernel each KV head of a sequence is a sequence, whose query heads share its keys. A sequence's
             # queries have to follow one another: in the order of heads, which takes copies, if any has several.

@@ -50,8 +50,8 @@ class EmbeddedEngine:
         max_running: decode slots, samples that decode together.
         context_length: prompt and response tokens of a sample; by default what the model's configuration allows and
             the KV cache can hold.
-        kv_cache_bytes: memory for keys and values, taken as it is needed; by default 40 % of what is free now. When it
-            is used up, samples wait.
+        kv_cache_bytes: memory for keys and values, allocated with the first sample; by default 40 % of what is free
+            now. When it is used up, samples wait.
         on_update: what happens to the KV cache of interrupted samples when the weights change.
         prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
         dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
@@ -135,7 +135,7 @@ class EmbeddedEngine:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """The most that keys and values have taken so far."""
+        """The most that rows of keys and values took so far, of the memory that is allocated for them."""
         return self._cache.peak_bytes
 
     @property
