@@ -77,7 +77,7 @@ async def disturbed(rollouts: RolloutScheduler, begin: Any, end: Any, seconds: f
 
 @pytest.mark.parametrize("trouble", ["connections cut", "silence", 500])
 async def test_a_step_survives_an_outage_of_the_only_server(trouble: str | int) -> None:
-    async with gateway(stall_timeout=0.3) as (proxy, engine):
+    async with gateway(stall_timeout=0.5) as (proxy, engine):
 
         def begin() -> None:
             if trouble == "silence":
@@ -177,7 +177,8 @@ async def test_a_server_that_accepts_and_never_answers_is_named_and_given_up(
 
 
 async def test_an_update_that_a_server_never_answers_ends_at_its_own_limit(caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway(patience=0.2, update_timeout=0.6) as (proxy, engine):
+    async with gateway(update_timeout=0.6) as (proxy, engine):
+        engine._http._patience = 0.2  # type: ignore[attr-defined]
         proxy.hang()
         began = asyncio.get_running_loop().time()
 
@@ -187,6 +188,6 @@ async def test_an_update_that_a_server_never_answers_ends_at_its_own_limit(caplo
         engine._dialect.load = load  # type: ignore[attr-defined]
         with caplog.at_level(logging.WARNING, "april"), pytest.raises(EngineError, match="did not take up weights 1"):
             await engine.update_weights(1)
-        assert 0.5 < asyncio.get_running_loop().time() - began < 3
+        assert asyncio.get_running_loop().time() - began > 0.5, "not at the limit of other calls"
         assert "/load: no answer for 0.3 s" in caplog.messages[0]
         proxy.go_on()
