@@ -50,7 +50,7 @@ April = Callable[..., subprocess.CompletedProcess[str]]
         (("--task.name", "gdc"), "gcd"),
         (("--model.path", "/nowhere"), "no such directory"),
         (("--max-response-length", "256"), "leaves no room for a prompt in a context of 256 tokens"),
-        (("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
+        (("--max-prompt-length", "5"), "more than the 5 for which there is room (max_prompt_length)"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -85,7 +85,7 @@ def inspect(
             if limit is not None and len(encoded.token_ids) > limit:
                 found.overlong[index] = (
                     f"{task.place(problem, split)}: its prompt has {len(encoded.token_ids)} tokens, more than the "
-                    f"{limit} for which there is room"
+                    f"{limit} for which there is room (max_prompt_length)"
                 )
                 continue
             if keep:
