@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings
 from april.engines.embedded import EmbeddedEngine
+from april.engines.embedded import engine as embedded_engine
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample, Segment
@@ -548,3 +549,35 @@ def test_rotary_embeddings_that_follow_the_batch_are_refused() -> None:
     with pytest.raises(ValueError, match="pass context_length=128"):
         engine(policy)
     assert engine(policy, context_length=128).capacity.context_length == 128
+
+
+@pytest.mark.parametrize("where", ["model", "draw"])
+async def test_a_pass_that_runs_out_of_memory_is_tried_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, done, calls = engine(), samples(), []
+    target, name = (subject._model, "logits") if where == "model" else (embedded_engine, "draw_tokens")
+    work = getattr(target, name)
+
+    def short(*arguments: Any) -> Any:
+        calls.append(0)
+        if len(calls) in (3, 20):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return work(*arguments)
+
+    monkeypatch.setattr(target, name, short)
+    before = subject.capacity.kv_tokens
+    await run(subject, done)
+    assert responses(done) == UNINTERRUPTED
+    assert_behaviour(POLICY, done)
+    assert before is not None
+    assert subject.capacity.kv_tokens == before // 4
+
+
+async def test_memory_that_runs_out_twice_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject, done = engine(), samples()
+
+    def short(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(subject._model, "logits", short)
+    with pytest.raises(EngineError, match=r"CUDA out of memory.*lower engine\.kv_cache_gb, engine\.max_running"):
+        await run(subject, done)

@@ -25,8 +25,11 @@ FLAGS = (
 )
 
 
-def read_recipe(args: Sequence[str], program: str, description: str = "") -> Recipe:
+def read_recipe(args: Sequence[str], program: str, description: str = "", loads: bool = True) -> Recipe:
     """The checked recipe that `RECIPE [FLAGS]` describe.
+
+    Args:
+        loads: whether the model will be loaded; else its configuration is enough.
 
     Raises:
         ConfigError: something about it is wrong; each line names the setting and where it stands.
@@ -36,7 +39,7 @@ def read_recipe(args: Sequence[str], program: str, description: str = "") -> Rec
     written = load_recipe(path) if path else Recipe()
     recipe = override(copy.deepcopy(written), flags, f"{program} {path or 'RECIPE'}", description)
     try:
-        check_recipe(recipe)
+        check_recipe(recipe, loads)
     except ConfigError as error:
         if path is None:
             raise

@@ -31,8 +31,8 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
     from april.commands.failure import fail
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
+    from april.engines.shortage import is_out_of_memory
     from april.training.crew import following
-    from april.training.recovery import is_out_of_memory
     from april.training.sharded import MemoryShortage
 
     go_on = f"go on from what is on disk: april resume {recipe.reporting.output}"

@@ -46,13 +46,16 @@ MOST_SAMPLES = 1_000_000
 HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, loads: bool = True) -> None:
     """Every rule that involves more than one setting's type, before anything is loaded.
+
+    Args:
+        loads: whether the model will be loaded; else its configuration is enough.
 
     Raises:
         ConfigError: with a line for each rule that is broken.
     """
-    problems = list(_problems(recipe))
+    problems = list(_problems(recipe, loads))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -81,7 +84,7 @@ def check_engine(settings: EngineSettings) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _problems(recipe: Recipe) -> Iterator[str]:
+def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
     for section in dataclasses.fields(recipe):
         yield from _range_problems(section.name, getattr(recipe, section.name))
     yield from _secret_problems(recipe)
@@ -90,7 +93,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     yield from _precision_problems(recipe)
     yield from _trainer_problems(recipe)
     yield from _environment_problems(recipe)
-    if problem := model_path_problem(recipe.model.path):
+    if problem := model_path_problem(recipe.model.path, loads):
         yield problem
     for name in ("path", "eval_path"):
         if (value := getattr(recipe.task, name)) and (problem := path_problem(value)):

@@ -26,19 +26,23 @@ TOKENIZERS = (
 """Any of these files makes a tokenizer."""
 
 
-def model_path_problem(path: str) -> str | None:
-    """What is wrong with `model.path`, if anything."""
+def model_path_problem(path: str, loads: bool = True) -> str | None:
+    """What is wrong with `model.path`, if anything.
+
+    Args:
+        loads: whether model and tokenizer are needed; else the model's configuration is enough.
+    """
     if not path:
         return "model.path is not set: name a Hugging Face model, as a directory or a hub name"
-    problem = _directory_problem(path) if os.path.isdir(os.path.expanduser(path)) else _name_problem(path)
+    problem = _directory_problem(path, loads) if os.path.isdir(os.path.expanduser(path)) else _name_problem(path)
     return f"model.path = {path!r}: {problem}" if problem else None
 
 
-def _directory_problem(path: str) -> str | None:
+def _directory_problem(path: str, loads: bool) -> str | None:
     files = os.listdir(os.path.expanduser(path))
     if "config.json" not in files:
         return "there is no config.json in this directory: name one that save_pretrained wrote"
-    if not set(files) & set(TOKENIZERS):
+    if loads and not set(files) & set(TOKENIZERS):
         return (
             "there is a model in this directory and no tokenizer: put that of the model it comes from beside it, by "
             f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"

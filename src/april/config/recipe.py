@@ -110,6 +110,11 @@ class Recipe:
         return bool(self.trainer.overlap) and apart and stale
 
     @property
+    def keeps_cache_in_training(self) -> bool:
+        """Whether KV caches outlive a training step, or the step goes on beside generation."""
+        return self.overlaps or self.engine.kv_policy == "keep"
+
+    @property
     def gpus_per_engine(self) -> int:
         """GPUs that one engine is divided among; 0 if it works on the CPU by its settings."""
         own = self.engine.gpus_per_replica

@@ -197,8 +197,8 @@ class EngineSettings:
             new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
             both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
             the new weights keep what they would have drawn themselves, so that nothing is stale.
-        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: 40 % of what is
-            free.
+        kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: in the
+            trainer's process what the trainer leaves; elsewhere 40 % of what is free.
         prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
             decode by less, more make fewer passes.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
@@ -482,9 +482,16 @@ class TrainerSettings:
     max_restarts: NotNegative[int] = 3
 
     @property
+    def backend_name(self) -> str:
+        """The backend, with `auto` resolved."""
+        if self.backend != "auto":
+            return self.backend
+        return "fsdp2" if self.processes > 1 else "local"
+
+    @property
     def sharded(self) -> bool:
         """Whether ranks train, be it one."""
-        return self.backend in ("fsdp2", "megatron") or (self.backend == "auto" and self.processes > 1)
+        return self.backend_name in ("fsdp2", "megatron")
 
 
 @dataclass(kw_only=True)

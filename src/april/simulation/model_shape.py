@@ -34,6 +34,27 @@ def shape_of(path: str) -> ModelShape:
     return shape
 
 
+def configuration_of(shape: ModelShape) -> Any:
+    """Return a configuration of transformers that has this shape: Qwen3's, or its mixture's."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "tie_word_embeddings": shape.tied,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 1 << 20,
+    }
+    if shape.experts == 1:
+        return Qwen3Config(**common)
+    experts: dict[str, Any] = {"num_experts": shape.experts, "num_experts_per_tok": shape.experts_per_token}
+    return Qwen3MoeConfig(**common, **experts, moe_intermediate_size=shape.intermediate)
+
+
 def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
     experts = next((found for name in EXPERTS if (found := config.get(name))), 1)
     every, dense = config.get("decoder_sparse_step", 1) == 1, config.get("mlp_only_layers")

@@ -37,8 +37,9 @@ from april.training.episode_reward import EpisodeRewards
 from april.training.evaluation import Evaluation, held_out
 from april.training.learner import Learner
 from april.training.local import LocalLearner, check_checkpoint_of, objective_of
+from april.training.memory_verdict import check_memory
 from april.training.output import locked
-from april.training.policy import load_policy, policy_at
+from april.training.policy import gpu_bytes, load_policy, policy_at
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
@@ -93,6 +94,8 @@ async def trainer_of(
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:
+        if (size := gpu_bytes(recipe.model)) is not None:
+            check_memory(recipe, size)
         learner: Learner
         if recipe.trainer.sharded:
             learner, tokenizer = stack.enter_context(leading(recipe, directory, checkpoint))
@@ -150,6 +153,7 @@ async def trainer_of(
             overlap=recipe.overlaps,
             progress=progress,
             clock=clock,
+            releases_cache=recipe.generates_inside and not recipe.keeps_cache_in_training,
         )
 
 

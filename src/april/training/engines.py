@@ -24,6 +24,7 @@ from april.engines.embedded.host import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
+from april.training.kv_budget import kv_cache_bytes
 from april.training.rank_process import nodes_of_ranks
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _embedded(recipe: Recipe, model: Any) -> Engine:
         model,
         max_running=recipe.slots,
         context_length=settings.context_length,
-        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        kv_cache_bytes=kv_cache_bytes(recipe, next(model.parameters()).device),
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,

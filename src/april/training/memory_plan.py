@@ -25,6 +25,11 @@ from april.training.local import checkpoint_layers, objective_of
 from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
+RESIDENT = ("parameters", "rounded copy", "optimizer")
+"""Parts of a rank that it holds between training steps as well."""
+ATTENTION = 8
+"""Tensors of the size of a layer's queries that attention's backward pass holds: queries, outputs, keys and values of
+all query heads, and their gradients."""
 MOMENTS = 2
 """Of AdamW, for each parameter."""
 LOGITS = 3
@@ -41,6 +46,15 @@ class MemoryPlan:
     """Of the first rank, or of an engine's own devices, beside that."""
     parameters: int
     """The policy's, a number."""
+    token: int
+    """Keys and values of one token on an engine's device."""
+    engine_pass: int
+    """What a forward pass of the engine holds for a moment."""
+
+    @property
+    def transient_bytes(self) -> int:
+        """What a rank holds during a training step alone."""
+        return sum(size for name, size in self.rank.items() if name not in RESIDENT)
 
 
 def planned(recipe: Recipe) -> MemoryPlan:
@@ -78,20 +92,31 @@ def planned(recipe: Recipe) -> MemoryPlan:
     frozen = int(objective.regularised and not recipe.lora.rank)
     trained = 1 + critics if not recipe.lora.rank else critics
     adapters = _adapters(model, recipe) // holders
+    wide, narrow = (1 + critics + frozen) * shard + adapters, 0
+    if recipe.compute_dtype != recipe.model.dtype and trainer.backend_name != "fsdp2":  # master weights
+        wide, narrow = trained * shard + adapters, wide
+    head = 0 if recipe.lora.rank else model.get_output_embeddings().weight.numel() // parts[0]
+    logits = LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size)
+    head_gradient = head * (4 + (computed if computed != 4 else 0))
     rank = {
-        "parameters": (1 + critics + frozen) * shard * own + adapters * own,
+        "parameters": wide * own,
+        "rounded copy": narrow * computed,
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
         "gathered layers": (2 * layer + root) * computed + (layer + root) * own if holders > 1 and not megatron else 0,
         "activations": activations // trainer.context_parallel,
-        "logits": LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size),
+        "logits": logits,
+        "head's gradient": head_gradient,
+        # A layer's backward pass comes after the head's, which has let go of its own by then.
+        "attention": max(0, _attention_bytes(text, recipe, computed) - logits - head_gradient),
     }
     tokens = recipe.slots * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
-    whole = holders > 1 or engine.engine != "embedded"
+    own_copy = trainer.sharded or bool(recipe.lora.rank) or not recipe.generates_inside
+    whole = own_copy or engine.engine != "embedded"
     devices = max(recipe.gpus_per_engine, 1)
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
-    return MemoryPlan(rank, first, count)
+    return MemoryPlan(rank, first, count, cache // devices, _pass_bytes(model.config.get_text_config(), recipe))
 
 
 def _holders(trainer: TrainerSettings) -> int:
@@ -130,7 +155,9 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     trainer, devices = recipe.trainer, max(recipe.gpus_per_engine, 1)
     layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
     named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
-    yield f"{plan.parameters / 1e9:.3f} B parameters, {recipe.model.dtype}, on {trainer.processes} process(es){named}"
+    computes = f", computed in {recipe.compute_dtype}" if recipe.compute_dtype != recipe.model.dtype else ""
+    kind = f"{recipe.model.dtype}{computes}"
+    yield f"{plan.parameters / 1e9:.3f} B parameters, {kind}, on {trainer.processes} process(es){named}"
     for name, size in plan.rank.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
     yield f"  {'each rank':<18}{sum(plan.rank.values()) / 1e9:10.3f} GB"
@@ -142,6 +169,18 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
+def _configuration(recipe: Recipe) -> Any:
+    try:
+        return AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise _unreadable(recipe, error) from None
+
+
+def _unreadable(recipe: Recipe, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0]
+    return ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}")
+
+
 def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
     """The policy without values, or what one of so many ranks that divide its matrices computes with.
 
@@ -149,8 +188,8 @@ def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None, att
         dtype: in the place of the recipe's own; a mixture of experts has bfloat16 then, or its kernels have no shapes.
         attention: how transformers is to compute it; by a kernel that holds no scores if None.
     """
+    config = _configuration(recipe)
     try:
-        config: Any = AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), trust_remote_code=False)
         if parts > 1:
             config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -159,8 +198,7 @@ def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None, att
         own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, recipe.model.dtype)
         return AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation=attention)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}") from None
+        raise _unreadable(recipe, error) from None
 
 
 def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, more: int) -> int:
@@ -196,6 +234,26 @@ def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         hidden: Tensor = trunk(input_ids=ids, use_cache=False).last_hidden_state
     return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own), hidden
+
+
+def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
+    """Of a layer of what a rank computes with: its part of the heads, and of the tokens of a micro-batch."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = recipe.training.max_tokens_per_micro_batch // recipe.trainer.context_parallel
+    return int(ATTENTION * tokens * config.num_attention_heads * size * computed)
+
+
+def pass_bytes(recipe: Recipe) -> int:
+    """Return what a forward pass of the recipe's embedded engine holds for a moment."""
+    return _pass_bytes(_configuration(recipe).get_text_config(), recipe)
+
+
+def _pass_bytes(config: Any, recipe: Recipe) -> int:
+    """Logits of all samples, and a layer's activations of their tokens and of a piece of a prompt."""
+    computed = getattr(torch, recipe.compute_dtype).itemsize
+    width = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    logits = LOGITS * 4 * recipe.slots * config.vocab_size
+    return int(logits + (recipe.slots + recipe.engine.prefill_chunk) * width * computed)
 
 
 def _cache_bytes(config: Any, computed: int) -> int:

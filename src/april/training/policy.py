@@ -106,6 +106,14 @@ def trunk_of(model: Any) -> Any:
     return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
+def gpu_bytes(settings: ModelSettings) -> int | None:
+    """The memory of the GPU that the policy is trained on; None if it is trained on none."""
+    device = device_of(settings)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a response: the model's end-of-sequence tokens and the tokenizer's."""
     try:

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +15,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from april.algorithms.batch import Batch
+from april.engines.shortage import is_out_of_memory, release_cached
 from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
@@ -76,16 +75,7 @@ class Memory:
         self.tokens //= 2
         self.shortages += 1
         log.warning("memory ran out in training; micro-batches have %d tokens from now on: %s", self.tokens, reason)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocator failed. On CPUs and some accelerators only the message says so."""
-    text = str(error).lower()
-    said = isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
-    return said or isinstance(error, torch.OutOfMemoryError | MemoryError)
+        release_cached()
 
 
 class SkippedUpdates:

@@ -30,6 +30,7 @@ from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.embedded.model import convert
+from april.engines.shortage import is_out_of_memory
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted
@@ -41,7 +42,7 @@ from april.training.model_parallel import divide
 from april.training.packing import attends_packed
 from april.training.policy import describe_policy
 from april.training.ranks import Ranks
-from april.training.recovery import Memory, is_out_of_memory
+from april.training.recovery import Memory
 from april.training.shards import write
 from april.training.stored_names import stored_parts
 

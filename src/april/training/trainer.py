@@ -56,6 +56,8 @@ class Trainer:
             trained.
         progress: shows what the run is doing; nothing does if None.
         clock: seconds that only ever grow.
+        releases_cache: the engine gives up its KV cache before training: it shares the trainer's device, and computes
+            the cache of unfinished samples anew after each update.
     """
 
     settings: TrainingSettings
@@ -69,6 +71,7 @@ class Trainer:
     overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
+    releases_cache: bool = False
     _fleet: Fleet = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
@@ -155,6 +158,8 @@ class Trainer:
         if self.log.steps + 1 == self.settings.steps:
             await self.scheduler.rest()  # nothing is trained on after this one
         self._phase("training")
+        if self.releases_cache:
+            self.scheduler.engine.forget()
         began = self.clock()
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt

@@ -15,6 +15,7 @@ Above 450 lines: who is in flight, waiting, admitted and parked is one state, an
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -31,10 +32,17 @@ from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
+from april.engines.shortage import is_out_of_memory, release_cached
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample
 
+log = logging.getLogger(__name__)
+
+Drawn = tuple[list[int], list[float]]
+"""Tokens and their log-probabilities."""
+LOWER = "lower engine.kv_cache_gb, engine.max_running or rollout.max_response_length"
+"""What to do where memory runs out again and again."""
 _SHARE_OF_FREE_MEMORY = 0.4
 
 
@@ -198,8 +206,9 @@ class EmbeddedEngine:
                 break
             try:
                 self._unseen += self._step()
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error
+            except (RuntimeError, MemoryError) as error:
+                advice = f"; {LOWER}" if is_out_of_memory(error) else ""
+                raise EngineError(f"a forward pass of the embedded engine failed: {error}{advice}") from error
             if self._finished or self._unseen >= self._interval:
                 break
         return self._take()
@@ -274,7 +283,41 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def _step(self) -> bool:
-        """One forward pass; true if it sampled anything."""
+        """One forward pass; true if it sampled anything. One that runs out of memory is tried once more."""
+        try:
+            computed = self._compute()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error).partition("\n")[0]
+        else:
+            return self._advance(*computed)
+        # Not before here: the exception holds the tensors that filled the memory.
+        self._make_room(reason)
+        return self._advance(*self._compute())
+
+    def _make_room(self, reason: str) -> None:
+        """Give up all of the KV cache, and go on with half of what it may take; no token is lost."""
+        self._drop(list(self._parked))
+        for sequence in reversed(list(self._admitted)):
+            sequence.draft = []
+            self._preempt(sequence)
+        for sequence in self._waiting:
+            if sequence.tier is not None:
+                self._release(sequence)
+        needed = max(self._cache.tier_for(sequence.limit - 1).row_bytes for sequence in self._in_flight.values())
+        budget = max(self._cache.budget // 2, needed)
+        log.warning(
+            "memory ran out in generation; the KV cache takes at most %.2f GB from now on: %s", budget / 1e9, reason
+        )
+        shape, peak = self._model.shape, self._cache.peak_bytes
+        self._cache = KVCache(shape, self.capacity.context_length, budget, self._model.dtype, self._model.device)
+        self._cache.peak_bytes = peak
+        self.capacity = replace(self.capacity, kv_tokens=budget // shape.bytes(self._model.dtype))
+        release_cached()
+
+    def _compute(self) -> tuple[list[tuple[Sequence, int]], ForwardPass, Drawn, float]:
+        """Run the model and draw tokens. Until the end of it no sequence has changed but for its place."""
         self._admit()
         chunks = self._chunks()
         began = self._clock()
@@ -283,11 +326,17 @@ class EmbeddedEngine:
         self._drafter.draft(decoding, prefilling, self._prefill_chunk)
         step = ForwardPass(self._cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
+        tokens = self._draw(step.sequences, logits) if step.sequences else ([], [])
+        return chunks, step, tokens, began
+
+    def _advance(self, chunks: list[tuple[Sequence, int]], step: ForwardPass, tokens: Drawn, began: float) -> bool:
+        """Give every sequence what was computed for it."""
+        decoding = sum(len(tier.decoding) for tier in self._cache.tiers)
         for sequence, size in chunks:
             sequence.kv_length += size
         self._lead()
-        drawn = self._sample(step.sequences, logits) if step.sequences else {}
-        self._drafter.learn(drawn, len(decoding), prefilling, self._clock() - began)
+        drawn = self._append(step.sequences, tokens) if step.sequences else {}
+        self._drafter.learn(drawn, decoding, sum(size for _, size in chunks), self._clock() - began)
         return bool(step.sequences)
 
     def _chunks(self) -> list[tuple[Sequence, int]]:
@@ -300,12 +349,8 @@ class EmbeddedEngine:
             left -= size
         return chunks
 
-    def _sample(self, sequences: list[Sequence], logits: torch.Tensor) -> dict[Sequence, int]:
-        """Draw the next token of each sequence, and those behind it as far as its draft holds.
-
-        Returns:
-            tokens drawn, of the sequences that had a draft.
-        """
+    def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Drawn:
+        """Draw the next token of each sequence, and one behind each token of its draft."""
         verifying = any(sequence.draft or sequence.replay for sequence in sequences)
         if verifying:
             settings = [sequence.sampling for sequence in sequences for _ in range(1 + len(sequence.draft))]
@@ -313,10 +358,24 @@ class EmbeddedEngine:
         else:
             settings = [sequence.sampling for sequence in sequences]
             numbers = [sequence.number() for sequence in sequences]
-        tokens, logprobs = draw_tokens(logits, settings, numbers)
+        try:
+            tokens, logprobs = draw_tokens(logits, settings, numbers)
+        except (RuntimeError, MemoryError):
+            for sequence, number in zip(sequences, numbers, strict=False) if not verifying else ():
+                sequence.ahead.insert(0, number)  # the pass may be tried again
+            raise
         if math.isnan(sum(logprobs)):
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
-        ended, full, drawn, results = [], [], {}, zip(tokens, logprobs, strict=True)
+        return tokens, logprobs
+
+    def _append(self, sequences: list[Sequence], tokens: Drawn) -> dict[Sequence, int]:
+        """Append what was drawn for each sequence, as far as its draft holds.
+
+        Returns:
+            tokens appended, of the sequences that had a draft.
+        """
+        verifying = any(sequence.draft or sequence.replay for sequence in sequences)
+        ended, full, drawn, results = [], [], {}, zip(*tokens, strict=True)
         for sequence in sequences:
             if verifying:
                 count = sequence.verify(list(islice(results, 1 + len(sequence.draft))))

@@ -1,0 +1,142 @@
+"""Whether a run fits devices of a given size, phase by phase, and what to change first if it does not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training.memory_plan import RESIDENT, MemoryPlan, planned
+
+log = logging.getLogger(__name__)
+
+USABLE = 0.92
+"""Share of a GPU's memory that a run can plan with; contexts, kernels' own workspaces and fragmentation take the rest.
+An assumption: not measured."""
+BUCKET = 2 * (64 << 20)
+"""Bytes of a weight update on their way: a bucket of whole parameters, and what it is gathered from."""
+ESTIMATED = ("activations", "logits", "attention")
+"""Parts that shrink when micro-batches are halved, as they are when memory runs out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the fullest device holds in a phase of a step, in bytes by part."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fixed(self) -> int:
+        """What smaller micro-batches do not make smaller."""
+        return sum(size for name, size in self.parts.items() if name not in ESTIMATED)
+
+
+def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
+    """Return generation, training and weight update, each on the device that holds most in it.
+
+    The KV cache counts as kv_cache_gb says, or as one sample of full length: samples wait when it is full.
+    """
+    resident = {name: plan.rank[name] for name in RESIDENT}
+    weights = {"engine's weights": plan.first["engine's weights"]}
+    length = recipe.engine.context_length or recipe.rollout.max_response_length
+    cache = {"KV cache": int(recipe.engine.kv_cache_gb * 1e9) if recipe.engine.kv_cache_gb else length * plan.token}
+    # An engine that computes with the trainer's own parameters is sent none.
+    bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": BUCKET}
+    generation = {**weights, "pass": plan.engine_pass, **cache}
+    if not recipe.generates_inside:
+        training, update = plan.rank, {**resident, **bucket}
+    else:
+        kept = cache if recipe.keeps_cache_in_training else {}
+        generation = {**resident, **generation}
+        training, update = {**plan.rank, **weights, **kept}, {**resident, **weights, **kept, **bucket}
+    return [Phase("generation", generation), Phase("training", training), Phase("weight update", update)]
+
+
+def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
+    """Yield a line for each phase: how much of `memory` bytes it takes, and what to change first if it does not fit."""
+    room = memory * USABLE
+    yield f"of {memory / 1e9:.0f} GB, {room / 1e9:.1f} GB to plan with:"
+    for phase in phases(plan, recipe):
+        line = f"  {phase.name:<18}{phase.total / 1e9:10.3f} GB: "
+        if phase.total > room:
+            yield f"{line}does not fit; {first_change(recipe, phase.name, room)}"
+        elif phase.name == "generation" and recipe.engine.kv_cache_gb is None:
+            yield f"{line}fits; {_slots(plan, recipe, room - phase.total)}"
+        else:
+            yield f"{line}fits"
+
+
+def _slots(plan: MemoryPlan, recipe: Recipe, left: float) -> str:
+    length = recipe.engine.context_length or recipe.rollout.max_response_length
+    cache = left + length * plan.token
+    samples = int(cache / (length * plan.token))
+    held = f"{samples} of {recipe.slots}" if samples < recipe.slots else f"all {recipe.slots}"
+    return f"{cache / 1e9:.1f} GB remain for the KV cache: {held} samples of full length"
+
+
+def first_change(recipe: Recipe, phase: str, room: float) -> str:
+    """Return the first setting that makes a phase fit, alone or with those before it; all of them if none does."""
+    tried, made = copy.deepcopy(recipe), list[str]()
+    for name, change in _changes(tried):
+        change()
+        made = [other for other in made if other.split(" = ")[0] != name.split(" = ")[0]] + [name]
+        fits = next(each for each in phases(planned(tried), tried) if each.name == phase).total <= room
+        if fits:
+            return f"set {' and '.join(made)}"
+    return f"not even with {' and '.join(made)}: take larger devices, a smaller policy, or lora.rank"
+
+
+def _changes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Settings that take less memory, the one that costs least first; each changes `recipe`."""
+    engine, training, trainer = recipe.engine, recipe.training, recipe.trainer
+
+    def setting(owner: object, name: str, value: object) -> Callable[[], None]:
+        return lambda: setattr(owner, name, value)
+
+    if engine.kv_cache_gb:
+        yield "engine.kv_cache_gb lower, or left out", setting(engine, "kv_cache_gb", None)
+    if engine.on_update == "keep" and recipe.generates_inside:
+        yield 'engine.on_update = "recompute"', setting(engine, "on_update", "recompute")
+    if not training.gradient_checkpointing:
+        yield "training.gradient_checkpointing = true", setting(training, "gradient_checkpointing", True)
+    least = recipe.rollout.max_response_length
+    if training.max_tokens_per_micro_batch > least:
+        name = f"training.max_tokens_per_micro_batch = {least}"
+        yield name, setting(training, "max_tokens_per_micro_batch", least)
+    if trainer.backend_name == "megatron":
+        return
+    for more in (2, 4, 8):
+        if more > trainer.processes and trainer.backend != "local":
+            yield f"trainer.processes = {more}", setting(trainer, "processes", more)
+
+
+def check_memory(recipe: Recipe, memory: float) -> None:
+    """Compare a run with its devices of `memory` bytes before anything is loaded, and warn where estimates exceed it.
+
+    Raises:
+        ConfigError: a phase does not fit whatever the micro-batches are.
+    """
+    try:
+        plan = planned(recipe)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
+        log.warning("memory was not planned: %s", str(error).partition("\n")[0])
+        return
+    room = memory * USABLE
+    for phase in phases(plan, recipe):
+        if phase.total <= room:
+            continue
+        said = (
+            f"{phase.name} takes {phase.total / 1e9:.1f} GB of a GPU with {memory / 1e9:.1f} GB, of which "
+            f"{room / 1e9:.1f} GB can be planned with: {first_change(recipe, phase.name, room)}"
+        )
+        if phase.fixed > room:
+            raise ConfigError(f"memory: {said} (april memory shows the parts)")
+        log.warning("%s, or micro-batches are halved when memory runs out", said)

@@ -1,0 +1,101 @@
+"""Whether a run fits its GPUs is known before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from april.commands.main import run as april
+from april.config.error import ConfigError
+from april.config.recipe import Recipe
+from april.training import build
+from april.training.kv_budget import SHARES, kv_cache_bytes
+from april.training.local import LocalLearner
+from april.training.memory_plan import pass_bytes, planned
+from april.training.memory_verdict import USABLE, check_memory, phases
+from tests import tiny
+from tests.training.steps import recipe, rollout
+
+
+@pytest.fixture
+def chosen(tmp_path: Path) -> Recipe:
+    made = recipe()
+    made.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
+    return made
+
+
+def test_master_weights_their_copy_and_the_optimizer_are_counted_to_the_byte(chosen: Recipe) -> None:
+    chosen.model.compute_dtype = "bfloat16"
+    plan = planned(chosen)
+    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner.train(rollout(1), 1)
+    masters = learner.masters.trained(learner.model)
+    assert plan.rank["parameters"] == sum(tensor.nbytes for tensor in masters)
+    assert plan.rank["rounded copy"] == sum(parameter.nbytes for parameter in learner.model.parameters())
+    assert plan.rank["gradients"] == sum(tensor.grad.nbytes for tensor in masters if tensor.grad is not None)
+    assert plan.first["engine's weights"] == 0, "the engine computes with the copy"
+
+
+@pytest.mark.parametrize("policy", ["recompute", "keep"])
+def test_phases_hold_what_is_there_in_them(policy: Any, chosen: Recipe) -> None:
+    chosen.engine.on_update, chosen.engine.kv_cache_gb = policy, 0.5
+    plan = planned(chosen)
+    resident = sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer"))
+    cache = 500_000_000
+    kept = cache if policy == "keep" else 0
+    generation, training, update = phases(plan, chosen)
+    assert generation.total == resident + plan.engine_pass + cache
+    assert training.total == sum(plan.rank.values()) + kept
+    assert update.total == resident + kept
+
+
+def test_the_kv_cache_may_take_what_the_trainer_leaves(chosen: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    monkeypatch.setattr("april.training.kv_budget.free_bytes", lambda _: 10**9)
+    assert kv_cache_bytes(chosen, device) == int((10**9 - pass_bytes(chosen)) * SHARES["cpu"])
+    chosen.engine.on_update = "keep"
+    to_come = pass_bytes(chosen) + planned(chosen).transient_bytes
+    assert kv_cache_bytes(chosen, device) == int((10**9 - to_come) * SHARES["cpu"])
+    chosen.engine.kv_cache_gb = 0.25
+    assert kv_cache_bytes(chosen, device) == 250_000_000
+
+
+async def test_a_run_that_does_not_fit_its_gpu_ends_before_the_model_is_loaded(
+    chosen: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen.reporting.output = str(tmp_path / "run")
+    monkeypatch.setattr(build, "gpu_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(build, "load_policy", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=r"memory: generation takes .*trainer\.processes = 8"):
+        await build.train(chosen)
+
+
+def test_estimates_alone_do_not_end_a_run(chosen: Recipe, caplog: pytest.LogCaptureFixture) -> None:
+    chosen.training.max_tokens_per_micro_batch = 1 << 14
+    training = phases(planned(chosen), chosen)[1]
+    check_memory(chosen, (training.fixed + training.total) / 2 / USABLE)
+    assert "training takes" in caplog.text
+    assert "set training.gradient_checkpointing = true" in caplog.text
+
+
+def test_a_named_shape_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["memory", "--model", "r1-distill-1.5b", "--gpu-memory"]
+    assert april([*small, "80"]) == 0
+    shown = capsys.readouterr().out
+    assert "1.777 B parameters, float32, computed in bfloat16" in shown
+    assert shown.count(": fits") == 3
+    assert "samples of full length" in shown
+    assert april([*small, "24"]) == 0
+    shown = capsys.readouterr().out
+    assert "training" in shown
+    assert "does not fit; set training.gradient_checkpointing = true and " in shown
+    assert "trainer.processes = 2" in shown
+
+
+def test_a_configuration_alone_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.model().config.save_pretrained(tmp_path)
+    assert april(["memory", "--model.path", str(tmp_path), "--gpu-memory", "1"]) == 0
+    assert capsys.readouterr().out.count(": fits") == 3
