@@ -63,11 +63,11 @@ from tests.commands.conftest import status
             ("--context-length", "4096"),
             "engine.context_length = 4096, but the model was configured for 512: lower it",
         ),
-        ((), ("--max-prompt-length", "5"), "max_prompt_length = 5: every prompt of gcd is longer"),
+        ((), ("--max-prompt-length", "5"), "more than the 5 for which there is room (max_prompt_length)"),
         (
             (),
             ("--max-prompt-length", "105"),
-            "max_prompt_length = 105: every held-out prompt of gcd is longer",
+            "(4 of 4 held-out prompts cannot be used)",
         ),
         ((), ("--urls", "http://me:secret@host:1", "--engine", "vllm"), "engine.urls holds a password"),
         ((), ("--urls", "host:1", "--engine", "vllm"), "engine.urls has 'host:1': write each as"),

@@ -142,6 +142,14 @@ def test_prompts_that_are_left_out_are_counted_and_said(caplog):
     assert len(caplog.messages) == 2
 
 
+def test_generated_problems_are_generated_until_one_can_be_used():
+    stream = PromptStream(Lengths([9] * 200 + [3]), ENCODER, max_prompt_length=4)
+    stream.inspect()
+    assert (stream.position, ids(stream, 1)) == (0, ["200"])
+    with pytest.raises(ValueError, match=r"no prompt of lengths can be used: problem .* more than the 4"):
+        PromptStream(Lengths([9] * 20), ENCODER, max_prompt_length=4).inspect()
+
+
 def test_an_engine_with_a_shorter_context_narrows_the_limit():
     stream = PromptStream(Records([3, 5, 9]), ENCODER)
     stream.inspect()

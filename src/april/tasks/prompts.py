@@ -88,8 +88,13 @@ class PromptStream(Iterator[Prompt]):
             self.max_prompt_length = min(limit, self.max_prompt_length or limit)
         ahead = self._order[: LOOK_AHEAD if self.task.stored else GENERATED].tolist()
         found = inspect(self.task, "train", ahead, self.encoder, self.max_prompt_length, keep=False)
-        found.settle(self.on_bad_record, self.on_overlong)
         self._unusable = found.unusable
+        if self.task.stored or len(self._unusable) < found.count:
+            found.settle(self.on_bad_record, self.on_overlong)
+        else:  # further problems may be usable: generate until one is
+            state = self.state_dict()
+            next(self)
+            self.load_state_dict(state)
 
     def _permutation(self) -> NDArray[np.int64]:
         bits = np.random.Philox(np.random.SeedSequence((self.seed, self.epoch)))
