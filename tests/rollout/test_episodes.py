@@ -395,7 +395,7 @@ async def test_a_state_that_cannot_be_saved_is_named(state: Any, said: str) -> N
 
 async def test_an_environment_that_hangs_costs_its_time_limit() -> None:
     world = World(trouble=lambda what: asyncio.Event().wait() if what == "0.0/0" else None)
-    policy = EpisodePolicy(step_timeout=0.05, on_error="end")
+    policy = EpisodePolicy(step_timeout=0.5, on_error="end")
     (step,) = await run(build(world, policy, over_sampling_batch_size=3), 1)
     assert step.groups[0].samples[0].finish is FinishReason.FAILED
     assert [failure.kind for failure in step.failures] == ["environment timeout"]

@@ -498,7 +498,7 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
 def test_what_cannot_be_written_is_an_error_and_not_a_hang(tmp_path: Path, say: Callable[[Journal], None]) -> None:
     with closing(Journal(tmp_path / "j", delay=0)) as journal:
         journal.record(Admitted(0, Prompt((1,), metadata={"x": object()}), 1, SamplingParams(), 0))
-        with pytest.raises(JournalError, match="not JSON serializable"):
+        with pytest.raises(JournalError, match="which JSON does not have"):
             say(journal)
 
 

@@ -196,6 +196,43 @@ def test_settings_of_training_cannot_change_under_steps_that_are_trained_on_agai
     assert steps(run) == [0, 1, 2, 3, 4]
 
 
+def but_for_the_journal(run: Path) -> dict[str, bytes]:
+    """SQLite tidies up a journal that is opened, even to read it."""
+    return {name: data for name, data in content(run).items() if not name.startswith("journal")}
+
+
+def test_settings_that_do_not_go_with_the_groups_under_way_are_refused_before_anything_is_written(
+    saved_often: Path, saved_seldom: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--rewind is named where it helps: where no groups are under way in the state that it goes back to."""
+    other = ("--n-samples-per-prompt", "2")
+    (tmp_path / "seldom").mkdir()
+    run = copy(saved_seldom, tmp_path / "seldom")
+    before = but_for_the_journal(run)
+    assert resume(run, *other) == 2
+    error = capsys.readouterr().err
+    assert "rollout.n_samples_per_prompt = 2: " in error
+    assert "groups under way have 3 samples" in error
+    assert f"or go back to the beginning, to which this does not apply: april resume {run} --rewind" in error
+    assert but_for_the_journal(run) == before
+    assert resume(run, "--rewind", *other) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+    run = copy(saved_often, tmp_path)
+    before = but_for_the_journal(run)
+    for flags in (other, ("--rewind", *other)):
+        assert resume(run, *flags) == 2
+        error = capsys.readouterr().err
+        assert "groups under way have 3 samples" in error
+        assert "--rewind" not in error
+    assert resume(run, "--max-staleness", "0", "--over-sampling-batch-size", "2") == 2
+    assert "within max_staleness = 0 at rollout_batch_size = 2" in capsys.readouterr().err
+    assert resume(run, "--rewind", "--seed", "5") == 2
+    assert "task: the saved prompt order is of seed 0, but the settings say 5" in capsys.readouterr().err
+    assert but_for_the_journal(run) == before
+    assert resume(run) == 0
+    assert steps(run) == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [

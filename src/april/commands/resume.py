@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from april.commands.arguments import override
@@ -14,8 +15,9 @@ from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.journal_file import JournalError
-from april.training.checkpoint import CheckpointError
+from april.training.checkpoint import CheckpointError, DamagedCheckpointError
 from april.training.rank_process import job, leads
+from april.training.rehearsal import check_settings
 from april.training.resume import Repair, began_here, check_run, check_unchanged, finished_steps, saved_recipe
 
 OPTION = "--resume"
@@ -86,9 +88,13 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
                 "not done again; if this is another job, give it an id of its own (--rdzv-id)"
             )
             repair = "none"
+        if repair == "rewind":
+            with suppress(DamagedCheckpointError):  # the run goes back to an older one, which is checked below
+                check_settings(run, before, recipe, rewind=True)
         for line in check_run(run, repair):
             _note(line)
         check_unchanged(run, before, recipe)
+        check_settings(run, before, recipe)
     return recipe
 
 

@@ -280,6 +280,11 @@ class RolloutState:
         Raises:
             StalenessError: with this bound, not all of its groups can be trained on.
         """
+        self.restore(state)
+        self.check_bound(self.trained, "the saved groups cannot all be trained on")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict`, whether or not the groups can be trained on."""
         self.version = state["version"]
         self.trained = state.get("trained", self.version)
         self.buffer = Buffer.from_state_dict(state["buffer"])
@@ -290,4 +295,3 @@ class RolloutState:
         self._ended = dict(state.get("ended", {}))
         self.lengths.load_state_dict(state["lengths"])
         self.admission.load_state_dict(state["admission"])
-        self.check_bound(self.trained, "the saved groups cannot all be trained on")

@@ -146,11 +146,20 @@ class PromptStream(Iterator[Prompt]):
         Raises:
             ValueError: that stream had another task, size or seed.
         """
-        for name, value in (("task", self.task.name), ("size", len(self.task)), ("seed", self.seed)):
-            if state[name] != value:
-                raise ValueError(
-                    f"the saved prompt order is of {name} {state[name]!r}, but the settings say {value!r}; resume with "
-                    "the settings of the saved run"
-                )
+        check_position(state, self.task, self.seed)
         self.epoch, self.position, self.filtered = state["epoch"], state["position"], state["filtered"]
         self._order = self._permutation()
+
+
+def check_position(state: Mapping[str, Any], task: Task, seed: int) -> None:
+    """Refuse the position of a stream of other prompts.
+
+    Raises:
+        ValueError: that stream had another task, size or seed.
+    """
+    for name, value in (("task", task.name), ("size", len(task)), ("seed", seed)):
+        if state[name] != value:
+            raise ValueError(
+                f"the saved prompt order is of {name} {state[name]!r}, but the settings say {value!r}; resume with "
+                "the settings of the saved run"
+            )
