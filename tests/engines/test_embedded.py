@@ -581,3 +581,21 @@ async def test_memory_that_runs_out_twice_says_what_to_lower(monkeypatch: pytest
     monkeypatch.setattr(subject._model, "logits", short)
     with pytest.raises(EngineError, match=r"CUDA out of memory.*lower engine\.kv_cache_gb, engine\.max_running"):
         await run(subject, done)
+
+
+async def test_samples_that_name_no_stop_tokens_end_at_the_models() -> None:
+    """Of the generation configuration, unless the engine or the sample has its own."""
+    policy = model()
+
+    async def drawn(stops: tuple[int, ...] | None = None, **sampling: Any) -> Sample:
+        subject = engine(policy, stop_token_ids=stops)
+        return (await run(subject, samples(1, 1, max_tokens=12, temperature=0.0, **sampling)))[0]
+
+    whole = (await drawn()).response_ids
+    end = whole[5]
+    policy.generation_config.eos_token_id = [end, VOCABULARY - 1]
+    assert (await drawn()).response_ids == whole[: whole.index(end) + 1]
+    assert (await drawn()).finish is FinishReason.STOP
+    assert (await drawn(stops=())).response_ids == whole
+    other = next(token for token in range(VOCABULARY) if token not in whole)
+    assert (await drawn(stop_token_ids=(other,))).response_ids == whole

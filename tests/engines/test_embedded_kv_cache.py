@@ -45,7 +45,7 @@ class Rows(RuleBasedStateMachine):
         tier = self.cache.tier_for(length)
         if self.cache.fits(tier):
             self.born += 1
-            sequence = Sequence.of(Sample(0, self.born, (1,), SamplingParams(), self.born), [1], CONTEXT)
+            sequence = Sequence.of(Sample(0, self.born, (1,), SamplingParams(), self.born), [1], CONTEXT, frozenset())
             self.cache.place(sequence, tier)
             self.write(sequence, length)
             self.held.append(sequence)

@@ -95,7 +95,7 @@ class VLLMInProcess:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,
+            ignore_eos=bool(sampling.stop_token_ids),  # else the model's own end-of-sequence tokens
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -48,7 +48,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
         top_k: keep the `top_k` most probable tokens; 0 keeps all.
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
-        stop_token_ids: a sample ends with the first of these that it draws; of an episode, the turn.
+        stop_token_ids: a sample ends with the first of these that it draws; of an episode, the turn. The
+            engines in this process take the model's end-of-sequence tokens where there are none; servers take none.
         max_turns: turns of an episode with an environment; 0: no environment, the sample ends with its turn.
         observations_count: whether what an environment answers to turns counts towards `max_tokens` as well.
     """

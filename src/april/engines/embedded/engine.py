@@ -32,6 +32,7 @@ from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
+from april.engines.pretrained import end_tokens
 from april.engines.shortage import is_out_of_memory, release_cached
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import FinishReason, SamplingParams
@@ -66,6 +67,8 @@ class EmbeddedEngine:
         draft_tokens: tokens that a pass may verify for a sample besides drawing its next one, from what the other
             samples of its prompt said at such a place. No token changes; which passes a token shares with others does,
             and with it the rounding of its log-probability. Fewer, or none, are tried where they do not pay; 0: none.
+        stop_token_ids: tokens that end samples whose sampling parameters name none; by default the end-of-sequence
+            tokens of the model's generation configuration.
         stream_interval: decode steps per `poll`. More than one makes fewer, longer chunks; a finished sample is handed
             out at once all the same.
 
@@ -84,6 +87,7 @@ class EmbeddedEngine:
         prefill_chunk: int = 1024,
         dtype: torch.dtype | None = None,
         draft_tokens: int = 0,
+        stop_token_ids: Iterable[int] | None = None,
         stream_interval: int = 1,
     ) -> None:
         for name, value in (
@@ -98,6 +102,7 @@ class EmbeddedEngine:
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
         self._model = ServedModel(model, dtype)
+        self._stops = frozenset(end_tokens(model) if stop_token_ids is None else stop_token_ids)
         self.on_update = on_update
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
@@ -155,7 +160,8 @@ class EmbeddedEngine:
         tokens = [*sample.prompt_ids, *sample.response_ids]
         limit = min(len(tokens) + sample.budget_left, self.capacity.context_length)
         self._validate(sample, tokens, limit)
-        sequence = Sequence.of(sample, tokens, limit)
+        stops = frozenset(sample.sampling.stop_token_ids) or self._stops
+        sequence = Sequence.of(sample, tokens, limit, stops)
         parked = self._parked.pop(sample.id, None)
         if parked is not None:
             self._unregister(parked)

@@ -68,7 +68,7 @@ class Sequence(Resident):
     replay: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sample: Sample, tokens: list[int], limit: int) -> Sequence:
+    def of(cls, sample: Sample, tokens: list[int], limit: int, stop: frozenset[int]) -> Sequence:
         return cls(
             sample.id,
             sample.prompt_ids,
@@ -76,7 +76,7 @@ class Sequence(Resident):
             sample.sampling,
             sample.seed,
             limit,
-            frozenset(sample.sampling.stop_token_ids),
+            stop,
             uniforms(sample.seed, len(tokens) - len(sample.prompt_ids)),
             replay=[*sample.prompt_ids, *sample.draft] if sample.follows_draft else [],
         )
