@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,17 @@ def test_memory_that_is_not_there_is_one_line(
     monkeypatch.setattr("april.commands.trainer.train", too_large)
     assert status("train", str(recipe)) == 1
     assert capsys.readouterr().err == "april: MemoryError: Unable to allocate 16.0 GiB\n"
+
+
+def test_user_code_that_exits_in_a_task_of_its_own_ends_the_run_with_a_message(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def train(*_: object, **__: object) -> None:
+        async def child() -> None:
+            sys.exit(0)
+
+        await asyncio.create_task(child())
+
+    monkeypatch.setattr("april.commands.trainer.train", train)
+    assert status("train", str(recipe)) == 1
+    assert "april: user code called sys.exit(0) in a task of its own" in capsys.readouterr().err
