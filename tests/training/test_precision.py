@@ -49,6 +49,17 @@ def test_small_updates_change_nearly_all_parameters() -> None:
     assert share_changed(rounded, 10) < 0.1, "of which parameters in bfloat16 lose most"
 
 
+def test_losses_follow_those_of_float32() -> None:
+    curves = []
+    for computes in ("float32", "bfloat16"):
+        settings = half(rate=1e-3)
+        settings.model.compute_dtype = computes  # type: ignore[assignment]
+        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
+        curves.append([learner.train(rollout(1), number)["loss"] for number in range(1, 9)])
+    wide, narrow = (torch.tensor(curve) for curve in curves)
+    assert (wide - narrow).abs().max() < 0.02 * (wide[0] - wide[-1])
+
+
 def test_the_share_of_changed_parameters_is_a_metric(caplog: pytest.LogCaptureFixture) -> None:
     wide = LocalLearner(tiny.model(sharpness=1.0), half())
     assert wide.train(rollout(1), 1)["updated_share"] > 0.99
