@@ -359,4 +359,4 @@ def test_steps_that_take_no_time_have_no_rate() -> None:
     assert outcome.consumed_tokens_per_second == outcome.generated_tokens_per_second == outcome.occupancy == 0
     group = Group(0, Prompt((0,)), samples(1, group_size=1))
     group.samples[0].extend([0], [0.0], 0, FinishReason.STOP)
-    assert Step(0, Plan(1), [group]).metrics()["consumed_tokens_per_second"] == 0
+    assert "consumed_tokens_per_second" not in Step(0, Plan(1), [group]).metrics()
