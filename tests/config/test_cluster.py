@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from april.config.checking import check_recipe
-from april.config.error import ConfigError
-from april.config.recipe import Recipe, recipe_from_dict
-
-
-def problems(recipe: dict[str, Any]) -> list[str]:
-    try:
-        check_recipe(recipe_from_dict({"model": {"path": "org/model"}, **recipe}))
-    except ConfigError as error:
-        return str(error).splitlines()
-    return []
+from april.config.recipe import Recipe
+from tests.config.problems import problems
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,6 @@ def test_generated_problems_are_generated_until_one_can_be_used():
         PromptStream(Lengths([9] * 20), ENCODER, max_prompt_length=4).inspect()
 
 
-def test_an_engine_with_a_shorter_context_narrows_the_limit():
-    stream = PromptStream(Records([3, 5, 9]), ENCODER)
-    stream.inspect()
-    assert stream.skipped == 0
-    stream.inspect(limit=4)
-    assert (stream.skipped, ids(stream, 2)) == (2, ["0", "0"])
-
-
 def test_prompts_behind_the_look_ahead_are_refused_with_their_line(monkeypatch):
     monkeypatch.setattr("april.tasks.prompts.LOOK_AHEAD", 1)
     stream = PromptStream(Records([0] + [3] * 9), ENCODER, seed=1)

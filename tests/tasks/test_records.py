@@ -266,6 +266,8 @@ BAD = [
     '{"prompt": "too much", "answer": 1e999}',
     '{"prompt": "p", "answer": "1", "level": 1e999}',
     '{"prompt": "p", "answer": "1", "level": "\\udc00"}',
+    f'{{"prompt": "p", "answer": "1", "level": {"9" * 400}}}',
+    f'{{"prompt": "p", "answer": "1", "level": {"[" * 600}{"]" * 600}}}',
     '{"prompt": ["p"], "answer": "1"}',
     '{"prompt": "p", "answer"',
     "[1]",
@@ -287,7 +289,7 @@ def test_a_bad_record_stops_the_run_before_it_begins_or_is_left_out(tmp_path, ca
 
 
 def test_a_file_of_bad_records_is_refused_whatever_is_set(tmp_path):
-    with pytest.raises(ValueError, match=r"a.jsonl:1: .* \(10 of 10 records cannot be used\)"):
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .* \(12 of 12 records cannot be used\)"):
         task(write(tmp_path / "a.jsonl", BAD), on_bad_record="skip")
 
 

@@ -33,7 +33,6 @@ from april.simulation.run import no_reward
 from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 from april.tasks.build import build_task, in_recipe
-from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
 
 LAST = 0.1
@@ -264,24 +263,15 @@ async def _measure(
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Synchronous steps of the recipe's prompts, which nobody scores."""
-    from april.training.environment import World, prompt_encoder
+    from april.training.environment import World
     from april.training.policy import stop_tokens
+    from april.training.prompts import RunPrompts, room_for_prompt
 
-    rollout, context = recipe.rollout, idle.engine.capacity.context_length
-    room = context - rollout.max_response_length
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_response_length = {rollout.max_response_length} leaves no room for a prompt in a context "
-            f"of {context} tokens: lower it, or raise engine.context_length if the model allows"
-        )
-    limit, stops = min(rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
+    context = idle.engine.capacity.context_length
+    room = room_for_prompt(recipe, context)
+    limit, stops = min(recipe.rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
     world = World(recipe, idle.tokenizer, stops) if recipe.environment.enabled else None
-    encoder = prompt_encoder(recipe, idle.tokenizer, world)
-    prompts = PromptStream(task, encoder, recipe.training.seed, limit, recipe.task.bad_records)
-    try:
-        prompts.inspect()
-    except ValueError as error:
-        raise ConfigError(f"task: {error}") from None
+    prompts = RunPrompts.of(recipe, task, idle.tokenizer, world).to_train_on(limit)
     with world.episodes(context) if world else nullcontext() as episodes:
         yield RolloutScheduler(
             idle.engine,

@@ -75,17 +75,12 @@ class PromptStream(Iterator[Prompt]):
         """Records and prompts left out of the training data, as far as they were tried."""
         return self.task.skipped + len(self._unusable)
 
-    def inspect(self, limit: int | None = None) -> None:
+    def inspect(self) -> None:
         """Try the problems before they are needed: all of those that are stored, up to `LOOK_AHEAD`.
-
-        Args:
-            limit: in place of `max_prompt_length` from here on, if it is less.
 
         Raises:
             ValueError: see the class.
         """
-        if limit is not None:
-            self.max_prompt_length = min(limit, self.max_prompt_length or limit)
         ahead = self._order[: LOOK_AHEAD if self.task.stored else GENERATED].tolist()
         found = inspect(self.task, "train", ahead, self.encoder, self.max_prompt_length, keep=False)
         self._unusable = found.unusable

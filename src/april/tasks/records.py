@@ -13,7 +13,6 @@ import datetime
 import decimal
 import json
 import logging
-import math
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from april.rollout.json_types import json_types
 from april.tasks.answers import is_missing
 from april.tasks.bad_records import settle
 from april.tasks.hub import path_problem
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 WRITTEN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 """Kinds of values in tables that JSON has no type for."""
+DEEPEST = 100
+"""Levels of lists and objects in a column: a prompt's metadata is copied and written by recursive functions."""
 
 
 class RecordsTask(Task):
@@ -205,24 +207,22 @@ def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:
     return _plain(value, column)
 
 
-def _plain(value: Any, column: str) -> Any:
+def _plain(value: Any, column: str, depth: int = 0) -> Any:
     """`value` in JSON types; dates and decimals become their text, NaN a missing value.
 
     Raises:
-        ValueError: JSON cannot hold it.
+        ValueError: JSON cannot hold it, or it is nested too deeply.
     """
-    if value is None or isinstance(value, bool | int):
-        return value
     if isinstance(value, str):
         return _text(value, column)
-    if isinstance(value, float):
-        if math.isinf(value):
-            raise ValueError(f"column {column!r} holds an infinite number")
-        return None if math.isnan(value) else value
+    if value is None or isinstance(value, int | float):
+        return None if value != value else json_types(value, f"column {column!r}")
+    if depth > DEEPEST:
+        raise ValueError(f"column {column!r} is nested more than {DEEPEST} levels deep: {NOT_NEEDED}")
     if isinstance(value, Mapping):
-        return {_text(str(name), column): _plain(item, column) for name, item in value.items()}
+        return {_text(str(name), column): _plain(item, column, depth + 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, column) for item in value]
+        return [_plain(item, column, depth + 1) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,22 @@ from april.rollout.episodes import Episodes
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.secrets import texts
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory import Group
 from april.tasks.build import build_task, in_recipe
-from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
-from april.tasks.task import BadRecords, Task
+from april.tasks.task import Task
 from april.training.crew import leading
 from april.training.device_map import device_map, device_rows
 from april.training.engines import engine_of
-from april.training.environment import World, prompt_encoder
+from april.training.environment import World
 from april.training.episode_reward import EpisodeRewards
-from april.training.evaluation import Evaluation, held_out
+from april.training.evaluation import Evaluation
 from april.training.learner import Learner
 from april.training.local import LocalLearner, check_checkpoint_of, objective_of
 from april.training.memory_verdict import check_memory
 from april.training.output import locked
 from april.training.policy import gpu_bytes, load_policy, policy_at
+from april.training.prompts import RunPrompts, room_for_prompt
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
@@ -48,9 +48,6 @@ from april.training.trainer import Trainer
 from april.training.worker import Worker
 
 log = logging.getLogger(__name__)
-
-FEW = 32
-"""Held-out prompts below which an evaluation is rough."""
 
 
 async def train(
@@ -105,7 +102,7 @@ async def trainer_of(
         _say_what_is_not_kept(recipe)
         limit = _prompt_limit(recipe, learner)
         world = World(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
-        usable = _Prompts.of(recipe, task, tokenizer, world)
+        usable = RunPrompts.of(recipe, task, tokenizer, world)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
         stack.enter_context(locked(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_delay)))
@@ -117,7 +114,7 @@ async def trainer_of(
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
-        room = _room(recipe, engine.capacity.context_length)
+        room = room_for_prompt(recipe, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
         episodes = stack.enter_context(world.episodes(engine.capacity.context_length)) if world else None
@@ -209,69 +206,8 @@ def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     context = asked or known
     if context is None:
         return rollout.max_prompt_length
-    room = _room(recipe, context)
+    room = room_for_prompt(recipe, context)
     return min(rollout.max_prompt_length or room, room)
-
-
-def _room(recipe: Recipe, context: int) -> int:
-    """Tokens that a context leaves for a prompt beside a full response."""
-    room = context - recipe.rollout.max_response_length
-    if room < 1:
-        raise ConfigError(
-            f"rollout.max_response_length = {recipe.rollout.max_response_length} leaves no room for a prompt in a "
-            f"context of {context} tokens: lower it, or raise engine.context_length if the model allows"
-        )
-    return room
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompts:
-    """The prompts of a run, tried before anything expensive starts.
-
-    Raises:
-        ConfigError: prompts cannot be used.
-    """
-
-    recipe: Recipe
-    task: Task
-    encoder: Encoder
-
-    @classmethod
-    def of(cls, recipe: Recipe, task: Task, tokenizer: Any, world: World | None) -> _Prompts:
-        return cls(recipe, task, prompt_encoder(recipe, tokenizer, world))
-
-    def to_train_on(self, limit: int | None) -> PromptStream:
-        bad, overlong = self._policies
-        stream = PromptStream(self.task, self.encoder, self.recipe.training.seed, limit, bad, overlong)
-        with _blaming_the_task():
-            stream.inspect()
-        return stream
-
-    def held_out(self, limit: int | None) -> list[Prompt]:
-        with _blaming_the_task():
-            prompts = held_out(self.task, self.encoder, limit, *self._policies)
-        if self.recipe.task.eval_size is None and 0 < len(prompts) < FEW:
-            log.warning(
-                "only %d prompts are held out to evaluate on, of %d: accuracy and held-out reward are rough; set "
-                "task.eval_path, or task.eval_size",
-                len(prompts),
-                len(self.task) + self.task.eval_size,
-            )
-        return prompts
-
-    @property
-    def _policies(self) -> tuple[BadRecords, BadRecords]:
-        """What becomes of bad records, and of prompts that are too long: `max_prompt_length` leaves these out."""
-        bad = self.recipe.task.bad_records
-        return bad, bad if self.recipe.rollout.max_prompt_length is None else "skip"
-
-
-@contextmanager
-def _blaming_the_task() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ConfigError(f"task: {error}") from None
 
 
 def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> Rewards | EpisodeRewards:
