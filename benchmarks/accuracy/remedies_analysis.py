@@ -21,7 +21,7 @@ from comparison import Runs, differences, holm, mean_accuracy, paired, runs_of, 
 from remedies import BASELINES, CHEAPEST_FIRST, CONFIRMED, PAIRED, candidates, known_arms, own_rates, rates_of, tried
 from study import HERE, recorded
 
-from april.reporting.stability import StabilityWatch
+from april.reporting.alarms import STEPS, drift
 
 Record = Mapping[str, Any]
 
@@ -231,11 +231,12 @@ def warned(records: Sequence[Record], high: float) -> dict[str, dict[str, int]]:
     for record in records:
         if record["arm"] == "synchronous" or "error" in record:
             continue
-        watch, logged = StabilityWatch(), record["by_step"]
-        said = [
-            watch.observe({"ess": ess, "kl_behaviour": kl, "grad_norm": norm})
+        logged = record["by_step"]
+        steps = [
+            {"ess": ess, "kl_behaviour": kl, "grad_norm": norm}
             for ess, kl, norm in zip(logged["ess"], logged["kl_behaviour"], logged["grad_norm"], strict=True)
         ]
+        said = [drift(steps[end - STEPS : end]) for end in range(STEPS, len(steps) + 1)]
         count = found["at the high rate" if record["rate"] > 0.9 * high else "below it"]
         count["runs"] += 1
         count["warned"] += any(said)

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
+from april.config.algorithm import AlgorithmSettings
 from april.config.ranges import out_of_range
 from april.config.recipe import Recipe
 from april.config.settings import (
-    AlgorithmSettings,
     EngineSettings,
     EnvironmentSettings,
     LoraSettings,
@@ -41,6 +41,9 @@ SECTIONS = [getattr(Recipe(), section.name) for section in dataclasses.fields(Re
         (AlgorithmSettings(eps_low=1e300), ("eps_low", "must fit into a float of 32 bits")),
         (EngineSettings(kv_cache_gb=1e300), ("kv_cache_gb", "must fit into a float of 32 bits")),
         (EngineSettings(kv_cache_gb=1e9), ("kv_cache_gb", "must be positive gigabytes, a million at most")),
+        (EngineSettings(gpu_memory_utilization=1.2), ("gpu_memory_utilization", "must be a share above 0, at most 1")),
+        (RolloutSettings(outage_limit=1e10), ("outage_limit", "must be positive seconds, a year at most")),
+        (AlgorithmSettings(gamma=1.5), ("gamma", "must lie in [0, 1]")),
         (RolloutSettings(reward_workers=5000), ("reward_workers", "must be from 0 to 4,096")),
         (TrainerSettings(processes=0), ("processes", "must be from 1 to 4,096")),
         (RolloutSettings(stop_token_ids=(1, -1)), ("stop_token_ids", "must not be negative")),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from april import ENVIRONMENT, FinishReason, Group, Prompt, SamplingParams, Segment, Step
+from april.config.algorithm import AlgorithmSettings
 from april.config.recipe import Recipe
-from april.config.settings import AlgorithmSettings
 from april.rollout.step import Plan
 
 VERSION = 3

@@ -44,7 +44,7 @@ def test_settings_of_vllm_in_process_are_for_that_alone() -> None:
         ConfigError, match=r'enforce_eager = True with engine = "vllm": it is for "vllm-inproc"; remove'
     ):
         check_engine(EngineSettings(engine="vllm", enforce_eager=True))
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 1\.2: must be a share, at most 1"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization = 1\.2: must be a share above 0, at most 1"):
         check_engine(EngineSettings(gpu_memory_utilization=1.2))
 
 

@@ -10,8 +10,9 @@ import huggingface_hub
 import pytest
 
 from april.commands.main import run as april
+from april.config.algorithm import AlgorithmSettings
 from april.config.recipe import Recipe
-from april.config.settings import AlgorithmSettings, ModelSettings
+from april.config.settings import ModelSettings
 from april.tasks.task import TaskSpec
 
 

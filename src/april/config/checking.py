@@ -17,15 +17,15 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, algorithm
+from april.algorithms.catalogue import algorithm
+from april.config.algorithm_rules import algorithm_problems
 from april.config.error import ConfigError
 from april.config.model_path import model_path_problem
 from april.config.ranges import out_of_range
-from april.config.reading import messages, nearest
+from april.config.reading import messages
 from april.config.recipe import Recipe, typed
 from april.config.settings import (
     API_KEY,
-    AlgorithmSettings,
     ClusterSettings,
     EngineSettings,
     EnvironmentSettings,
@@ -99,8 +99,7 @@ def _problems(recipe: Recipe, loads: bool) -> Iterator[str]:
         if (value := getattr(recipe.task, name)) and (problem := path_problem(value)):
             yield f"task.{name} = {value!r}: {problem}"
     yield from _cluster_problems(recipe)
-    yield from _algorithm_problems(recipe.algorithm)
-    yield from _baseline_problems(recipe)
+    yield from algorithm_problems(recipe)
     yield from _engine_problems(recipe.engine, recipe.cluster.enabled)
     if recipe.engine.on_update == "redraft" and recipe.environment.enabled:
         yield 'engine.on_update = "redraft": not with an environment, whose answers cannot become drafts; use "keep"'
@@ -333,36 +332,6 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         yield f"cluster.address = {own.address!r} needs ray: {install_command('cluster')}"
 
 
-def _algorithm_problems(settings: AlgorithmSettings) -> Iterator[str]:
-    try:
-        algorithm(settings.algorithm)
-    except ValueError as error:
-        yield str(error)
-    yield from _correction_problems(settings)
-    for name in ("gamma", "gae_lambda", "turn_discount"):
-        if (value := getattr(settings, name)) is not None and value > 1:
-            yield f"algorithm.{name} = {value}: must lie in [0, 1]"
-
-
-def _baseline_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings under which all samples of a prompt would have the same reward, and advantages relative to it be 0."""
-    name, rollout = recipe.algorithm.algorithm, recipe.rollout
-    with suppress(ValueError):  # _algorithm_problems reports an unknown algorithm
-        if not algorithm(name).group_baseline:
-            return
-        others = "choose reinforce_plus_plus or ppo"
-        if rollout.n_samples_per_prompt == 1:
-            yield (
-                f"rollout.n_samples_per_prompt = 1: {name} compares the samples of a prompt with each other, so a "
-                f"single sample is never trained on; set 2 or more, or {others}"
-            )
-        if rollout.temperature == 0 and not recipe.environment.enabled:
-            yield (
-                f"rollout.temperature = 0: all samples of a prompt are equal, {name} compares them with each other, "
-                f"and nothing is trained on; raise it, or {others}"
-            )
-
-
 def _range_problems(section: str, values: Any) -> Iterator[str]:
     for name, rule in out_of_range(values):
         yield f"{section}.{name} = {getattr(values, name)}: {rule}"
@@ -394,8 +363,6 @@ def _engine_problems(engine: EngineSettings, on_cluster: bool = False) -> Iterat
         value = getattr(engine, name)
         if engine.engine != "vllm-inproc" and value != getattr(EngineSettings, name):
             yield f'engine.{name} = {value} with engine = "{engine.engine}": it is for "vllm-inproc"; remove it'
-    if engine.gpu_memory_utilization > 1:
-        yield f"engine.gpu_memory_utilization = {engine.gpu_memory_utilization:g}: must be a share, at most 1"
     if engine.own_process and engine.engine != "embedded":
         yield f'engine.own_process is set but engine = "{engine.engine}": it is for "embedded"; remove it'
     if engine.engine == "vllm-inproc":
@@ -423,27 +390,6 @@ def _speculation_problems(engine: EngineSettings, min_p: float = 0.0) -> Iterato
         yield (
             f"engine.server_args names {asked}: SGLang is not known to draw drafted tokens from the policy's "
             'distribution (docs/engines.md, Speculation); remove it, or use "vllm"'
-        )
-
-
-def _correction_problems(settings: AlgorithmSettings) -> Iterator[str]:
-    name = settings.correction
-    if name not in CORRECTIONS:
-        yield f"algorithm.correction = {name!r}: {nearest(name, list(CORRECTIONS))}"
-        return
-    rule, own = CORRECTIONS[name], settings.correction_bounds
-    for bound in own:
-        if bound not in rule.bounds and bound != "max_age":
-            having = ", ".join(kind for kind, other in CORRECTIONS.items() if bound in other.bounds)
-            yield (
-                f"algorithm.correction_{bound} does not apply to correction = {name!r}: remove it, or choose one of "
-                f"{having}"
-            )
-    bounds = rule.bounds | own
-    if "low" in bounds and bounds["low"] > bounds.get("high", UNBOUNDED):
-        yield (
-            f"algorithm.correction_low = {bounds['low']:g} is above correction_high = {bounds['high']:g}: nothing "
-            "would be left to train on"
         )
 
 

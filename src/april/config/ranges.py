@@ -57,6 +57,8 @@ PositiveUnbounded = Annotated[Number, Range("must be positive (inf is no bound)"
 NotNegativeUnbounded = Annotated[Number, Range("must not be negative (inf is no bound)", 0, infinite=True)]
 Processes = Annotated[int, Range("must be from 1 to 4,096", 1, 4096)]
 ProcessesOrNone = Annotated[int, Range("must be from 0 to 4,096", 0, 4096)]
+Share = Annotated[float, Range("must be a share above 0, at most 1", 0, 1, without=True)]
+Discount = Annotated[float, Range("must lie in [0, 1]", 0, 1)]
 Gigabytes = Annotated[float, Range("must be positive gigabytes, a million at most", 0, 1e6, without=True)]
 Seconds = Annotated[float, Range("must be positive seconds, a year at most", 0, YEAR_SECONDS, without=True)]
 SecondsOrZero = Annotated[float, Range("must be seconds from 0 to a year", 0, YEAR_SECONDS)]

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import tyro
 from pydantic import TypeAdapter
 
+from april.config.algorithm import AlgorithmSettings
 from april.config.machine import visible_gpus
 from april.config.settings import (
-    AlgorithmSettings,
     ClusterSettings,
     EngineSettings,
     EnvironmentSettings,

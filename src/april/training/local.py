@@ -33,9 +33,10 @@ from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import Objective, Sums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
+from april.config.algorithm import AlgorithmSettings
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import AlgorithmSettings, RolloutSettings
+from april.config.settings import RolloutSettings
 from april.engines.embedded.model import convert
 from april.engines.weights import WeightTransfer
 from april.rollout.step import Step
@@ -47,6 +48,7 @@ from april.training.learner import Interrupted
 from april.training.lora import Adapters
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import plan
+from april.training.optimizer import adamw, moments, set_learning_rate
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
 from april.training.recovery import Memory, SkippedUpdates
@@ -55,8 +57,6 @@ from april.training.shards import read, stored, write
 from april.training.update_share import UpdateShare
 from april.training.weights import transfer_of
 
-FUSED = ("cpu", "cuda")
-"""Devices on which PyTorch has a fused AdamW."""
 AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
 """What to do where a checkpoint does not go with the settings."""
 
@@ -118,13 +118,7 @@ class LocalLearner:
         return PolicyModel(frozen, self.policy.temperature, self.policy.truncation)
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
-        trained = self.masters.trained(module)
-        fused = self.device.type in FUSED  # which updates in place, without a copy of the parameters
-        decay = self.settings.weight_decay
-        optimizer = torch.optim.AdamW(trained, lr=0.0, betas=self.settings.betas, weight_decay=decay, fused=fused)
-        for parameter in trained:
-            moments(optimizer, parameter)  # now, so that an engine that sizes its KV cache leaves them their memory
-        return optimizer
+        return adamw(self.masters.trained(module), self.settings, self.device)
 
     @property
     def context_length(self) -> int | None:
@@ -151,9 +145,9 @@ class LocalLearner:
         if self._transfer is not None:
             self._transfer.withdraw()
         share = share_of_peak(self.settings, number)
-        _set_learning_rate(self.optimizer, self.settings.learning_rate * share)
+        set_learning_rate(self.optimizer, self.settings.learning_rate * share)
         if self.critic_optimizer:
-            _set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * share)
+            set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * share)
         samples = [sample for group in step.groups for sample in group.samples]
         lengths = [len(sample.prompt_ids) + sample.length for sample in samples]
         shortages = self.memory.shortages
@@ -242,12 +236,12 @@ class LocalLearner:
     def _step_optimizers(self, scale: float) -> None:
         """One step of each, the policy's at `scale` times its learning rate."""
         rate = self.optimizer.param_groups[0]["lr"]
-        _set_learning_rate(self.optimizer, scale * rate)
+        set_learning_rate(self.optimizer, scale * rate)
         try:
             with self.update_share.of():
                 self.optimizer.step()
         finally:
-            _set_learning_rate(self.optimizer, rate)
+            set_learning_rate(self.optimizer, rate)
         if self.critic_optimizer:
             self.critic_optimizer.step()
         self.masters.write()
@@ -437,17 +431,3 @@ def checkpoint_layers(trunk: Any) -> None:
         if isinstance(module, GradientCheckpointingLayer):
             # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
             module.training = True
-
-
-def moments(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, also before its first update."""
-    if not optimizer.state[parameter]:
-        moments = {key: torch.zeros_like(parameter, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[parameter] = {"step": torch.tensor(0.0, device=parameter.device), **moments}
-    found: dict[str, Tensor] = optimizer.state[parameter]
-    return found
-
-
-def _set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for parameters in optimizer.param_groups:
-        parameters["lr"] = lr

@@ -20,8 +20,9 @@ from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.training.checkpoint import TRAINING
 from april.training.forward import PolicyModel, alike, probe
-from april.training.local import LocalLearner, moments
+from april.training.local import LocalLearner
 from april.training.megatron_policy import MegatronPolicy
+from april.training.optimizer import moments
 from april.training.sharded import ShardedLearner
 from april.training.shards import opened, stored, write
 
