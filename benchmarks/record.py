@@ -31,8 +31,16 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: version(name) for name in packages},
     }
+
+
+def version(package: str) -> str | None:
+    """Version of a package; None if it is not installed, as april itself where it is only on PYTHONPATH."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def save(script: str, results: Mapping[str, Any], variant: str = "") -> Path:
