@@ -3,16 +3,17 @@
 Invariants:
 - a figure is in the results file as soon as it is measured, and the file is replaced as a whole, so that it is complete
   JSON at any moment;
-- a part that fails, hangs or runs out of memory costs only the figures that it has not yielded, and nothing of other parts;
+- a part that fails, hangs or runs out of memory costs only the figures that it has not yielded;
 - a part that is done is not run again unless that is asked for;
 - the exit status is 0 only if every part that was asked for is done or skipped for a reason that the file names.
 
-A part is a function in a module of its own that yields names and values. The name "failures" is reserved: a list of texts,
-one for each thing that is wrong; the part counts as failed unless it is empty.
+A part is a module with a function `measure`, which yields names and values. The name "failures" is reserved: a list of
+texts, one for each thing that is wrong; the part counts as failed unless the list is empty.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -148,7 +149,7 @@ def run_apart(
                 [*command, "--figures", str(out)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                while (late := time.monotonic() - began > part.limit) is False and process.poll() is None:
+                while not (late := time.monotonic() - began > part.limit) and process.poll() is None:
                     if (now := _read(out)) != found:
                         found = now
                         record({"state": "failed", "reason": "under way", "figures": found})
@@ -184,10 +185,11 @@ def run_here(part: Part, given: Any, figures: Path) -> None:
 
 def commit() -> str | None:
     """The commit of this checkout; None if it is no checkout."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or None
+    try:
+        asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:  # no git
+        return None
+    return asked.stdout.strip() or None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -200,8 +202,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the part's process and all that it started and left."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

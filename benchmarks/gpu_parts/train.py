@@ -1,6 +1,6 @@
 """`april train` from start to end, synchronous and partial: random weights, records, a reward of the user's own.
 
-The policy ends a response by one of its end tokens, a share of the vocabulary, so that lengths are spread geometrically.
+The policy ends a response by one of its end tokens, 2 % of the vocabulary, so lengths have a geometric distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from gpu_parts.bench import Bench
-from parts import ROOT, Figures
+from parts import Figures
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -68,8 +68,7 @@ def measure(bench: Bench) -> Figures:
                 [sys.executable, "-m", "april", "train", str(recipe), "--output", str(output), *flags],
                 capture_output=True,
                 text=True,
-                env=os.environ
-                | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )
             walls[arm] = time.perf_counter() - began
             if done.returncode:

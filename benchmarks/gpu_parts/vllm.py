@@ -1,6 +1,6 @@
 """vLLM in this process: sleep at level 2, wake, update, log-probabilities; then TRL's colocate mode with sleep.
 
-Not run on a GPU yet. Written for vLLM 0.26, the newest for torch 2.11, which lacks the routes that april's servers need.
+Not run on a GPU yet. Written for vLLM 0.26, the newest for torch 2.11; april's own engine needs a newer vLLM.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def slept(bench: Bench, path: str) -> Figures:
     yield "logprob_gap", gaps
     yield (
         "failures",
-        [f"log-probabilities {when} the update: {g:.2g} nats apart" for when, g in gaps.items() if not g <= GAP],
+        [f"log-probabilities {when} the update: {g:.2g} nats" for when, g in gaps.items() if not g <= GAP],
     )
 
 

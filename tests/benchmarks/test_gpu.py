@@ -1,4 +1,4 @@
-"""The script for a GPU, on small shapes on the CPU: its parts run, and its figures say what they should."""
+"""The check of a GPU, on small shapes on the CPU: its parts run, and its figures are right."""
 
 from __future__ import annotations
 
@@ -8,33 +8,65 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
+from gpu_parts import exactness, launches, memory, nccl, precision, roofline
+from gpu_parts.bench import Bench
+
+BENCH = Bench("cpu", tiny=True)
 
 
 def test_an_interrupted_sample_equals_the_undisturbed_one() -> None:
-    found = gpu.exactness(gpu.Bench("cpu", tiny=True))
+    found = dict(exactness.measure(BENCH))
     assert found["resumed"]["equal_responses"] == found["recomputed"]["equal_responses"] == 1
     assert found["logprob_error"] < 1e-4
+    assert found["failures"] == []
     json.dumps(found)
 
 
-def test_a_roofline_is_compared_where_a_data_sheet_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = gpu.roofline_against_measured(gpu.Bench("cpu", tiny=True))
+def test_updates_at_a_small_learning_rate_arrive_in_float32_alone() -> None:
+    found = dict(precision.measure(BENCH))
+    assert found["parameters in float32, computation in bfloat16"]["changed_share"] > 0.99
+    assert found["parameters in bfloat16, computation in bfloat16"]["changed_share"] < 0.1
+    assert found["failures"] == []
+
+
+def test_a_roofline_is_compared_where_a_data_sheet_is_known() -> None:
+    found = dict(roofline.measure(BENCH))
     assert found["data_sheet"] is None
     assert [row["batch"] for row in found["tiny"]["decode_step_seconds"]] == [1, 4]
     assert all(row["measured"] > 0 and row["roofline"] is None for row in found["tiny"]["decode_step_seconds"])
 
 
-def test_a_part_that_is_not_done_in_time_costs_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu.PARTS, "exactness", (gpu.exactness, 0.5))
-    assert gpu.run_apart("exactness", gpu.Bench("cpu", tiny=True)) == {"failed": "not done after 0.5 s"}
+def test_operators_of_a_pass_are_counted() -> None:
+    found = dict(launches.measure(BENCH))
+    assert found["like lengths"]["operators"] > 50
+    assert found["many lengths"]["samples"] == 7
+
+
+def test_weights_travel_in_buckets_of_a_group_of_one() -> None:
+    found = dict(nccl.measure(BENCH))
+    assert found["buckets"] > 1
+    assert found["bytes"] == sum(tensor.nbytes for tensor in BENCH.model(BENCH.shape).state_dict().values())
+
+
+def test_memory_is_planned_for_the_shape_that_is_trained() -> None:
+    found = dict(memory.measure(BENCH))
+    parameters = sum(parameter.numel() for parameter in BENCH.model(BENCH.shape).parameters())
+    assert found["planned"]["parameters"] == 4 * parameters
+    assert found["planned_bytes"]["resident"] == (4 + 2 + 8) * parameters
+
+
+def test_a_call_takes_less_than_ten_minutes() -> None:
+    limits = [part.limit for name, part in gpu.PARTS.items() if name != "vllm"]
+    assert sum(limits) <= gpu.SECONDS < 600
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    if gpu.torch.cuda.is_available():
+    if torch.cuda.is_available():
         pytest.skip("there is one")
     done = subprocess.run([sys.executable, gpu.__file__], capture_output=True, text=True)
     assert done.returncode == 1
