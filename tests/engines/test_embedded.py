@@ -16,6 +16,7 @@ from april.config.recipe import Recipe
 from april.config.settings import EngineSettings
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded import engine as embedded_engine
+from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample, Segment
@@ -551,15 +552,23 @@ def test_rotary_embeddings_that_follow_the_batch_are_refused() -> None:
     assert engine(policy, context_length=128).capacity.context_length == 128
 
 
-@pytest.mark.parametrize("where", ["model", "draw"])
-async def test_a_pass_that_runs_out_of_memory_is_tried_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("where", "fails"), [("model", (3, 20)), ("draw", (3, 20)), ("pools", (4,))])
+async def test_a_pass_that_runs_out_of_memory_is_tried_again(
+    where: str, fails: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where keys have moved to a larger pool, and values have not."""
     subject, done, calls = engine(), samples(), []
-    target, name = (subject._model, "logits") if where == "model" else (embedded_engine, "draw_tokens")
+    targets = {
+        "model": (subject._model, "logits"),
+        "draw": (embedded_engine, "draw_tokens"),
+        "pools": (KVCache, "_pool"),
+    }
+    target, name = targets[where]
     work = getattr(target, name)
 
     def short(*arguments: Any) -> Any:
         calls.append(0)
-        if len(calls) in (3, 20):
+        if len(calls) in fails:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return work(*arguments)
 
@@ -569,7 +578,7 @@ async def test_a_pass_that_runs_out_of_memory_is_tried_again(where: str, monkeyp
     assert responses(done) == UNINTERRUPTED
     assert_behaviour(POLICY, done)
     assert before is not None
-    assert subject.capacity.kv_tokens == before // 4
+    assert subject.capacity.kv_tokens == before // 2 ** len(fails)
 
 
 async def test_memory_that_runs_out_twice_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

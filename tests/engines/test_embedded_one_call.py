@@ -130,7 +130,7 @@ def counted_pass(tiers: int, patch: pytest.MonkeyPatch, params: SamplingParams, 
     with torch.no_grad(), device:  # inference mode would hide copies behind `reshape` and `to`
         policy = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
         policy.set_attn_implementation(IMPLEMENTATION)
-        cache: KVCache[Sequence] = KVCache(KVShape(LAYERS, 2, 16, 16), 1024, 1 << 26, torch.bfloat16, device)
+        cache: KVCache[Sequence] = KVCache(KVShape(LAYERS, 2, 16, 16), 1024, 1 << 28, torch.bfloat16, device)
         for number, tier in enumerate(cache.tiers[:tiers]):
             cache.place(sequence := of_length(number, tier.length - 1), tier)
             sequence.kv_length = tier.length - 2
@@ -158,7 +158,7 @@ def counted_pass(tiers: int, patch: pytest.MonkeyPatch, params: SamplingParams, 
 
 def of_length(number: int, length: int) -> Sequence:
     sample = Sample(0, number, tuple(range(1, length + 1)), SamplingParams(max_tokens=1000), number)
-    return Sequence.of(sample, [*sample.prompt_ids], 1024)
+    return Sequence.of(sample, [*sample.prompt_ids], 1024, frozenset())
 
 
 def test_a_copy_that_waits_is_found() -> None:

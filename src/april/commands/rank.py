@@ -31,7 +31,7 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
     from april.commands.failure import fail
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
-    from april.engines.shortage import is_out_of_memory
+    from april.engines.device_memory import is_out_of_memory
     from april.training.crew import following
     from april.training.sharded import MemoryShortage
 

@@ -6,11 +6,10 @@ generation may take. Where the cache stays during training, what training will a
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from april.config.recipe import Recipe
+from april.engines.device_memory import free_bytes
 from april.training.memory_plan import pass_bytes, planned
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}
@@ -25,13 +24,3 @@ def kv_cache_bytes(recipe: Recipe, device: torch.device) -> int:
     if recipe.keeps_cache_in_training:
         to_come += planned(recipe).transient_bytes
     return max(int((free_bytes(device) - to_come) * SHARES.get(device.type, 0.5)), 0)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that nothing has taken; of a GPU also what PyTorch holds and does not use."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 8 << 30

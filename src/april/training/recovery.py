@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from april.algorithms.batch import Batch
-from april.engines.shortage import is_out_of_memory, release_cached
+from april.engines.device_memory import is_out_of_memory, release_cached
 from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from april.algorithms.batch import Batch
 from april.algorithms.objective import Sums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.device_memory import is_out_of_memory
 from april.engines.embedded.model import convert
-from april.engines.shortage import is_out_of_memory
 from april.training.checkpoint import ADAPTER, TRAINING
 from april.training.context import shared
 from april.training.learner import Interrupted

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Container, Iterable
@@ -26,6 +25,7 @@ from itertools import islice
 
 import torch
 
+from april.engines.device_memory import free_bytes, is_out_of_memory, release_cached
 from april.engines.embedded.attention import ForwardPass
 from april.engines.embedded.drafts import Drafter
 from april.engines.embedded.kv_cache import KVCache, Tier, tier_lengths
@@ -33,7 +33,6 @@ from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.engines.pretrained import end_tokens
-from april.engines.shortage import is_out_of_memory, release_cached
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample
@@ -59,8 +58,8 @@ class EmbeddedEngine:
         max_running: decode slots, samples that decode together.
         context_length: prompt and response tokens of a sample; by default what the model's configuration allows and
             the KV cache can hold.
-        kv_cache_bytes: memory for keys and values, allocated with the first sample; by default 40 % of what is free
-            now. When it is used up, samples wait.
+        kv_cache_bytes: most memory for keys and values, which is allocated as samples need it; by default 40 % of the
+            memory that is free now. When it is used up, samples wait. `forget` frees it while no sample is in flight.
         on_update: what happens to the KV cache of interrupted samples when the weights change.
         prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
         dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
@@ -111,7 +110,9 @@ class EmbeddedEngine:
         # What a pass takes is compared with what others took, so on a processor what other programs do must not count.
         self._clock = time.thread_time if self._model.device.type == "cpu" else time.perf_counter
         token_bytes = self._model.shape.bytes(self._model.dtype)
-        budget = kv_cache_bytes if kv_cache_bytes is not None else _default_budget(self._model.device)
+        budget = kv_cache_bytes
+        if budget is None:
+            budget = int(free_bytes(self._model.device) * _SHARE_OF_FREE_MEMORY)
         context = self._context_length(context_length, budget, token_bytes)
         self.capacity = Capacity(max_running, context, budget // token_bytes)
         self.version = 0
@@ -213,8 +214,7 @@ class EmbeddedEngine:
             try:
                 self._unseen += self._step()
             except (RuntimeError, MemoryError) as error:
-                advice = f"; {LOWER}" if is_out_of_memory(error) else ""
-                raise EngineError(f"a forward pass of the embedded engine failed: {error}{advice}") from error
+                raise EngineError(f"a forward pass of the embedded engine failed: {error}") from error
             if self._finished or self._unseen >= self._interval:
                 break
         return self._take()
@@ -290,27 +290,26 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def _step(self) -> bool:
         """One forward pass; true if it sampled anything. One that runs out of memory is tried once more."""
-        try:
-            computed = self._compute()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = str(error).partition("\n")[0]
-        else:
-            return self._advance(*computed)
-        # Not before here: the exception holds the tensors that filled the memory.
-        self._make_room(reason)
-        return self._advance(*self._compute())
+        for _ in range(2):
+            try:
+                computed = self._compute()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+            else:
+                return self._advance(*computed)
+            # Not before here: the exception holds the tensors that filled the memory.
+            self._make_room(reason)
+        raise EngineError(f"a forward pass of the embedded engine failed: {reason}; {LOWER}")
 
     def _make_room(self, reason: str) -> None:
-        """Give up all of the KV cache, and go on with half of what it may take; no token is lost."""
-        self._drop(list(self._parked))
-        for sequence in reversed(list(self._admitted)):
-            sequence.draft = []
-            self._preempt(sequence)
-        for sequence in self._waiting:
-            if sequence.tier is not None:
-                self._release(sequence)
+        """Give up all of the KV cache, and continue with half of its budget; no token is lost."""
+        for sequence in (*self._parked.values(), *self._in_flight.values()):
+            sequence.lose_cache()
+        self._waiting.extendleft(reversed(self._admitted))
+        for held in (self._parked, self._residents, self._admitted, self._prefilling, self._following):
+            held.clear()
         needed = max(self._cache.tier_for(sequence.limit - 1).row_bytes for sequence in self._in_flight.values())
         budget = max(self._cache.budget // 2, needed)
         log.warning(
@@ -324,6 +323,8 @@ class EmbeddedEngine:
 
     def _compute(self) -> tuple[list[tuple[Sequence, int]], ForwardPass, Drawn, float]:
         """Run the model and draw tokens. Until the end of it no sequence has changed but for its place."""
+        for sequence in [each for tier in self._cache.tiers for each in tier.decoding if each.room < 0]:
+            self._grow(sequence)
         self._admit()
         chunks = self._chunks()
         began = self._clock()
@@ -381,7 +382,7 @@ class EmbeddedEngine:
             tokens appended, of the sequences that had a draft.
         """
         verifying = any(sequence.draft or sequence.replay for sequence in sequences)
-        ended, full, drawn, results = [], [], {}, zip(*tokens, strict=True)
+        ended, drawn, results = [], {}, zip(*tokens, strict=True)
         for sequence in sequences:
             if verifying:
                 count = sequence.verify(list(islice(results, 1 + len(sequence.draft))))
@@ -391,14 +392,10 @@ class EmbeddedEngine:
                 sequence.append(*next(results))
             if sequence.finish is not None:
                 ended.append(sequence)
-            elif sequence.kv_length == sequence.tier.length:  # type: ignore[union-attr]
-                full.append(sequence)
         # Rows move from here on, and take with them what every sequence's length says it has.
         for sequence in ended:
             self._end(sequence)
         self._decode_prefilled()
-        for sequence in full:
-            self._grow(sequence)
         return drawn
 
     def _decode_prefilled(self) -> None:
@@ -550,13 +547,3 @@ class EmbeddedEngine:
 def _tier(sequence: Sequence) -> Tier[Sequence]:
     assert sequence.tier is not None
     return sequence.tier
-
-
-def _default_budget(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    elif "SC_AVPHYS_PAGES" in os.sysconf_names:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
-        free = 8 * 2**30
-    return int(free * _SHARE_OF_FREE_MEMORY)

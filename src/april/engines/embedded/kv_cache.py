@@ -1,13 +1,14 @@
 """Keys and values of every sequence, in tiers of similar length.
 
 Invariants:
-- keys and values each have one pool for all tiers, [layers, KV heads · tokens, head size], allocated once: so a layer
-  writes the tokens of a step with one call, and a kernel that takes begins and lengths reads all tiers with one;
+- keys and values each have one pool for all tiers, [layers, KV heads · tokens, head size]: so a layer writes the tokens
+  of a step with one call, and a kernel that takes begins and lengths reads all tiers with one;
 - a tier is a part of the pool seen as [layers, rows, KV heads, length, head size]; a sequence has one row of one tier,
   long enough for its tokens, and moves to a longer tier when it outgrows it;
 - rows of a tier are in three runs: decoding sequences, held ones (prefilling, waiting or parked), free rows. So decode
   attention reads views and gathers nothing, and a lone long sequence makes nobody else's attention longer;
-- the pool never takes more than `budget` bytes: tiers grow in place, by moving the longer ones behind them.
+- the pools never take more than `budget` bytes. They are the smallest of 1/2^k of it that hold the rows in use; tiers
+  grow inside them, by moving the longer ones behind them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 _SHORTEST = 64
 _FEWEST_ROWS = 8
+_SPARE = 4
+"""The pools have room for one more row, and for one in so many of the tokens that they hold."""
 _MOVED_AT_ONCE = 256
 """Tokens of a KV head that are moved through a temporary copy, where a tier moves by fewer."""
 
@@ -167,7 +170,7 @@ class Tier(Generic[R]):
 
 
 class KVCache(Generic[R]):
-    """Tiers up to `context_length` tokens within `budget` bytes, which are allocated when the first row is needed."""
+    """Tiers up to `context_length` tokens within `budget` bytes, which are allocated as rows need them."""
 
     def __init__(
         self, shape: KVShape, context_length: int, budget: int, dtype: torch.dtype, device: torch.device
@@ -177,16 +180,56 @@ class KVCache(Generic[R]):
         self.peak_bytes = 0
         """The most that rows of tiers took so far."""
         self.tiers: list[Tier[R]] = [Tier(length, shape, dtype) for length in tier_lengths(context_length)]
-        self._places = budget // shape.bytes(dtype) * shape.heads
+        self._most_tokens = budget // shape.bytes(dtype)
+        self._tokens = 0
+        """Size of the pools; while they are released, the size that they are allocated with again."""
         self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self._allocate(0)
+        self._pools = [self._pool(0, size) for size in (shape.key_size, shape.value_size)]
+        self._see()
 
-    def _allocate(self, places: int) -> None:
-        layers, sizes = self.shape.layers, (self.shape.key_size, self.shape.value_size)
-        self._pools = [torch.empty(layers, places, size, **self._options) for size in sizes]
+    def _pool(self, tokens: int, size: int) -> torch.Tensor:
+        return torch.empty(self.shape.layers, self.shape.heads * tokens, size, **self._options)
+
+    def _see(self) -> None:
         self.keys, self.values = (pool.unbind(0) for pool in self._pools)
         for tier in self.tiers:
             tier.see(*self._pools)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pools have memory for at the moment."""
+        return self.keys[0].shape[0] // self.shape.heads
+
+    def _reserve(self, tokens: int) -> None:
+        """See that the pools have room for so many tokens beside the used rows, and some to spare."""
+        held = sum(tier.used * tier.length for tier in self.tiers) + tokens
+        size = self._most_tokens
+        while size // 2 >= held + held // _SPARE:
+            size //= 2
+        self._tokens = max(size, self._tokens)
+        if self._tokens > self.pool_tokens:
+            self._resize(self._tokens)
+
+    def _resize(self, tokens: int) -> None:
+        """Give the pools another size, one after the other; used rows keep their places.
+
+        A copy of one pool, beside both, may exceed the budget: then it is made on the host. Where memory runs out, what
+        the cache held is lost.
+        """
+        used = max((tier.offset + tier.used * tier.length for tier in self.tiers if tier.used), default=0)
+        sizes = [pool.shape[2] for pool in self._pools]
+        on_host = used and tokens + self.pool_tokens * max(sizes) / sum(sizes) > self._most_tokens
+        del self.keys, self.values
+        for tier in self.tiers:
+            del tier.keys, tier.values  # which keep the memory that they are views of
+        for size in sizes:
+            kept = self._pools.pop(0)[:, : used * self.shape.heads]
+            if on_host:
+                kept = kept.cpu()
+            pool = self._pool(tokens, size)
+            pool[:, : kept.shape[1]].copy_(kept)
+            self._pools.append(pool)
+        self._see()
 
     def tier_for(self, length: int) -> Tier[R]:
         return next(tier for tier in self.tiers if tier.length >= length)
@@ -229,17 +272,17 @@ class KVCache(Generic[R]):
         """Give up rows that are not used; return the memory if none is."""
         self._arrange([tier.used for tier in self.tiers])
         if not self.allocated_bytes:
-            self._allocate(0)
+            self._resize(0)
 
     def _grow(self, tier: Tier[R]) -> None:
+        self._reserve(tier.length)
         rows = {each: each.rows for each in self.tiers}
         wanted = max(_FEWEST_ROWS, tier.used + 1, tier.used * 3 // 2)
-        if self.allocated_bytes + (wanted - tier.rows) * tier.row_bytes > self.budget:
+        room = self.pool_tokens * self.shape.bytes(self._options["dtype"])
+        if self.allocated_bytes + (wanted - tier.rows) * tier.row_bytes > room:
             rows = {each: each.used for each in self.tiers}
-            wanted = min(wanted, tier.used + (self.budget - self.used_bytes) // tier.row_bytes)
+            wanted = min(wanted, tier.used + (room - self.used_bytes) // tier.row_bytes)
         assert wanted > tier.used
-        if not self.keys[0].shape[0]:
-            self._allocate(self._places)
         self._arrange([*(rows | {tier: wanted}).values()])
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
 

@@ -93,6 +93,11 @@ class Sequence(Resident):
         self.draft, self.replay = [], other.replay
         self.finish = None
 
+    def lose_cache(self) -> None:
+        """Forget keys and values, and the row, of a cache that is given up as a whole."""
+        self.kv_length, self.tier, self.row = 0, None, -1
+        self.leader, self.draft = None, []
+
     @property
     def longest(self) -> int:
         """Tokens that a row has to hold for the next passes."""

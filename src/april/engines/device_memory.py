@@ -1,8 +1,9 @@
-"""How a shortage of memory shows."""
+"""Memory of a device: what is free, whether it ran out, and how unused memory is returned."""
 
 from __future__ import annotations
 
 import gc
+import os
 
 import torch
 
@@ -19,3 +20,13 @@ def release_cached() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that nothing has taken; of a GPU also what PyTorch holds and does not use."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 8 << 30
