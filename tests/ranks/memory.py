@@ -74,7 +74,6 @@ def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     chosen.engine.engine = "vllm"  # whose copy of the policy is elsewhere
     learner = _learner(chosen)(model, chosen, ranks)
     learner.train(step, 1)
-    learner.optimizer.zero_grad()
     state = (moment for moments in learner.optimizer.state.values() for moment in moments.values())
     kept = [_local(tensor.detach()) for tensor in (*learner.policy.parameters(), *state)]
     with Held(kept) as new:

@@ -21,6 +21,7 @@ def test_parameters_and_optimizer_are_counted_to_the_byte(settings: dict[str, ob
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
     plan = planned(chosen).rank
     learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
     models = [learner.model, learner.reference and learner.reference.model, learner.critic]
     head = 4 * 33 if learner.critic else 0  # the critic has a head of one output in the place of the policy's

@@ -31,12 +31,23 @@ def test_master_weights_their_copy_and_the_optimizer_are_counted_to_the_byte(cho
     chosen.model.compute_dtype = "bfloat16"
     plan = planned(chosen)
     learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
     masters = learner.masters.trained(learner.model)
     assert plan.rank["parameters"] == sum(tensor.nbytes for tensor in masters)
     assert plan.rank["rounded copy"] == sum(parameter.nbytes for parameter in learner.model.parameters())
     assert plan.rank["gradients"] == sum(tensor.grad.nbytes for tensor in masters if tensor.grad is not None)
     assert plan.first["engine's weights"] == 0, "the engine computes with the copy"
+
+
+@pytest.mark.parametrize(("algorithm", "computed"), [("grpo", "bfloat16"), ("ppo", "float32")])
+def test_generation_begins_without_gradients(algorithm: str, computed: Any, chosen: Recipe) -> None:
+    chosen.algorithm.algorithm, chosen.model.compute_dtype = algorithm, computed
+    learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
+    assert learner.train(rollout(1), 1)["grad_norm"] > 0
+    modules = filter(None, (learner.policy, learner.critic))
+    held = [tensor for module in modules for tensor in (*module.parameters(), *learner.masters.trained(module))]
+    assert all(tensor.grad is None for tensor in held)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "keep"])

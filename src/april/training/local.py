@@ -157,6 +157,7 @@ class LocalLearner:
                 self.update(f"step-{number:06d}-{index}", batch.rows(rows), [samples[row] for row in rows])
                 for index, rows in enumerate(self.updates(step.groups))
             ]
+        self.release_gradients()
         names = dict.fromkeys(name for made, _ in results for name in made)
         measured = {name: [made[name] for made, _ in results if name in made] for name in names}
         metrics = {name: sum(values) / len(values) for name, values in measured.items()}  # fmean refuses inf - inf
@@ -258,13 +259,17 @@ class LocalLearner:
             correction = self.objective.correct(batch, now, now if batch.prox is None else batch.prox)
             batch = dataclasses.replace(batch, correction=correction)
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.critic_optimizer:
-            self.critic_optimizer.zero_grad(set_to_none=True)
+        self.release_gradients()
         sums = Sums()
         for _, micro in self._passes(batch, self.objective.carrying_signal(batch)):
             sums += self._backward(micro, denominator, trained)
         return sums
+
+    def release_gradients(self) -> None:
+        """Free the memory of gradients, which generation needs."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.critic_optimizer:
+            self.critic_optimizer.zero_grad(set_to_none=True)
 
     def _backward(self, micro: Batch, denominator: float, trained: int) -> Sums:
         """Add the gradient of a micro-batch."""
