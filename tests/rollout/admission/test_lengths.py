@@ -190,3 +190,14 @@ def test_a_response_that_ended_without_a_token_counts_as_the_shortest() -> None:
     model.observe([0] * 50, [0] * 50, [True] * 50)
     assert model.finished[0] == 50
     assert model.survival[1] < 0.05
+
+
+def test_responses_begun_with_a_larger_budget_count_as_truncated() -> None:
+    """A run may be resumed with a smaller budget while longer responses are in flight."""
+    larger, smaller = LengthModel(8), LengthModel(8)
+    larger.observe([0, 6, 20], [4, 30, 40], [True, True, False])
+    smaller.observe([0, 6, 8], [4, 8, 8], [True, True, False])
+    assert larger.state_dict() == smaller.state_dict()
+    group = Group.start(0, Prompt((1,), "p"), 1, SamplingParams(max_tokens=40), seed=0)
+    group.samples[0].extend([5] * 30, [-1.0] * 30, 0)
+    assert larger.remaining(group).tolist() == [0.0]

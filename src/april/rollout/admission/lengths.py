@@ -90,7 +90,7 @@ class LengthModel:
             after: tokens it had when the step ended, or when it finished.
             finished: whether it finished.
         """
-        start, end, done = np.asarray(before, float), np.asarray(after, float), np.asarray(finished, bool)
+        start, end, done = self._within_budget(before), self._within_budget(after), np.asarray(finished, bool)
         bin_of = np.maximum(np.searchsorted(self.edges, end, "left") - 1, 0)  # an empty response is in the first
         stopped = done & (end < self.max_tokens)
         left = np.where(stopped, self._places[1:][bin_of], self._place(end))
@@ -163,7 +163,7 @@ class LengthModel:
         Given the sample's own length so far, and given its siblings: finished ones by their lengths, unfinished ones
         by what they have exceeded.
         """
-        lengths = np.array([sample.policy_tokens for sample in group.samples], dtype=float)
+        lengths = self._within_budget([sample.policy_tokens for sample in group.samples])
         unfinished = np.array([sample.finish is None for sample in group.samples])
         if not unfinished.any():
             return np.zeros(len(lengths))
@@ -188,6 +188,11 @@ class LengthModel:
         area = after[rows, bins] * (1 - within) + after[rows, bins + 1] * within
         expected: Floats = np.clip(area / now, 0.0, self.max_tokens - lengths)
         return expected
+
+    def _within_budget(self, lengths: ArrayLike) -> Floats:
+        """Lengths, those of responses that were begun with a larger budget as if this one had truncated them."""
+        shortened: Floats = np.minimum(np.asarray(lengths, float), self.max_tokens)
+        return shortened
 
     def _place(self, lengths: Floats) -> Floats:
         """Lengths in units of bins."""
