@@ -7,7 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -47,6 +50,35 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     gone = subprocess.run([sys.executable, "-m", "april", "--help"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (gone.returncode, gone.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("encoding", [None, "ascii"])
+def test_output_that_is_closed_or_lacks_characters_ends_no_command(
+    encoding: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`april … >&-`, and a terminal of another encoding than UTF-8."""
+    raw = BytesIO()
+    monkeypatch.setattr("sys.stdout", encoding and TextIOWrapper(raw, encoding=encoding))
+    monkeypatch.setattr("sys.argv", ["april", "train"])
+
+    def printing(name: str) -> Any:
+        return SimpleNamespace(run=lambda args: print("1 … 日本"))
+
+    monkeypatch.setattr("april.commands.main.import_module", printing)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert raw.getvalue() == (b"1 \\u2026 \\u65e5\\u672c\n" if encoding else b"")
+
+
+def test_a_working_directory_that_was_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert status("train", "recipe.toml") == 2
+    assert capsys.readouterr().err == "april: the current directory no longer exists: change to one that does\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

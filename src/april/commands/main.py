@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 
 from april import __version__
 from april.commands.failure import fail
@@ -42,6 +43,7 @@ def main() -> None:
     """Run a command of `sys.argv` and exit with its status; without a word if nobody reads what it prints, as behind
     `| head`. Signals end it without a traceback."""
     unwind_on_signals()
+    _prepare_output()
     try:
         status = run(sys.argv[1:])
     except KeyboardInterrupt as interrupt:
@@ -58,6 +60,16 @@ def main() -> None:
     sys.stdout.flush()
     leave(status)
     raise SystemExit(status)
+
+
+def _prepare_output() -> None:
+    """Let whatever is printed be printed: nowhere if a file is closed, and escaped where its encoding lacks it."""
+    for name in ("stdout", "stderr"):
+        file = getattr(sys, name)
+        if file is None:  # as after `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(file, TextIOWrapper):
+            file.reconfigure(errors="backslashreplace")
 
 
 def _unread() -> bool:
@@ -81,6 +93,10 @@ def run(args: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         return fail(f"there is no command {command!r}; {_nearest(command)}")
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return fail("the current directory no longer exists: change to one that does")
     try:
         run_command: Callable[[list[str]], int] = import_module(f"april.commands.{command}").run
     except ModuleNotFoundError as error:
