@@ -17,10 +17,29 @@ LARGEST_EXPONENT = 400
 SCIENTIFIC = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 MIXED = r"[-+]?\d+ \d+/\d+"
 """A mixed number: `3 1/4`."""
-NUMBER = rf"{MIXED}|[-+]?(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+"
+GROUPED = r"\d{1,3}(?:,\d{3})+|\d{1,3}(?:[ \u00a0\u202f]\d{3})+"
+"""A number with commas or spaces between its thousands."""
+NUMBER = rf"{MIXED}|[-+]?(?:{GROUPED}|\d+)(?:\.\d+)?(?:/\d+)?|[-+]?\.\d+"
+CURRENCY = r"(?:[A-Z]{0,3}[$€£¥₹])"
 UNIT = r"[A-Za-z]{2,}|[A-Za-z]+/[A-Za-z]+(?:\^?[23]|[²³])?|[A-Za-z]{2,}(?:\^?[23]|[²³])"
 """A word of a unit: `dollars`, `km/h`, `m/s^2`, `cm²`. A single letter is more often a variable than a unit."""
-QUANTITY = re.compile(rf"({NUMBER})((?: (?:{UNIT}))*)")
+QUANTITY = re.compile(rf"{CURRENCY}?({NUMBER})(?: ?{CURRENCY})?((?: ?°[CF]?)?(?: (?:{UNIT}))*)\.?")
+SYMBOLS = str.maketrans(
+    {
+        "⁄": "/",
+        "√": r"\sqrt ",
+        "∞": r"\infty ",
+        "−": "-",
+        "½": " 1/2",
+        "⅓": " 1/3",
+        "⅔": " 2/3",
+        "¼": " 1/4",
+        "¾": " 3/4",
+    }
+)
+"""Characters that math-verify does not read, or reads only alone."""
+PI = re.compile(r"\bpi\b")
+POWER = re.compile(r"\^(-?\d+)")
 FACTORS = {
     "hundred": r"\cdot 100",
     "thousand": r"\cdot 10^{3}",
@@ -86,21 +105,24 @@ def _latex(value: Any) -> str:
         return reading(value).latex[0]
     if SCIENTIFIC.fullmatch(value):
         return _positional(value)
+    if "\\" in value:
+        return value
+    value = value.translate(SYMBOLS).strip()
     found = QUANTITY.fullmatch(value)
     if found is None:
-        return value
+        return POWER.sub(r"^{\1}", PI.sub(r"\\pi ", value))
     number, words = found[1], found[2].split()
     if any(NO_UNITS.fullmatch(word.lower()) for word in words):
-        return value
+        return PI.sub(r"\\pi ", value)
     factor = FACTORS.get(words[0].lower(), "") if words else ""
     unit = " ".join(words[1:] if factor else words)
     return _number(number) + factor + (rf"\text{{ {unit}}}" if unit else "")
 
 
 def _number(text: str) -> str:
-    whole, space, fraction = text.partition(" ")
+    whole, _, fraction = text.partition(" ")
     above, _, below = fraction.partition("/")
-    return rf"{whole}\frac{{{above}}}{{{below}}}" if space else text
+    return rf"{whole}\frac{{{above}}}{{{below}}}" if below else "".join(text.split())
 
 
 def _positional(number: float | str) -> str:
