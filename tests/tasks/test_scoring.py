@@ -73,6 +73,7 @@ async def graded(completions, solution): return [float(c == s) for c, s in zip(c
 
 def of_column(source, response): return 1.0
 def answer_first(answer, response): return 1.0
+def response_second(question, response): return 1.0
 def level_second(response, level): return 1.0
 def misspelt(response, answer, sorce): return 1.0
 def by_response(responses, answer): return {response: 1.0 for response in responses}
@@ -332,6 +333,7 @@ def test_the_answer_has_its_columns_name_for_functions_of_trl():
     [
         ("of_column", "its parameter 'source' would get the response"),
         ("answer_first", "its parameter 'answer' would get the response"),
+        ("response_second", "its parameter 'response' would get the answer"),
         ("level_second", "its parameter 'level' would get the answer"),
         ("misspelt", "'sorce'; problem 'p1' offers .*did you mean 'source'"),
     ],

@@ -141,7 +141,9 @@ class NamedFunction:
     def _check_positional(self, offered: Mapping[str, Any]) -> None:
         usual = (*USUAL, set()) if self._given == 2 else USUAL[:1]
         for parameter, gets, names in zip(self._positional, ("response", "answer"), usual, strict=False):
-            if parameter in offered and parameter in self._named and parameter not in {*names, self._own(gets)}:
+            other = USUAL[0] if gets == "answer" else USUAL[1]
+            known = parameter in offered or parameter in other
+            if known and parameter in self._named and parameter not in {*names, self._own(gets)}:
                 raise ValueError(
                     f"reward = {self.path!r}: its parameter {parameter!r} would get the {gets}, but is the name of "
                     f"something else that it can be given: write fn(response, answer, …), the rest after these two"
