@@ -1,15 +1,23 @@
 """What an environment may say, and how it is told apart."""
 
+import json
+
 import pytest
 
 from april import EnvStep, TokenIds, Turn
-from april.rollout.environment import ObservationError, check_observation, checked, fingerprint
+from april.rollout.environment import ObservationError, checked, checked_observation, fingerprint
 
 
 @pytest.mark.parametrize("observation", ["", "warmer", [], [{"role": "tool", "content": "3"}], TokenIds((1, 2))])
 def test_text_messages_and_token_ids_are_observations(observation):
-    check_observation(observation)
+    checked_observation(observation)
     assert checked(EnvStep(observation, 1, True)) == EnvStep(observation, 1.0, True)
+
+
+@pytest.mark.parametrize("said", ["x\ud83d", [{"role": "tool", "content": "x\ud83d"}]])
+def test_halves_of_surrogate_pairs_are_replaced_so_that_every_tokenizer_reads_an_observation(said):
+    whole = json.loads(json.dumps(said).replace("d83d", "fffd"))
+    assert checked(EnvStep(said)).observation == checked_observation(said) == whole
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a key that is a tuple": (lambda: {"by": {(1, 2): "a"}}, r"\['by'\] has the key \(1, 2\)"),
     "an object": (lambda: {"model": object()}, r"\['model'\] is a object"),
     "a list that contains itself": (lambda: {"self": endless()}, "contains itself"),
+    "a list of 200 levels": (lambda: {"deep": json.loads("[" * 200 + "]" * 200)}, "more than 100 levels"),
 }
 refused = pytest.mark.parametrize(("make", "part"), REFUSED.values(), ids=REFUSED)
 
@@ -62,13 +63,13 @@ def test_other_kinds_are_refused_by_name(make: Callable[[], Any], part: str) -> 
 
 
 def test_json_types_are_copied() -> None:
-    given = OrderedDict(a=(1, 2.5, None, True), b=Colour.RED, c=np.arange(2), d=torch.tensor(1.5), e={"f": "\ud83d"})
+    given = OrderedDict(a=(1, 2.5, None, True), b=Colour.RED, c=np.arange(2), d=torch.tensor(1.5), e={"f": "x\ud83d"})
     copy = json_types(given, "metadata")
-    assert copy == {"a": [1, 2.5, None, True], "b": "red", "c": [0, 1], "d": 1.5, "e": {"f": "\ud83d"}}
+    assert copy == {"a": [1, 2.5, None, True], "b": "red", "c": [0, 1], "d": 1.5, "e": {"f": "x\ufffd"}}
     assert json.loads(json.dumps(copy)) == copy
     assert type(copy["b"]) is str
     given["e"]["f"] = "changed"
-    assert copy["e"]["f"] == "\ud83d"
+    assert copy["e"]["f"] == "x\ufffd"
 
 
 def prompts(metadata: Callable[[int], Any]) -> Iterator[Prompt]:

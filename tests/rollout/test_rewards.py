@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april.rollout.rewards import RewardTasks
+from april.rollout.rewards import RewardTasks, check_rewards
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Group, Prompt, Sample
 
@@ -94,3 +95,9 @@ async def test_what_was_closed_is_scored_again() -> None:
         await tasks.wait()
         await asyncio.sleep(0)
     assert sorted(verdict.group.id for verdict in tasks.take()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("returned", [b"12", bytearray(b"12"), "12", {"a": 1, "b": 2}, {1, 2}, 3, None, "x" * 10_000])
+def test_what_is_no_sequence_of_rewards_is_refused_in_one_short_line(returned: Any) -> None:
+    with pytest.raises(ValueError, match="^the reward function returned .{1,80} where 2 rewards were expected$"):
+        check_rewards(returned, 2)

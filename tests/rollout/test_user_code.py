@@ -20,7 +20,7 @@ from april.rollout.episode_policy import EpisodePolicy
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, RewardTasks
 from april.rollout.sampling import SamplingParams
-from april.rollout.user_code import UserCode, UserCodeError
+from april.rollout.user_code import UserCode, UserCodeError, in_one_line
 from tests.rollout.test_episodes import build, run
 from tests.rollout.test_rewards import finished
 from tests.scheduling import scheduler_of
@@ -202,6 +202,25 @@ async def test_a_cancellation_and_ctrl_c_pass_through() -> None:
     coroutine.close()  # raises GeneratorExit in it, as the interpreter does with coroutines that are left over
     closed.cancel()
     await asyncio.gather(closed, return_exceptions=True)
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (TimeoutError(), "TimeoutError"),
+        (ValueError("two\nlines"), "ValueError: two lines"),
+        (ValueError("half \ud83d"), "ValueError: half \ufffd"),
+        (Unprintable(), "Unprintable: its message cannot be shown (RuntimeError)"),
+    ],
+)
+def test_an_error_of_user_code_is_one_line_that_can_be_written(error: Exception, line: str) -> None:
+    assert in_one_line(error) == line
 
 
 def test_a_task_that_exits_does_not_end_an_event_loop_for_others() -> None:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april.tasks.build import build_task
+from april.tasks.encoding import Encoder
 from april.tasks.records import hold_out
 from april.tasks.task import Problem, TaskSpec
+from tests import tiny
 
 RECORDS = [{"prompt": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
 
@@ -88,6 +90,7 @@ GOOD = {"prompt": "p", "answer": "a"}
         ([{"prompt": [{"role": "user"}], "answer": "a"}], {}, "a.jsonl:1: .* messages with role and content"),
         ([{**GOOD, "n": 1}, {**GOOD, "n": 1}], {"id_column": "n"}, "a.jsonl:2: the id '1' belongs to line 1 already"),
         ([GOOD], {"id_column": "n"}, "a.jsonl:1: id_column = 'n'"),
+        ([{**GOOD, "n": None}], {"id_column": "n"}, "a.jsonl:1: the id in column 'n' is missing"),
         ([], {}, "there are no records"),
         ([GOOD], {"eval_size": 1}, "eval_size = 1: of 1 records some must be left"),
         ([GOOD, GOOD], {"eval_size": 1}, "no record is left to train on"),
@@ -319,3 +322,11 @@ def test_the_system_prompt_leaves_a_records_own_alone(tmp_path, caplog):
     found = problems(task(path, eval_size=0, system_prompt="Think."))
     assert [p.prompt for p in found] == [own, [{"role": "system", "content": "Think."}, own[1]]]
     assert "system_prompt is not added to 1 of 2 conversations" in caplog.text
+
+
+@pytest.mark.parametrize("levels", [98, 99])
+def test_a_record_that_is_accepted_can_be_saved_as_a_prompt(tmp_path, levels):
+    line = '{"prompt": "p", "answer": "1", "level": ' + "[" * levels + "]" * levels + "}"
+    left = task(write(tmp_path / "a.jsonl", [GOOD, line]), eval_size=0, on_bad_record="skip")
+    sealed = [Encoder(tiny.tokenizer())(problem).sealed() for problem in problems(left)]
+    assert len(sealed) == (2 if levels == 98 else 1)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from april.rollout.json_types import finite_number, json_types, shown
+from april.rollout.json_types import encodable, finite_number, json_types, shown
 from april.rollout.tokens import MOST_TOKEN_ID
 from april.rollout.trajectory import Prompt, Sample
 from april.rollout.user_code import in_one_line
@@ -162,27 +162,27 @@ def checked(step: Any) -> EnvStep:
     reward = finite_number(step.reward)
     if reward is None:
         raise ObservationError(f"step returned the reward {shown(step.reward)}, which is no finite number")
-    check_observation(step.observation)
+    observation = checked_observation(step.observation)
     if not isinstance(step.info, Mapping):
         raise ObservationError(f"step returned the info {_short(step.info)}: it must be a dict")
-    return EnvStep(step.observation, reward, bool(step.done), saved(step.info, "info"))
+    return EnvStep(observation, reward, bool(step.done), saved(step.info, "info"))
 
 
-def check_observation(observation: Any) -> None:
-    """Whether it is text, chat messages or token ids.
+def checked_observation(observation: Any) -> Observation:
+    """The observation, its text encodable as UTF-8.
 
     Raises:
-        ObservationError: it is none of them.
+        ObservationError: it is neither text, chat messages nor token ids.
     """
     if isinstance(observation, str):
-        return
+        return encodable(observation)
     if isinstance(observation, TokenIds):
         if all(isinstance(token, int) and 0 <= token <= MOST_TOKEN_ID for token in observation):
-            return
+            return observation
         raise ObservationError("an observation of token ids holds something that is no token id")
     if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
-        saved(list(map(dict, observation)), "an observation")
-        return
+        messages: Sequence[Message] = saved(list(map(dict, observation)), "an observation")
+        return messages
     raise ObservationError(
         f"an observation is {_short(observation)}: it must be text, a list of chat messages, or april.TokenIds"
     )

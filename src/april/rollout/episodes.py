@@ -29,8 +29,8 @@ from april.rollout.environment import (
     Saves,
     TokenIds,
     Turn,
-    check_observation,
     checked,
+    checked_observation,
     environment_error,
     fingerprint,
     saved,
@@ -371,8 +371,7 @@ class Episodes:
         row, limit = self.row(group.prompt), self.policy.reset_timeout
         observation: Observation = await self._call(limit, environment.reset, row, group.environment_seed)
         with _environment_code():
-            check_observation(observation)
-        return observation
+            return checked_observation(observation)
 
     async def _state(self, environment: Environment) -> Any:
         """What is saved with the answer; None unless it is what the episode would be recovered from."""

@@ -193,8 +193,8 @@ def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Rewa
     Raises:
         ValueError: the count is wrong, a reward is no finite number, or its info is not JSON types.
     """
-    if isinstance(rewards, str | Mapping | Set) or not isinstance(rewards, Iterable):
-        raise ValueError(f"the reward function returned {rewards!r} where {expected} rewards were expected")
+    if isinstance(rewards, str | bytes | bytearray | Mapping | Set) or not isinstance(rewards, Iterable):
+        raise ValueError(f"the reward function returned {shown(rewards)} where {expected} rewards were expected")
     values = list(rewards)
     if len(values) != expected:
         raise ValueError(f"the reward function returned {len(values)} rewards for {expected} samples")

@@ -14,6 +14,8 @@ from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
+from april.rollout.json_types import encodable
+
 logger = logging.getLogger(__name__)
 
 CLEANUP_SECONDS = 10.0
@@ -54,15 +56,26 @@ def as_failure(error: BaseException) -> Exception:
     """`error` itself if it is a failure, otherwise a `UserCodeError` that names it and carries its notes."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return error
-    failure = UserCodeError(f"{type(error).__name__}: {error}")
+    message = _message(error)
+    failure = UserCodeError(f"{type(error).__name__}: {message}" if message else type(error).__name__)
     for note in getattr(error, "__notes__", ()):
         failure.add_note(note)
     return failure
 
 
 def in_one_line(error: Exception) -> str:
-    """The kind and the message of an error that user code raised."""
-    return str(error) if isinstance(error, UserCodeError) else f"{type(error).__name__}: {error}"
+    """The kind and the message of an error that user code raised, in one line that UTF-8 can hold."""
+    message = _message(error)
+    if isinstance(error, UserCodeError):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return " ".join(encodable(str(error)).split())
+    except Exception as another:  # exceptions of user code have a __str__ of user code
+        return f"its message cannot be shown ({type(another).__name__})"
 
 
 def _current_task() -> asyncio.Task[Any] | None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from april.rollout.json_types import json_types
+from april.rollout.json_types import DEEPEST, json_types
 from april.tasks.answers import is_missing
 from april.tasks.bad_records import settle
 from april.tasks.hub import path_problem
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 WRITTEN_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID)
 """Kinds of values in tables that JSON has no type for."""
-DEEPEST = 100
-"""Levels of lists and objects in a column: a prompt's metadata is copied and written by recursive functions."""
+LEVELS = DEEPEST - 2
+"""Levels of lists and objects in a column, which is two levels deep in the metadata of its prompt."""
 
 
 class RecordsTask(Task):
@@ -189,11 +189,13 @@ def _to_problem(record: Mapping[str, Any], spec: TaskSpec, default_id: str) -> P
     answer = None if spec.answer_column is None else _column(record, spec.answer_column, "answer_column")
     if is_missing(answer) and spec.needs_answer:
         raise ValueError(f"the answer in column {spec.answer_column!r} is empty")
-    id = default_id if spec.id_column is None else str(_column(record, spec.id_column, "id_column"))
+    id = default_id if spec.id_column is None else _column(record, spec.id_column, "id_column")
+    if id is None:
+        raise ValueError(f"the id in column {spec.id_column!r} is missing")
     used = (spec.prompt_column, spec.answer_column, spec.id_column)
     kept = record if spec.metadata_columns is None else spec.metadata_columns
     metadata = {name: _plain(record[name], name) for name in kept if name in record and name not in used}
-    return Problem(id, spec.asked(prompt), answer, metadata)
+    return Problem(str(id), spec.asked(prompt), answer, metadata)
 
 
 def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:
@@ -207,7 +209,7 @@ def _column(record: Mapping[str, Any], column: str, setting: str) -> Any:
     return _plain(value, column)
 
 
-def _plain(value: Any, column: str, depth: int = 0) -> Any:
+def _plain(value: Any, column: str, levels: int = LEVELS) -> Any:
     """`value` in JSON types; dates and decimals become their text, NaN a missing value.
 
     Raises:
@@ -217,12 +219,12 @@ def _plain(value: Any, column: str, depth: int = 0) -> Any:
         return _text(value, column)
     if value is None or isinstance(value, int | float):
         return None if value != value else json_types(value, f"column {column!r}")
-    if depth > DEEPEST:
-        raise ValueError(f"column {column!r} is nested more than {DEEPEST} levels deep: {NOT_NEEDED}")
+    if levels == 0:
+        raise ValueError(f"column {column!r} is nested more than {LEVELS} levels deep: {NOT_NEEDED}")
     if isinstance(value, Mapping):
-        return {_text(str(name), column): _plain(item, column, depth + 1) for name, item in value.items()}
+        return {_text(str(name), column): _plain(item, column, levels - 1) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, column, depth + 1) for item in value]
+        return [_plain(item, column, levels - 1) for item in value]
     if isinstance(value, bytes):
         try:
             return value.decode()
