@@ -99,5 +99,5 @@ async def test_what_was_closed_is_scored_again() -> None:
 
 @pytest.mark.parametrize("returned", [b"12", bytearray(b"12"), "12", {"a": 1, "b": 2}, {1, 2}, 3, None, "x" * 10_000])
 def test_what_is_no_sequence_of_rewards_is_refused_in_one_short_line(returned: Any) -> None:
-    with pytest.raises(ValueError, match="^the reward function returned .{1,80} where 2 rewards were expected$"):
+    with pytest.raises(ValueError, match=r"^the reward function returned .{1,80} where 2 rewards were expected$"):
         check_rewards(returned, 2)

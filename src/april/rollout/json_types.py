@@ -11,10 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-
 DEEPEST = 100
-"""Levels of lists and dicts in one value. Python's readers and writers of JSON fail at about 400, and earlier the deeper
-the stack is on which they are called."""
+"""Levels of lists and dicts in one value. Python's readers and writers of JSON fail at about 400, and earlier where the
+stack is deep already."""
 
 
 def json_types(value: Any, name: str) -> Any:
