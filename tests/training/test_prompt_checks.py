@@ -88,4 +88,4 @@ async def test_prompts_that_cannot_be_used_are_left_out_and_counted(
         async with trainer_of(recipe(tmp_path, task + "\nseed = 1", rollout)) as trainer:
             assert trainer._rollout_metrics()["records_skipped"] == 1
     assert "1 of 18 prompts are left out" in caplog.text
-    assert "only 2 prompts are held out to evaluate on, of 20" in caplog.text
+    assert "few prompts are held out to evaluate on (2 of 20)" in caplog.text

@@ -62,7 +62,7 @@ def print_algorithms(console: Console | None = None) -> None:
         console.print(Text(name, style="bold cyan"))
         console.print(Padding(Text(meaning), (0, 0, 0, 4)))
     console.print(
-        Text("\nA function of your own is named in the same way, my_rewards:score, from the current directory.")
+        Text("\nA function of your own is my_rewards.py:score, beside the recipe or in the current directory.")
     )
 
 

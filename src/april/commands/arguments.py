@@ -26,7 +26,7 @@ FLAGS = (
 
 
 def read_recipe(args: Sequence[str], program: str, description: str = "", loads: bool = True) -> Recipe:
-    """The checked recipe that `RECIPE [FLAGS]` describe.
+    """Return the checked recipe that `RECIPE [FLAGS]` describe.
 
     Args:
         loads: whether the model will be loaded; else its configuration is enough.
@@ -50,7 +50,7 @@ def read_recipe(args: Sequence[str], program: str, description: str = "", loads:
 
 
 def override(recipe: Recipe, flags: Sequence[str], program: str, description: str) -> Recipe:
-    """The recipe with what the flags say instead; paths in flags are relative to the current directory."""
+    """Return the recipe with the settings of the flags; paths in flags are relative to the current directory."""
     changed: Recipe = parse(Recipe, program, description, flags, default=recipe)
     anchor(changed, Path.cwd())
     return changed

@@ -135,7 +135,7 @@ def _file_name(arm: str) -> str:
 
 
 def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
-    """A run of its own process, so that no arm finds caches, threads or memory of another; signals go on to it."""
+    """Train in a process of its own, without caches, threads or memory of other arms; signals are forwarded to it."""
     command = [sys.executable, "-m", "april", "train", recipe, *flags]
     received: list[int] = []
     with forwarding(received.append):

@@ -28,8 +28,8 @@ from april.engines.servers.installed import installed, installed_in
 from april.extras import DISTRIBUTION, install_command
 from april.rollout.engine import EngineError
 
-DESCRIPTION = """Say what april finds on this machine: Python, torch, GPUs and their memory, NCCL, flash-attn, and the
-inference servers, with the remedy for what does not work. Exit status 1 if something does not.
+DESCRIPTION = """List Python, torch, GPUs and their memory, NCCL, flash-attn and the inference servers on this machine,
+with a remedy for each fault. Exit status 1 if there is a fault.
 
 The output is meant to be pasted into a bug report; it names no path but those given."""
 TESTED = {"vllm": ">=0.32,<0.33", "sglang": "==0.5.23"}
@@ -54,7 +54,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what is there, and what to do about it."""
+    """One line of the table: a component, its state, and the remedy."""
 
     name: str
     text: str
@@ -82,7 +82,7 @@ def show(found: list[Finding], console: Console | None = None) -> None:
 
 
 def findings(server_python: Path | None = None) -> Iterator[Finding]:
-    """Everything that is looked at."""
+    """Yield the findings in the order of the table."""
     own = installed()
     yield Finding("april", f"{__version__}, {platform.system()} {platform.machine()}")
     yield _python(own)
@@ -156,7 +156,7 @@ def _gpus(found: list[Gpu], own: dict[str, str]) -> Iterator[Finding]:
         yield Finding("GPUs", "none is visible: april works on the CPU")
     for gpu in found:
         free, total = gpu.free / 1e9, gpu.total / 1e9
-        text = f"{gpu.name}, {free:.1f} of {total:.1f} GB free" if total else gpu.name or "memory is not told"
+        text = f"{gpu.name}, {free:.1f} of {total:.1f} GB free" if total else gpu.name or "memory unknown"
         if free < (1 - BUSY) * total:
             remedy = "another process holds memory: nvidia-smi or amd-smi names it"
             yield Finding(f"GPU {gpu.id}", text, remedy, "note")

@@ -26,7 +26,7 @@ COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
     "resume": ("DIR", "go on with a run that was stopped, or died"),
     "memory": ("RECIPE", "what each process of a run will hold, by part"),
-    "doctor": ("", "what is installed here, and what to mend"),
+    "doctor": ("", "versions, GPUs and servers of this machine, and remedies"),
     "cluster": ("check RECIPE", "which engines and ranks fit onto which nodes of a cluster"),
     "compare": ("RECIPE", "the same recipe synchronous and partial, side by side"),
     "profile": ("RECIPE", "whether partial rollouts are worth it, by pure rollouts"),

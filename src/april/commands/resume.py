@@ -72,7 +72,7 @@ def run(args: list[str]) -> int:
 
 
 def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
-    """The recipe to go on with, the state on disk being whole, or repaired as told; None if the run has finished."""
+    """Check the state on disk, or repair it, and return the recipe to resume with; None if the run has finished."""
     before = saved_recipe(run)
     before.reporting.output = str(run)
     recipe = override(copy.deepcopy(before), flags, f"april resume {run}", DESCRIPTION)

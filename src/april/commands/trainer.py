@@ -57,7 +57,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
             summary = asyncio.run(train(recipe, resume, progress, signals=signals))
     except FAILURES as error:
         return _failed(f"{type(error).__name__}: {error}", 1, directory)
-    except SystemExit as error:  # raised in a task that user code made, of which nothing here can tell before
+    except SystemExit as error:  # raised in a task that user code started, where no boundary catches it
         return _failed(f"user code called sys.exit({error.code!r}) in a task of its own", 1, directory)
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback

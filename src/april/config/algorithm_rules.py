@@ -11,7 +11,7 @@ from april.config.recipe import Recipe
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield what is wrong with the algorithm, or with rollouts that it is to train on."""
+    """Yield a line for each rule that the algorithm, or the rollouts for it, break."""
     try:
         chosen = algorithm(recipe.algorithm.algorithm)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""This machine, as far as a recipe's defaults depend on it."""
+"""The hardware of this machine that a recipe's defaults depend on."""
 
 from __future__ import annotations
 

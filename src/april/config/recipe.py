@@ -111,12 +111,12 @@ class Recipe:
 
     @property
     def keeps_cache_in_training(self) -> bool:
-        """Whether KV caches outlive a training step, or the step goes on beside generation."""
+        """Whether KV caches are kept during a training step, or generation overlaps with it."""
         return self.overlaps or self.engine.kv_policy == "keep"
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs that one engine is divided among; 0 if it works on the CPU by its settings."""
+        """GPUs across which one engine is split; 0 if its settings place it on the CPU."""
         own = self.engine.gpus_per_replica
         return (self.engine.gpus_by_arguments or 1) if own == "auto" else own
 

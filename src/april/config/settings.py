@@ -197,7 +197,7 @@ class EngineSettings:
             both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
             the new weights keep what they would have drawn themselves, so that nothing is stale.
         kv_cache_gb: embedded: memory for the KV cache, in GB; samples wait when it is full. Unset: in the
-            trainer's process what the trainer leaves; elsewhere 40 % of what is free.
+            trainer's process the memory that the trainer leaves; elsewhere 40 % of the free memory.
         prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
             decode by less, more make fewer passes.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are

@@ -118,7 +118,7 @@ class Alarms:
         self._alarms = [*map(_Alarm, conditions), _Alarm(wrong_forecast, FORECAST_STEPS)]
 
     def observe(self, record: Record) -> list[str]:
-        """The messages that another step's metrics lead to; empty if there is nothing, or nothing new."""
+        """Return the messages that another step's metrics raise; empty if no alarm is newly raised."""
         return [message for alarm in self._alarms if (message := alarm.observe(record)) is not None]
 
 

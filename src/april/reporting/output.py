@@ -1,4 +1,4 @@
-"""Where a run prints: standard output, which may go away while the run goes on.
+"""Standard output of a run, which may close before the run ends.
 
 Invariants:
 - printing never raises an OSError: once the reader of the pipe, or the terminal, is gone, nothing is printed;

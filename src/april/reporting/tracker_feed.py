@@ -81,7 +81,7 @@ class Feed:
             self._changed.notify_all()
 
     def end(self, ending: Ending) -> None:
-        """Have the tracker take what it lacks, and end; see `join`."""
+        """Send the remaining records and close the tracker; see `join`."""
         with self._changed:
             self._ending = ending
             self._changed.notify_all()
@@ -190,7 +190,7 @@ class Feed:
 
 
 def _remembered(run: TrackedRun, state_file: Path) -> TrackedRun:
-    """The run with what a feed before this one kept; a new run, and one whose state cannot be read, begin anew."""
+    """Return the run with the state that an earlier feed saved; without readable state, the run unchanged."""
     try:
         state = json.loads(state_file.read_text(encoding="utf-8"))
         step, number = state["sent"]

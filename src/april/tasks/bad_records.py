@@ -15,13 +15,13 @@ EXAMPLES = 3
 def settle(
     bad: Sequence[str], count: int, kind: str, policy: BadRecords, rule: str = 'task.on_bad_record = "skip"'
 ) -> None:
-    """Stop for what cannot be used, or log that it is left out.
+    """Raise for records or prompts that cannot be used, or log that they are left out.
 
     Args:
         bad: the reason for each, beginning with its file and line.
-        count: of all that were looked at.
-        kind: their noun in the plural.
-        rule: the setting by which they are left out.
+        count: records or prompts that were checked.
+        kind: noun for them, in the plural.
+        rule: setting by which they are left out.
 
     Raises:
         ValueError: `policy` is "raise", or nothing is left. The message is one line.

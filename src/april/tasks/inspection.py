@@ -18,7 +18,7 @@ from april.tasks.task import BadRecords, Split, Task
 logger = logging.getLogger(__name__)
 
 LOOK_AHEAD = 100_000
-"""Stored problems that are tried before training; of larger files, the rest is tried as it comes."""
+"""Stored problems that are tried before training; of larger files, each later problem is tried when it is needed."""
 GENERATED = 16
 """Problems that are generated to be tried before training."""
 BATCH = 1024

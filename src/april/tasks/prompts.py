@@ -30,8 +30,8 @@ class PromptStream(Iterator[Prompt]):
         encoder: makes prompts of them.
         seed: of the order.
         max_prompt_length: tokens a prompt may have; None for no limit.
-        on_bad_record: what becomes of a problem that makes no prompt.
-        on_overlong: what becomes of a prompt that is longer than `max_prompt_length`.
+        on_bad_record: treatment of problems that make no prompt.
+        on_overlong: treatment of prompts longer than `max_prompt_length`.
 
     Attributes:
         epoch: how often every problem was given.

@@ -102,7 +102,7 @@ def hold_out(problems: list[Problem], count: int, seed: int) -> tuple[list[Probl
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The problems of a file or data set, and what was left out of it.
+    """The problems of a file or data set, and the number of records left out.
 
     Args:
         path: the file or data set.
@@ -117,7 +117,7 @@ class Records:
     skipped: int = 0
 
     def place(self, id: str) -> str:
-        """File and line of a problem, and its id where the line does not say it."""
+        """Return file and line of a problem, and its id if that is not made from the line."""
         line = self.lines[id]
         return f"{self.path}:{line}" + ("" if id == _default_id(self.path, line) else f" (id {id!r})")
 
@@ -162,11 +162,11 @@ def read_records(path: str, spec: TaskSpec, setting: str = "path", split: str | 
             f"metadata_columns: no record of {path} has {', '.join(map(repr, absent))}; there are "
             f"{', '.join(map(repr, sorted(columns)))}"
         )
-    _say_which_keep_their_system_turn(path, problems, spec)
+    _warn_of_own_system_turns(path, problems, spec)
     return Records(path, problems, lines, len(bad))
 
 
-def _say_which_keep_their_system_turn(path: str, problems: list[Problem], spec: TaskSpec) -> None:
+def _warn_of_own_system_turns(path: str, problems: list[Problem], spec: TaskSpec) -> None:
     if not spec.system_prompt:
         return
     first: Messages = [{"role": "system", "content": spec.system_prompt}]

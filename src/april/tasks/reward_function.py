@@ -38,7 +38,7 @@ class NamedFunction:
 
     By april's convention it is called `fn(response, answer, **columns)`, or with group scope
     `fn(responses, answer, **columns)`. Of the problem's columns, its `prompt` and its `id`, and the response's `length`
-    in tokens (with group scope `lengths`), it gets what its signature names, or everything if it takes `**kwargs`. It
+    in tokens (with group scope `lengths`), it gets those that its signature names, or all if it takes `**kwargs`. It
     returns a number, or a `Reward`; with group scope a sequence of these.
 
     By verl's convention it returns a number, or a dict with its number as `score`. By TRL's it gets lists, of one
@@ -47,7 +47,7 @@ class NamedFunction:
     Args:
         path: see `load_function`.
         scope: "group" if the function takes a list of responses; an attribute `reward_scope = "group"` of the function
-            says the same.
+            has the same effect.
         answer_column: the answer's name in the data, by which TRL's functions ask for it.
     """
 
@@ -109,11 +109,11 @@ class NamedFunction:
         return self._call(self._arguments(self._of_april(problem, known), list(responses)))
 
     def check(self, problem: Problem) -> None:
-        """See that the function can be called with the columns of `problem`.
+        """Check that the function can be called with the columns of `problem`.
 
         Raises:
-            ValueError: it needs an argument that there is not, or a positional parameter has the name of a column and
-                would get the response or the answer.
+            ValueError: a required argument is not offered, or a positional parameter with the name of a column would
+                get the response or the answer.
         """
         if self.signature is None:
             return
@@ -146,14 +146,14 @@ class NamedFunction:
             if known and parameter in self._named and parameter not in {*names, self._own(gets)}:
                 raise ValueError(
                     f"reward = {self.path!r}: its parameter {parameter!r} would get the {gets}, but is the name of "
-                    f"something else that it can be given: write fn(response, answer, …), the rest after these two"
+                    f"another argument: write fn(response, answer, …), the rest after these two"
                 )
 
     def _own(self, gets: str) -> str:
         return self._answer if gets == "answer" else gets
 
     def _arguments(self, offered: Mapping[str, Any], *response: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """By april's convention response and answer by position; of what is offered by name, what is asked for."""
+        """Positional arguments (response and answer, by april's convention), and offers that the signature names."""
         args = (*response, offered["answer"])[: self._given] if response else ()
         if self.signature is None:
             return (*response, offered["answer"]), {}
@@ -192,7 +192,7 @@ class NamedFunction:
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Whatever is raised inside gets a note that says where in the function's own file."""
+        """Add the line of the function's own file to exceptions raised inside."""
         try:
             yield
         except BaseException as error:
@@ -208,7 +208,7 @@ def _of_verl_score(value: Any) -> Any:
         return value
     if "score" not in value:
         raise RewardError(f"the reward function returned {value!r}, which has no 'score'")
-    return Reward(value["score"], {name: said for name, said in value.items() if name != "score"})
+    return Reward(value["score"], {name: item for name, item in value.items() if name != "score"})
 
 
 def _without_none(values: Any) -> Any:

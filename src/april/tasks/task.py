@@ -22,7 +22,7 @@ ChatTemplate = Literal["auto", "always", "never"]
 """Which prompts go through the tokenizer's chat template. `auto`: conversations do, plain text is tokenized as it is.
 `always`: plain text too, as a user message. `never`: none, and a conversation is an error."""
 BadRecords = Literal["raise", "skip"]
-"""What becomes of records that cannot be used: they stop the run, or are left out and counted."""
+"""Treatment of records that cannot be used: they stop the run, or are left out and counted."""
 RENDERING = frozenset(
     {
         "conversation",
@@ -46,7 +46,7 @@ RENDERING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A prompt and what its reward needs. `prompt`, `answer` and `metadata` are JSON types.
+    """A prompt, and the data that its reward needs. `prompt`, `answer` and `metadata` are JSON types.
 
     The answer keeps the type that it has in the data; `april.tasks.answers` turns it into text.
     """
@@ -165,7 +165,7 @@ class TaskSpec:
             keep that.
         continue_assistant: a conversation that ends with the assistant's turn is continued within that turn; false: it
             is a bad record.
-        template_arguments: what the chat template is given beside the messages: `enable_thinking = false`.
+        template_arguments: further arguments of the chat template, such as `enable_thinking = false`.
         keep_special_tokens: rewards see the text of special tokens in responses; false: these are stripped.
     """
 
@@ -245,7 +245,7 @@ class TaskSpec:
 
     @property
     def bad_records(self) -> BadRecords:
-        """What becomes of records that cannot be used."""
+        """Treatment of records that cannot be used, with the default of the task's kind."""
         return self.on_bad_record or ("raise" if self.kind == "records" else "skip")
 
     def asked(self, prompt: str | Messages) -> str | Messages:

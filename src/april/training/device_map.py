@@ -1,6 +1,6 @@
-"""The GPUs of a recipe's run on this machine: what trains, what generates.
+"""The GPUs of a recipe's run on this machine, for training and for generation.
 
-Invariant: the map is made before a model is loaded or a server started, and made again, alike, where they are.
+Invariant: each process that needs the map computes the same map, and the first before a model is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
         gpus: those that this process sees; by default they are counted.
 
     Raises:
-        ConfigError: they do not suffice.
+        ConfigError: there are too few.
     """
     if recipe.cluster.enabled:
         return None
@@ -52,7 +52,7 @@ def device_rows(recipe: Recipe, devices: DeviceMap) -> list[tuple[str, str]]:
 
 
 def _training(recipe: Recipe) -> Sequence[int]:
-    """Which of the visible GPUs the training processes of this machine take."""
+    """Return the indices of the visible GPUs on which this machine trains."""
     device = recipe.model.device
     if device == "cpu":
         return ()

@@ -1,7 +1,7 @@
 """How much of a device the embedded engine's KV cache may take beside the trainer.
 
-The trainer's parameters and optimizer state are allocated before the engine is built, so what is free then is what
-generation may take. Where the cache stays during training, what training will allocate is subtracted.
+The trainer's parameters and optimizer state are allocated before the engine is built, so generation may
+use the memory that is free then. If the cache is kept during training, the memory of a training step is subtracted.
 """
 
 from __future__ import annotations

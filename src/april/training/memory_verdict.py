@@ -133,10 +133,10 @@ def check_memory(recipe: Recipe, memory: float) -> None:
     for phase in phases(plan, recipe):
         if phase.total <= room:
             continue
-        said = (
+        shortage = (
             f"{phase.name} takes {phase.total / 1e9:.1f} GB of a GPU with {memory / 1e9:.1f} GB, of which "
             f"{room / 1e9:.1f} GB can be planned with: {first_change(recipe, phase.name, room)}"
         )
         if phase.fixed > room:
-            raise ConfigError(f"memory: {said} (april memory shows the parts)")
-        log.warning("%s, or micro-batches are halved when memory runs out", said)
+            raise ConfigError(f"memory: {shortage} (april memory shows the parts)")
+        log.warning("%s, or micro-batches are halved when memory runs out", shortage)

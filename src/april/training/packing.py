@@ -175,7 +175,7 @@ def attends_packed(model: Any) -> bool:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether `model` computes of packed sequences what it computes of each alone, within its windows and beyond."""
+    """Whether packed sequences leave the results of `model` as they are, within its windows and beyond."""
     trunk = trunk_of(model)
 
     def alone(ids: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class RunPrompts:
             prompts = held_out(self.task, self.encoder, limit, *self._policies)
         if self.recipe.task.eval_size is None and 0 < len(prompts) < FEW:
             log.warning(
-                "only %d prompts are held out to evaluate on, of %d: accuracy and held-out reward are rough; set "
+                "few prompts are held out to evaluate on (%d of %d): accuracy and held-out reward are rough; set "
                 "task.eval_path, or task.eval_size",
                 len(prompts),
                 len(self.task) + self.task.eval_size,
@@ -75,7 +75,7 @@ class RunPrompts:
 
     @property
     def _policies(self) -> tuple[BadRecords, BadRecords]:
-        """What becomes of bad records, and of prompts that are too long: `max_prompt_length` leaves these out."""
+        """Treatment of bad records, and of prompts that are too long, which `max_prompt_length` leaves out."""
         bad = self.recipe.task.bad_records
         return bad, bad if self.recipe.rollout.max_prompt_length is None else "skip"
 

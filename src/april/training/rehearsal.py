@@ -76,7 +76,7 @@ def _problem(run: Path, before: Recipe, after: Recipe, rewind: bool) -> str | No
 
 
 def _rollouts(run: Path, recipe: Recipe, rewind: bool) -> tuple[RolloutState, Any]:
-    """The rollouts that the run would go on with, and the saved position of its prompts."""
+    """Return the rollouts that the run would resume, and the saved position of its prompts."""
     params = recipe.rollout_params()
     samples = params.rollout_batch_size * params.n_samples_per_prompt
     lengths = LengthModel.for_batch(recipe.rollout.max_response_length, samples)

@@ -101,8 +101,8 @@ def saved_recipe(run: Path) -> Recipe:
 
 
 def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
-    """Check the state of the run in `run`, and repair it as `repair` says; yields a line for each thing that was done,
-    and one that says where the run goes on.
+    """Check the state of the run in `run`, and repair it by `repair`; yield a line for each repair, and one
+    with the step from which the run resumes.
 
     Raises:
         CheckpointError, DamageError: something is damaged, and `repair` is "none"; the message says what to do.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
 
-ALOUD = (1, 10, 100, 1000)
-"""How often something has happened when it is logged."""
+LOGGED = (1, 10, 100, 1000)
+"""Counts of a kind of failure at which it is logged."""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Rewards:
         except (TimeoutError, WorkerDied) as error:
             self.failures[type(error).__name__] += 1
             self._unjudged += 1
-            if (times := self.failures[type(error).__name__]) in ALOUD:
+            if (times := self.failures[type(error).__name__]) in LOGGED:
                 logger.warning(
                     "%s could not be scored and got 0, last on prompt %r: %s",
                     "a response" if times == 1 else f"{times} responses",
@@ -161,7 +161,7 @@ class Rewards:
         kind = type(error).__name__
         self.failures[kind] += 1
         times = self.failures[kind]
-        if self._on_error != "raise" and times in ALOUD:
+        if self._on_error != "raise" and times in LOGGED:
             logger.warning(
                 "the reward function failed %s, last on prompt %r: %s (on_reward_error = %r)",
                 "once" if times == 1 else f"{times} times",

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 log = logging.getLogger(__name__)
 
 ELEMENTS = 128
-"""Of each tensor that are looked at, evenly spread."""
+"""Elements of each tensor that are compared, evenly spread."""
 TENSORS = 64
-"""Tensors that are looked at, evenly spread over the layers."""
+"""Tensors that are compared, evenly spread over the layers."""
 FEW = 0.05
 """Share of changed parameters below which a run warns."""
 
