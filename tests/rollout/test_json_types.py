@@ -198,3 +198,26 @@ def test_only_the_disk_is_said_to_be_full(tmp_path: Path) -> None:
         journal.flush()
     assert "make room" not in str(raised.value)
     journal.close()
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda ids: tuple(np.array(ids))])
+async def test_a_prompt_s_token_ids_may_be_any_sequence_of_integers(kind: Any) -> None:
+    given = (Prompt(kind([1, 2]), str(number)) for number in itertools.count())
+    rollouts = scheduler_of(ScriptedEngine(), given, lambda *_: 1.0, rollout_batch_size=1, n_samples_per_prompt=2)
+    [step] = await run(rollouts, 1)
+    assert [group.prompt.token_ids for group in step.groups] == [(1, 2)]
+    assert {type(token) for group in step.groups for token in group.prompt.token_ids} == {int}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wrong"),
+    [
+        ("text", "prompts must be april.Prompt objects, not 'text'"),
+        (Prompt((1, -2), "p"), "prompt 'p': token id -2 is negative"),
+        (Prompt([1.5], "p"), "prompt 'p': token ids must be 31-bit integers"),  # type: ignore[arg-type]
+        (Prompt("12", "p"), "prompt 'p': token ids must be 31-bit integers"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_is_no_prompt_is_refused_by_name(prompt: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        await run(scheduler_of(ScriptedEngine(), iter([prompt]), lambda *_: 1.0, rollout_batch_size=1), 1)

@@ -6,11 +6,13 @@ Invariant: a prompt that was admitted is not admitted again, across restarts too
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from april.rollout.events import Admitted
-from april.rollout.json_types import json_types
+from april.rollout.json_types import json_types, shown
 from april.rollout.sampling import SamplingParams
+from april.rollout.tokens import checked_tokens
 from april.rollout.trajectory import Prompt
 from april.rollout.user_code import UserCode
 
@@ -40,13 +42,13 @@ class PromptSource:
         """The group that comes next; None if the prompts ran out.
 
         Raises:
-            ValueError: the prompt's metadata cannot be saved.
+            ValueError: it is no prompt, its tokens are no token ids, or its metadata cannot be saved.
         """
         with UserCode():
             prompt = next(self._next, None)
         if prompt is None:
             return None
-        position = None
+        prompt, position = _checked(prompt), None
         if self.journalled:
             prompt, position = prompt.sealed(), json_types(self.position, "the position of the prompts")
         return Admitted(group_id, prompt, self.n_samples, self.sampling, self.seed, position)
@@ -61,3 +63,14 @@ class PromptSource:
         if position is not None:
             self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
             self._next = iter(self.prompts)
+
+
+def _checked(prompt: Any) -> Prompt:
+    """The prompt with its token ids, given as any sequence of integers, as a tuple of int."""
+    if not isinstance(prompt, Prompt):
+        raise ValueError(f"prompts must be april.Prompt objects, not {shown(prompt)}")
+    try:
+        token_ids, _ = checked_tokens(prompt.token_ids, ())
+    except ValueError as error:
+        raise ValueError(f"prompt {prompt.id!r}: {error}") from None
+    return replace(prompt, token_ids=tuple(token_ids))
