@@ -139,3 +139,11 @@ def test_stop_tokens_that_are_no_tokens_are_refused(tmp_path: Path, eos: str) ->
     model, tokenizer = load(tmp_path)
     with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id = .* is no token"):
         stop_tokens(model, tokenizer)
+
+
+def test_weights_stored_as_integers_are_refused(tmp_path: Path) -> None:
+    def quantize(tensors: dict[str, Tensor]) -> None:
+        tensors[UP] = tensors[UP].mul(10).to(torch.int8)
+
+    message = refusal(edited(tiny.save(tmp_path / "policy"), quantize))
+    assert f"1 tensors are stored as integers, {UP}, and config.json has no quantization_config" in message

@@ -121,6 +121,14 @@ def test_logits_of_an_unknown_kind_are_refused() -> None:
         check_head(Doubled(tiny.model().config))
 
 
+def test_weights_that_are_not_finite_are_named_as_such() -> None:
+    model = tiny.model()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="its logits are not finite"):
+        check_head(model)
+
+
 def test_no_sequence_sees_another() -> None:
     model = tiny.model()
     batch = ragged((20, 20, 12, 7), 101)

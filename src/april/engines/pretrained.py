@@ -78,6 +78,11 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
             f"{_weights(path)}: {len(mismatched)} tensors have other shapes than config.json gives them, "
             f"{_some(shapes)}: copy all files of the same model again"
         )
+    if integers := sorted(_integers(path, model)):
+        raise ModelFolderError(
+            f"{_weights(path)}: {len(integers)} tensors are stored as integers, {_some(integers)}, and config.json has "
+            "no quantization_config that says what they mean: use the model that was not quantized"
+        )
     if unused := left_out(model, [*report["unexpected_keys"], *_ignored(path, model)]):
         log.warning(
             "%s: %s has no place for the tensors %s: they are not trained, and checkpoints lack them",
@@ -136,6 +141,25 @@ def _stored_names(path: str) -> Iterator[str]:
     elif file := _file(path, "model.safetensors"):
         with safe_open(file, "pt") as tensors:
             yield from tensors.keys()
+
+
+def _integers(path: str, model: Any) -> Iterator[str]:
+    """Yield the parameters that are stored as integers though nothing says how they were quantized."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for file in _weight_files(path):
+        with safe_open(file, "pt") as tensors:
+            for name in parameters.intersection(tensors.keys()):
+                if tensors.get_slice(name).get_dtype().startswith(("I", "U")):
+                    yield name
+
+
+def _weight_files(path: str) -> Iterator[Path]:
+    names = {"model.safetensors"}
+    if index := _file(path, "model.safetensors.index.json"):
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    yield from filter(None, (_file(path, name) for name in names))
 
 
 def _file(path: str, name: str) -> Path | None:

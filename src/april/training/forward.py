@@ -94,6 +94,11 @@ def check_head(model: Any) -> None:
     with in_float32(model):
         found, _ = PolicyModel(model)(batch)
         expected, _ = logprobs_from_logits(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+    if not expected.isfinite().all():
+        raise ValueError(
+            f"{type(model).__name__}: its logits are not finite: its weights hold NaN or infinite values, or "
+            "values that overflow; copy the model again from where it comes from"
+        )
     if not alike(found, expected, torch.float32):
         raise ValueError(
             f"{type(model).__name__}: its logits are not its head's output on its last hidden states, scaled or "
