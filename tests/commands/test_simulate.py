@@ -51,6 +51,7 @@ def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path:
     tokens = chosen["consumed_tokens_per_second"] * chosen["rollout_seconds"]
     assert chosen["cost_per_million_tokens"] == pytest.approx(2 * 3.5 * hours / tokens * 1e6, rel=1e-6)
     assert f"recommended: {chosen['name']}" in done.stdout
+    assert "half have 2,0" in " ".join(done.stdout.split()), "the workload's quantiles, cut off at 2,000 tokens"
     page = (tmp_path / "runs/simulation/simulation.html").read_text()
     assert "Throughput against staleness" in page
     assert "qwen3-8b on mi300x" in page
@@ -96,7 +97,9 @@ def test_gpus_that_only_train_leave_the_engines_fewer_gpus_and_more_kv_cache(tmp
     colocated, separate = document(), document("--training-gpus", "2")
     assert separate["cost_model"]["kv_tokens"] > colocated["cost_model"]["kv_tokens"]
     assert "on 2 GPUs of its own" in separate["assumptions"]
-    one, two = (d["settings"][0] for d in (colocated, separate))
+    baseline, *others = separate["settings"]
+    assert baseline == {**colocated["settings"][0], "name": "synchronous, all GPUs"}
+    one, two = colocated["settings"][0], others[0]
 
     def training(point: dict[str, float]) -> float:
         tokens = point["consumed_tokens_per_second"] * point["rollout_seconds"]
@@ -117,13 +120,14 @@ def test_a_recipe_that_overlaps_is_simulated_both_ways_on_the_best_split_of_the_
     points = {point["name"]: point for point in document["settings"]}
     assert points["synchronous"]["max_staleness"] == 0
     beside = {name: point for name, point in points.items() if point["overlapping"]}
-    assert list(beside) == [f"{name}, overlap" for name in points if name not in beside and name != "synchronous"]
+    assert next(iter(points)) == "synchronous, all GPUs"
+    in_turns = [name for name in points if name not in beside and not name.startswith("synchronous")]
+    assert list(beside) == [f"{name}, overlap" for name in in_turns]
     for name, point in beside.items():
         assert point["max_staleness"] <= 2
         alternating = points[name.removesuffix(", overlap")]
         if not point["automatic"]:
             assert point["overall_tokens_per_second"] > alternating["overall_tokens_per_second"]
-    assert document["recommended"]["overlapping"]
     assert "overall/s" in done.stdout
     assert "GPUs that train" in " ".join(done.stdout.split())
 
@@ -151,7 +155,8 @@ def test_a_measured_engine_and_a_runs_own_lengths_say_nothing_about_gpus(tmp_pat
     assert "Training takes 0.5 s for a million tokens, as it did in run." in " ".join(done.stdout.split())
     document = json.loads((tmp_path / "runs/simulation/simulation.json").read_text())
     assert document["recommended"]["cost_per_million_tokens"] is None
-    assert not document["hint"]
+    assert "cut off" not in document["hint"]
+    assert "Slots limit you" in document["hint"], "four slots are full beside a KV cache that is not"
 
     short = april(tmp_path, "--cost-model", "c.json", "--max-response-length", "64", "--steps", "4", "--warm-up", "1")
     assert "of the responses reach max_response_length = 64 and are cut off there" in " ".join(short.stdout.split())

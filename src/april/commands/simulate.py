@@ -21,7 +21,18 @@ from april.simulation.cost_model import CostModel, CostModelError
 from april.simulation.hardware import GPUS, MODELS
 from april.simulation.model_shape import shape_of
 from april.simulation.page import about_rates, print_points, simulation_page
-from april.simulation.plan import Point, advice, arms, cut_off, explore, recommended, trained_beside, workload_of
+from april.simulation.plan import (
+    Point,
+    advice,
+    arms,
+    cut_off,
+    explore,
+    quantiles,
+    recommended,
+    trained_beside,
+    workload_of,
+)
+from april.simulation.price import price
 from april.simulation.recorded import Recorded, read_recorded
 from april.simulation.split import Split, best, try_splits
 from april.simulation.turns import Turns
@@ -32,13 +43,14 @@ from april.simulation.workload import WORKLOADS, Workload
 class SimulateOptions:
     """What a recipe would do on a cluster, in virtual time: the scheduler that real runs use, over engines that follow
     a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
-    smallest N' that comes within 3 % of the best.
+    least stale setting within 3 % of the best, each rate divided by the steps that staleness takes (docs/staleness.md).
 
     What an engine's work costs comes from a measurement (--cost-model takes a file that april calibrate wrote), or from
     a roofline of a GPU and the recipe's own model. How long responses are comes from a run (--lengths-from), or is one
     of a few named shapes (--workload). Engines and training share the GPUs and take turns, or have GPUs of their own
     (--training-gpus). Where the recipe lets generation go on beside training (--overlap), both ways are tried, and the
-    split of the GPUs between engines and trainer that trains on most tokens is looked for."""
+    split of the GPUs between engines and trainer that trains on most tokens is looked for. Synchronous rollouts on all
+    GPUs, which then all train, are always the baseline if they fit."""
 
     cost_model: Path | None = None
     """What an engine's work costs, slots included, as april calibrate measured it."""
@@ -57,7 +69,7 @@ class SimulateOptions:
     """That an answer takes on average, in which its sample holds no slot."""
     environment_sigma: float = 0.0
     """Spread of the logarithm of that time: 0 for none, 1.5 for a heavy tail."""
-    hardware: Literal["h100", "h200", "mi300x"] | None = None
+    hardware: Literal["a100", "h100", "h200", "b200", "mi300x"] | None = None
     """The GPU. Unset: an h100, or with a cost model none."""
     model: Literal["qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "r1-distill-1.5b", "glm4-9b"] | None = None
     """Another model's shape than that of the recipe's own."""
@@ -103,6 +115,10 @@ class Simulation:
     options: SimulateOptions
     splits: Sequence[Split] = ()
     """Of the GPUs between engines and trainer, as far as they were tried."""
+    baseline: Cluster | None = None
+    """The same GPUs in both roles, where the recipe splits them and they hold both."""
+    no_baseline: str = ""
+    """Why there is none, if the recipe splits its GPUs."""
 
     @property
     def turns(self) -> Turns | None:
@@ -129,9 +145,11 @@ class Simulation:
                 f"Costs: {cost.source or self.options.cost_model}; {cost.slots} slots and {cost.kv_tokens:,} tokens of "
                 "KV cache an engine.",
                 *self._episodes,
-                f"{self._lengths}, cut off at {self.recipe.rollout.max_response_length:,} tokens; prompts of "
+                f"{self._lengths}, cut off at {self.recipe.rollout.max_response_length:,} tokens: "
+                f"{quantiles(workload_of(self.recipe, self.workload))}; prompts of "
                 f"{self.options.prompt_tokens:,} tokens in the middle.",
                 self.cluster.training,
+                *([f"No baseline on all GPUs: {self.no_baseline}."] if self.no_baseline else []),
                 *self._split,
                 *([f"A GPU costs {price:g} an hour."] if price else []),
             )
@@ -195,7 +213,13 @@ def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
     given = hardware.training_gpus is not None or not recipe.overlaps
     splits = () if given else hardware.splits(lengths, turns_of(options, recorded))
     training_gpus = best(splits).training_gpus if splits else hardware.training_gpus or 0
-    return Simulation(recipe, hardware.cluster(training_gpus), lengths, recorded, options, splits)
+    cluster, baseline, reason = hardware.cluster(training_gpus), None, ""
+    if training_gpus:
+        try:
+            baseline = hardware.cluster(0)
+        except ValueError as error:
+            reason = str(error)
+    return Simulation(recipe, cluster, lengths, recorded, options, splits, baseline, reason)
 
 
 def _measured(recipe: Recipe, options: SimulateOptions, cost: CostModel) -> Cluster:
@@ -279,9 +303,18 @@ def _explore(simulation: Simulation) -> list[Point]:
     """Every setting, simulated while one watches."""
     points: list[Point] = []
     recipe, options, cluster = simulation.recipe, simulation.options, simulation.cluster
-    count = len(arms(recipe, recipe.overlaps and cluster.separate))
+    count = len(arms(recipe, recipe.overlaps and cluster.separate)) + (simulation.baseline is not None)
+    simulated = explore(
+        recipe,
+        simulation.workload,
+        cluster,
+        options.steps,
+        options.warm_up,
+        simulation.turns,
+        simulation.baseline,
+    )
     with watched(f"{count} settings") as say:
-        for point in explore(recipe, simulation.workload, cluster, options.steps, options.warm_up, simulation.turns):
+        for point in simulated:
             points.append(point)
             rate = f"{point.name}: {point.consumed_tokens_per_second:,.0f} consumed tokens/s"
             say(f"{len(points)} of {count} settings simulated; {rate}")
@@ -290,8 +323,9 @@ def _explore(simulation: Simulation) -> list[Point]:
 
 def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Sequence[str]) -> None:
     """Print the table and the recommendation, and write both with what they rest on."""
-    chosen, output = recommended(points), simulation.options.output
-    hint = " ".join(filter(None, (simulation.hint, advice(chosen))))
+    chosen, fastest, output = recommended(points), recommended(points, more_steps=0.0), simulation.options.output
+    slots = simulation.cluster.cost.slots
+    hint = " ".join(filter(None, (simulation.hint, advice(points, chosen, slots), price(chosen.mean_staleness))))
     page = simulation_page(title, simulation.subtitle, points, chosen, hint, simulation.assumptions)
     (output / "simulation.html").write_text(page, encoding="utf-8")
     document: dict[str, Any] = {
@@ -303,16 +337,15 @@ def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Se
         "splits": [split._asdict() for split in simulation.splits],
         "settings": [point.to_dict() for point in points],
         "recommended": chosen.to_dict(),
+        "by_throughput_alone": fastest.to_dict(),
     }
     (output / "simulation.json").write_text(json.dumps(document, indent=2) + "\n")
     print(f"{title}\n{simulation.subtitle}")
     print_points(points, chosen)
-    for line in (
-        "",
-        f"{about_rates(points)}.",
-        simulation.assumptions,
-        hint and f"\n{hint}",
-        f"\nrecommended: {chosen.name}",
-    ):
+    lines = ["", f"{about_rates(points)}.", simulation.assumptions, *([f"\n{hint}"] if hint else [])]
+    lines.append(f"\nrecommended: {chosen.name}")
+    if fastest is not chosen:
+        lines.append(f"by throughput alone: {fastest.name}. {price(fastest.mean_staleness)}")
+    for line in lines:
         Console().print(line, markup=False, highlight=False)
     print(f"written: {output / 'simulation.html'}")

@@ -8,8 +8,10 @@ overhead; these three are assumptions, to be replaced by a measurement (`april c
 machine.
 
 GPUs, dense bfloat16, from the vendors' data sheets:
+- A100 SXM: 80 GB, 2.039 TB/s, 312 TFLOP/s (NVIDIA A100 Tensor Core GPU data sheet);
 - H100 SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s. H200 SXM: 141 GB, 4.8 TB/s, 989 TFLOP/s (NVIDIA H100 and H200 Tensor Core
   GPU data sheets; both print 1,979 with sparsity, half of which is dense);
+- B200 of an HGX board: 180 GB, 8 TB/s, 2,250 TFLOP/s (NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s);
 - MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s (AMD Instinct MI300X data sheet).
 
 Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B,
@@ -115,8 +117,10 @@ class Roofline:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        GPU(name="a100", memory=80e9, bandwidth=2.039e12, flops=312e12),
         GPU(name="h100", memory=80e9, bandwidth=3.35e12, flops=989e12),
         GPU(name="h200", memory=141e9, bandwidth=4.8e12, flops=989e12),
+        GPU(name="b200", memory=180e9, bandwidth=8e12, flops=2250e12),
         GPU(name="mi300x", memory=192e9, bandwidth=5.3e12, flops=1307e12),
     )
 }

@@ -10,7 +10,7 @@ from typing import Any
 
 from april.simulation.hardware import MODELS, ModelShape
 
-HUB = {"deepseek-r1-distill-qwen-1.5b": "r1-distill-1.5b"}
+HUB = {"deepseek-r1-distill-qwen-1.5b": "r1-distill-1.5b", "glm-4-9b-0414": "glm4-9b"}
 """Names on the hub that differ from ours by more than upper case."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

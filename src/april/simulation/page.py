@@ -11,7 +11,8 @@ from rich.table import Table
 from april.reporting.charts import HALF, WIDE, Axis, Series, line_chart
 from april.reporting.formats import compact, percent, seconds
 from april.reporting.html import Section, Tile, both_widths, page, row
-from april.simulation.plan import Point, rate_of
+from april.simulation.plan import Point, over_everything, rate_of
+from april.simulation.price import MORE_STEPS, worth
 
 COLUMNS: dict[str, Callable[[Point], str]] = {
     "overall/s": lambda p: f"{p.overall_tokens_per_second:,.0f}",
@@ -20,8 +21,7 @@ COLUMNS: dict[str, Callable[[Point], str]] = {
     "step": lambda p: seconds(p.step_seconds),
     "slots": lambda p: f"{p.occupancy:.1%}",
     "stale": lambda p: f"{p.mean_staleness:.2f}",
-    "p99": lambda p: f"{p.p99_staleness:.0f}",
-    "KV": lambda p: f"{p.peak_kv:.1%}",
+    "KV": lambda p: f"{p.peak_kv:.0%}",
     "cost": lambda p: "" if p.cost_per_million_tokens is None else compact(p.cost_per_million_tokens),
 }
 """What is said of a setting; its cost only if GPUs have a price, and of its rates either that over everything, where
@@ -35,9 +35,11 @@ PRICED = "; cost of a million consumed tokens, training included"
 
 def about_rates(points: Sequence[Point]) -> str:
     """What the rates in the table are, and the cost if there is one."""
-    overlapping = any(point.overlapping for point in points)
-    rates = "Tokens trained on per second, over everything" if overlapping else "Tokens per second of rollout"
-    return rates + (PRICED if any(point.cost_per_million_tokens is not None for point in points) else "")
+    everything = over_everything(points)
+    rates = "Tokens trained on per second, over everything" if everything else "Tokens per second of rollout"
+    return f"{rates}; worth is that rate divided by 1 + {MORE_STEPS:g} for each update of mean staleness" + (
+        PRICED if any(point.cost_per_million_tokens is not None for point in points) else ""
+    )
 
 
 def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
@@ -64,12 +66,12 @@ def simulation_page(
         hint: what to think of them, or to change; "" for nothing.
         assumptions: what the figures rest on, in plain sentences.
     """
-    synchronous, *partial = points
+    partial = _partial(points)
     rate = rate_of(points)
-    gain = rate(chosen) / rate(synchronous) - 1
+    gain = rate(chosen) / rate(points[0]) - 1
     tiles = [
-        Tile("Recommended", chosen.name, "the smallest N' within 3 % of the best"),
-        Tile(_rate_name(points).capitalize(), compact(rate(chosen)), f"{gain:+.0%} to synchronous"),
+        Tile("Recommended", chosen.name, "the least stale within 3 % of the best"),
+        Tile(_rate_name(points).capitalize(), compact(rate(chosen)), f"{gain:+.0%} to {points[0].name}"),
         Tile("Mean staleness", f"{chosen.mean_staleness:.2f}", f"{chosen.max_staleness} updates at most"),
         _last_tile(chosen),
     ]
@@ -93,8 +95,8 @@ def simulation_page(
             Section(
                 "Every figure",
                 table_of(points, chosen),
-                f"{about_rates(points)}. Beside them: seconds a step, training included; slots that decode; mean and "
-                "99th percentile of staleness; most of its KV cache that an engine used. In bold: "
+                f"{about_rates(points)}. Beside them: seconds a step, training included; slots that decode; mean "
+                "staleness; most of its KV cache that an engine used. In bold: "
                 f"{chosen.name}, the recommended setting.",
             ),
             Section("What this rests on", "", assumptions),
@@ -104,10 +106,10 @@ def simulation_page(
 
 
 def frontier(points: Sequence[Point]) -> str:
-    """Throughput against staleness, the first of `points` being the synchronous one."""
-    synchronous, *partial = points
+    """Throughput against staleness, the first of `points` being the baseline."""
+    partial = _partial(points)
     axis, rate = _by_staleness(partial), rate_of(points)
-    rates = [*_by_kind(partial, rate), Series("synchronous", [rate(synchronous)] * len(partial), "c-grey")]
+    rates = [*_by_kind(partial, rate), Series(points[0].name, [rate(points[0])] * len(partial), "c-grey")]
     return both_widths(
         *(
             line_chart(
@@ -116,6 +118,10 @@ def frontier(points: Sequence[Point]) -> str:
             for size in (WIDE, HALF)
         )
     )
+
+
+def _partial(points: Sequence[Point]) -> list[Point]:
+    return [point for point in points if not point.synchronous]
 
 
 def _by_kind(partial: Sequence[Point], value: Callable[[Point], float]) -> list[Series]:
@@ -140,7 +146,7 @@ def _by_kind(partial: Sequence[Point], value: Callable[[Point], float]) -> list[
 
 
 def _rate_name(points: Sequence[Point]) -> str:
-    return "tokens/s over everything" if any(point.overlapping for point in points) else "consumed tokens/s"
+    return "tokens/s over everything" if over_everything(points) else "consumed tokens/s"
 
 
 def _by_staleness(partial: list[Point]) -> Axis:
@@ -154,11 +160,12 @@ def _by_staleness(partial: list[Point]) -> Axis:
 
 
 def _columns(points: Sequence[Point], chosen: Point) -> dict[str, Callable[[Point], str]]:
-    overlapping = any(point.overlapping for point in points)
-    left_out = {"consumed/s", "generated/s"} if overlapping else {"overall/s"}
+    left_out = {"consumed/s", "generated/s"} if over_everything(points) else {"overall/s"}
     if chosen.cost_per_million_tokens is None:
         left_out.add("cost")
-    return {name: cell for name, cell in COLUMNS.items() if name not in left_out}
+    rate = rate_of(points)
+    columns = {name: cell for name, cell in COLUMNS.items() if name not in left_out}
+    return columns | {"worth": lambda point: compact(worth(rate(point), point.mean_staleness))}
 
 
 def _last_tile(chosen: Point) -> Tile:
