@@ -1,4 +1,5 @@
-"""The recipes of examples/paper, read against records like those of their data sets and run with tiny models."""
+"""The recipes of examples/paper fit the GPUs that they are for, read records like those of their data sets, and train
+tiny models."""
 
 from __future__ import annotations
 
@@ -74,10 +75,14 @@ def test_a_recipe_reads_the_columns_its_data_set_has_and_trains_its_architecture
     tokenizer.save_pretrained(tmp_path / "model")
     small = {
         "model.path": tmp_path / "model",
-        "model.dtype": "float32",
+        "model.compute-dtype": "float32",
         "task.path": data,
         "task.eval-size": 1,
         "engine": "embedded",
+        "replicas": 1,
+        "weight-transfer": "disk",
+        "processes": 1,
+        "overlap": False,
         "max-running": 8,
         "context-length": 256,
         "rollout-batch-size": 2,
@@ -95,3 +100,19 @@ def test_a_recipe_reads_the_columns_its_data_set_has_and_trains_its_architecture
     flags = [str(part) for name, value in small.items() for part in (f"--{name}", value)]
     assert run(["train", str(path), *flags, "--dynamic-sampling", "False"]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_dry_run_accepts_a_recipe_on_its_gpus(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A server beside the trainer on one GPU, or parameters in bfloat16, would not run or not train."""
+    recipe = load_recipe(path)
+    assert recipe.model.dtype == "float32"
+    assert recipe.model.compute_dtype == "bfloat16"
+    gpus = recipe.trainer.processes + len(recipe.engines_here)
+    assert gpus == (1 if recipe.engine.engine == "embedded" else 8)
+    assert run(["check", str(path), "--gpus", str(gpus), "--gpu-memory", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": fits") == 3
+    assert printed.count("trains") == recipe.trainer.processes
+    assert "unused" not in printed
+    assert f"prompt from {recipe.task.prompt_column!r}" in printed

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from april.commands.assumed import known_model
 from april.commands.main import run
 from april.commands.simulate import SimulateOptions, simulation_of
 from april.config.reading import load_recipe
 from april.training.memory_plan import planned
+from april.training.memory_verdict import phases
 from tests import tiny
 
 SCALE = Path(__file__).parent.parent / "examples" / "scale"
@@ -48,11 +50,14 @@ SHAPES: dict[str, tuple[PreTrainedConfig, float]] = {
 """As their config.json on the hub has them, and how many parameters their cards name."""
 
 
-@pytest.mark.parametrize(("name", "engines", "training"), [("qwen3-8b", 4, 4), ("qwen3-30b-a3b", 16, 32)])
+LAYOUTS = [("qwen3-8b", 4, 4), ("qwen3-30b-a3b", 16, 32), ("qwen3-30b-a3b-8gpus", 2, 4)]
+
+
+@pytest.mark.parametrize(("name", "engines", "training"), LAYOUTS)
 def test_a_recipe_is_simulated_on_its_own_layout(name: str, engines: int, training: int) -> None:
     cluster = simulation_of(load_recipe(SCALE / f"{name}.toml"), SimulateOptions()).cluster
     assert (cluster.engines, cluster.training_gpus) == (engines, training)
-    assert cluster.cost.kv_tokens > 32 * 18432 / 2
+    assert cluster.cost.kv_tokens > 18 * 18432
 
 
 @pytest.mark.parametrize("path", sorted(SCALE.glob("*.toml")), ids=lambda path: path.stem)
@@ -64,10 +69,31 @@ def test_a_recipe_fits_its_gpus(path: Path, tmp_path: Path, capsys: pytest.Captu
     recipe.model.path = str(tmp_path)
     plan = planned(recipe)
     assert plan.parameters == pytest.approx(parameters, rel=1e-3)
-    assert plan.rank["optimizer"] == pytest.approx(8 * parameters / recipe.trainer.processes, rel=0.01)
-    assert sum(plan.rank.values()) < SHARE * GPU
-    assert sum(plan.first.values()) < SHARE * GPU
+    assert (plan.rank | plan.host)["optimizer"] == pytest.approx(8 * parameters / recipe.trainer.processes, rel=0.01)
+    assert all(phase.total < SHARE * GPU for phase in phases(plan, recipe))
     assert (
         run(["memory", str(path), "--model.path", str(tmp_path), "--processes", "24", "--context-parallel", "3"]) == 2
     )
     assert "does not divide the 32 num_attention_heads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b-8gpus"])
+def test_a_dry_run_accepts_a_recipe_on_8_gpus(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(SCALE / f"{name}.toml"), "--gpus", "8", "--gpu-memory", "80"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": fits") == 3
+    assert "unused" not in printed
+    mixture = name != "qwen3-8b"
+    assert ("experts of a layer: grouped_mm" in printed) == mixture
+    assert ("in the machine's memory: 488.5 GB" in printed) == mixture
+
+
+def test_offloaded_parameters_gradients_and_optimizer_are_in_the_machines_memory() -> None:
+    recipe = load_recipe(SCALE / "qwen3-30b-a3b-8gpus.toml")
+    with known_model(recipe):
+        offloaded = planned(recipe)
+        recipe.trainer.cpu_offload = False
+        whole = planned(recipe)
+    assert offloaded.host == {name: whole.rank[name] for name in ("parameters", "optimizer", "gradients")}
+    assert sum(whole.rank.values()) > GPU > sum(offloaded.rank.values())
+    assert offloaded.rank["gathered layers"] == whole.rank["gathered layers"] > 0

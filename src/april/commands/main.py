@@ -25,6 +25,7 @@ from april.training.stop import exit_status, status_of, unwind_on_signals
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
     "resume": ("DIR", "go on with a run that was stopped, or died"),
+    "check": ("RECIPE", "a dry run: devices, memory, engines, batches and data"),
     "memory": ("RECIPE", "what each process of a run will hold, by part"),
     "doctor": ("", "versions, GPUs and servers of this machine, and remedies"),
     "cluster": ("check RECIPE", "which engines and ranks fit onto which nodes of a cluster"),

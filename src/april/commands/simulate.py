@@ -14,11 +14,12 @@ from typing import Any, Literal
 from rich.console import Console
 
 from april.commands.arguments import read_options, read_recipe, ready_for_output
+from april.commands.assumed import Shape
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.simulation.cluster import Cluster, gpu_cluster, least_training_gpus
 from april.simulation.cost_model import CostModel, CostModelError
-from april.simulation.hardware import GPUS, MODELS
+from april.simulation.hardware import GPUS, LORA_TRAINER_BYTES, MODELS, OFFLOADED_BYTES, TRAINER_BYTES
 from april.simulation.model_shape import shape_of
 from april.simulation.page import about_rates, print_points, simulation_page
 from april.simulation.plan import (
@@ -71,7 +72,7 @@ class SimulateOptions:
     """Spread of the logarithm of that time: 0 for none, 1.5 for a heavy tail."""
     hardware: Literal["a100", "h100", "h200", "b200", "mi300x"] | None = None
     """The GPU. Unset: an h100, or with a cost model none."""
-    model: Literal["qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "r1-distill-1.5b", "glm4-9b"] | None = None
+    model: Shape | None = None
     """Another model's shape than that of the recipe's own."""
     gpus: int | None = None
     """GPUs in all, an engine on each that does not only train, or on as many as the recipe's servers take. Unset: as
@@ -256,7 +257,9 @@ class _Hardware:
             self.gpus = options.gpus or (self.training_gpus or processes) + engines
         if not 0 <= (self.training_gpus or 0) < self.gpus:
             raise ConfigError(f"--training-gpus {self.training_gpus}: must leave at least one of --gpus {self.gpus}")
-        self.lora = bool(recipe.lora.rank)
+        self.trainer_bytes = LORA_TRAINER_BYTES if recipe.lora.rank else TRAINER_BYTES
+        if recipe.trainer.cpu_offload:
+            self.trainer_bytes = OFFLOADED_BYTES
 
     def cluster(self, training_gpus: int) -> Cluster:
         return gpu_cluster(
@@ -266,14 +269,14 @@ class _Hardware:
             slots=self.recipe.slots,
             training_gpus=training_gpus,
             engine_gpus=self.engine_gpus,
-            lora=self.lora,
+            trainer_bytes=self.trainer_bytes,
             price=self.options.price,
             measured=self.measured,
         )
 
     def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
         """Splits of the GPUs, simulated while one watches."""
-        least = least_training_gpus(self.gpu, self.shape, self.gpus, self.lora, self.engine_gpus)
+        least = least_training_gpus(self.gpu, self.shape, self.gpus, self.trainer_bytes, self.engine_gpus)
         with watched("splits") as say:
 
             def measure(training_gpus: int) -> float:

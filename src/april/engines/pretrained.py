@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 LEFT_OUT = "tensors_left_out"
 """Entry of a model's configuration: tensors beside its files that its architecture has no place for (`left_out`)."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What a model's configuration may call how many experts a layer has."""
+GROUPED = ("grouped_mm", "batched_mm")
+"""Implementations of transformers that compute all experts of a layer in few kernels."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NAMED = 3
 """Tensors that a message names."""
@@ -91,7 +95,20 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
             ", ".join(unused),
         )
         setattr(model.config, LEFT_OUT, unused)
+    if experts := experts_of(model):
+        by = log.info if experts in GROUPED else log.warning
+        by("%s: the experts of a layer are computed by %s", path, experts)
     return model
+
+
+def experts_of(model: Any) -> str:
+    """Return how transformers computes the experts of a layer, `grouped_mm` where it can; "" without experts.
+
+    grouped_mm is one matrix product for all experts, and needs an Ampere GPU or a newer one; eager is one for each.
+    """
+    config = model.config.get_text_config()
+    mixture = any(getattr(config, name, None) for name in EXPERTS)
+    return str(getattr(config, "_experts_implementation", None) or "eager") if mixture else ""
 
 
 def end_tokens(model: Any) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from april.simulation.cost_model import CostModel
 from april.simulation.hardware import (
     GPU,
-    LORA_TRAINER_BYTES,
     TRAINER_BYTES,
     ModelShape,
     Roofline,
@@ -64,7 +63,7 @@ def gpu_cluster(
     slots: int,
     training_gpus: int = 0,
     engine_gpus: int = 1,
-    lora: bool = False,
+    trainer_bytes: float = TRAINER_BYTES,
     price: float | None = None,
     measured: CostModel | None = None,
 ) -> Cluster:
@@ -73,6 +72,7 @@ def gpu_cluster(
     Args:
         slots: samples that decode together on one engine.
         engine_gpus: of each engine; what is left of the others generates nothing.
+        trainer_bytes: of the trainer's state on GPUs, for each parameter.
         measured: what an engine costs, in place of the roofline.
 
     Raises:
@@ -80,11 +80,10 @@ def gpu_cluster(
     """
     if gpus - training_gpus < engine_gpus:
         raise ValueError(f"{gpus} GPUs, {training_gpus} of which train, leave none for an engine on {engine_gpus}")
-    state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
     if training_gpus:
-        check_trainer(gpu, shape, training_gpus, state)
+        check_trainer(gpu, shape, training_gpus, trainer_bytes)
     shared = 0 if training_gpus else gpus
-    beside = engine_gpus * state  # on each of an engine's GPUs
+    beside = engine_gpus * trainer_bytes  # on each of an engine's GPUs
     cost = measured or roofline(
         gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=beside
     )
@@ -103,7 +102,9 @@ def gpu_cluster(
     )
 
 
-def least_training_gpus(gpu: GPU, shape: ModelShape, gpus: int, lora: bool = False, engine_gpus: int = 1) -> int:
+def least_training_gpus(
+    gpu: GPU, shape: ModelShape, gpus: int, trainer_bytes: float = TRAINER_BYTES, engine_gpus: int = 1
+) -> int:
     """The fewest of `gpus` GPUs, an engine's left out, that a trainer of its own fits.
 
     Raises:
@@ -112,12 +113,11 @@ def least_training_gpus(gpu: GPU, shape: ModelShape, gpus: int, lora: bool = Fal
     if (most := gpus - engine_gpus) < 1:
         engine = "a GPU" if engine_gpus == 1 else f"{engine_gpus} GPUs"
         raise ValueError(f"overlap takes {engine} for engines and one for the trainer at least: raise --gpus")
-    state = LORA_TRAINER_BYTES if lora else TRAINER_BYTES
     for training_gpus in range(1, most):
         with suppress(ValueError):
-            check_trainer(gpu, shape, training_gpus, state)
+            check_trainer(gpu, shape, training_gpus, trainer_bytes)
             return training_gpus
-    check_trainer(gpu, shape, most, state)
+    check_trainer(gpu, shape, most, trainer_bytes)
     return most
 
 

@@ -186,9 +186,9 @@ MODELS = {
         ),
     )
 }
-TRAINER_BYTES, LORA_TRAINER_BYTES = 16.0, 2.0
-"""Bytes of the trainer's state for each parameter: bfloat16 weights and gradients, float32 weights and two moments;
-with LoRA the weights alone, as adapters are small."""
+TRAINER_BYTES, LORA_TRAINER_BYTES, OFFLOADED_BYTES = 16.0, 2.0, 0.0
+"""Bytes of the trainer's state on GPUs for each parameter: float32 weights, gradients and two moments; with LoRA the
+weights alone, as adapters are small; none with trainer.cpu_offload, whose transfers take no time here."""
 NODE = 8
 """GPUs over which a trainer that shares them with engines spreads its state, at most."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

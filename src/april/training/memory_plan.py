@@ -8,7 +8,7 @@ wastes are not in it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import TrainerSettings
+from april.engines.pretrained import EXPERTS, experts_of
 from april.training.local import checkpoint_layers, objective_of
-from april.training.model_parallel import EXPERTS, check_layout, layers_of, plans
+from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
 RESIDENT = ("parameters", "rounded copy", "optimizer")
 """Parts of a rank that it holds between training steps as well."""
+STATE = (*RESIDENT, "gradients")
+"""Parts of a rank that the machine's memory holds where the trainer is offloaded."""
 ATTENTION = 8
 """Tensors of the size of a layer's queries that attention's backward pass holds: queries, outputs, keys and values of
 all query heads, and their gradients."""
@@ -50,6 +53,10 @@ class MemoryPlan:
     """Keys and values of one token on an engine's device."""
     engine_pass: int
     """What a forward pass of the engine holds for a moment."""
+    host: dict[str, int] = field(default_factory=dict)
+    """Of each rank, in the machine's memory in the place of a GPU's."""
+    experts: str = ""
+    """How the experts of a layer are computed; empty without experts."""
 
     @property
     def transient_bytes(self) -> int:
@@ -98,25 +105,35 @@ def planned(recipe: Recipe) -> MemoryPlan:
     head = 0 if recipe.lora.rank else model.get_output_embeddings().weight.numel() // parts[0]
     logits = LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size)
     head_gradient = head * (4 + (computed if computed != 4 else 0))
+    gathers = (holders > 1 or trainer.cpu_offload) and not megatron
     rank = {
         "parameters": wide * own,
         "rounded copy": narrow * computed,
         "gradients": trained * shard * own + adapters * own,
         "optimizer": MOMENTS * (trained * shard + adapters) * own,
-        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if holders > 1 and not megatron else 0,
+        "gathered layers": (2 * layer + root) * computed + (layer + root) * own if gathers else 0,
         "activations": activations // trainer.context_parallel,
         "logits": logits,
         "head's gradient": head_gradient,
         # A layer's backward pass comes after the head's, which has let go of its own by then.
         "attention": max(0, _attention_bytes(text, recipe, computed) - logits - head_gradient),
     }
+    host = {name: rank.pop(name) for name in STATE if rank[name]} if trainer.cpu_offload else {}
     tokens = recipe.slots * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
     own_copy = trainer.sharded or bool(recipe.lora.rank) or not recipe.generates_inside
     whole = own_copy or engine.engine != "embedded"
     devices = max(recipe.gpus_per_engine, 1)
     first = {"engine's weights": count * computed // devices if whole else 0, "KV": kv // devices}
-    return MemoryPlan(rank, first, count, cache // devices, _pass_bytes(model.config.get_text_config(), recipe))
+    return MemoryPlan(
+        rank,
+        first,
+        count,
+        cache // devices,
+        _pass_bytes(model.config.get_text_config(), recipe),
+        host,
+        experts_of(model),
+    )
 
 
 def _holders(trainer: TrainerSettings) -> int:
@@ -161,6 +178,12 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
     for name, size in plan.rank.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
     yield f"  {'each rank':<18}{sum(plan.rank.values()) / 1e9:10.3f} GB"
+    if plan.host:
+        yield "in the machine's memory, of each rank:"
+        for name, size in plan.host.items():
+            yield f"  {name:<18}{size / 1e9:10.3f} GB"
+        every = trainer.processes * sum(plan.host.values())
+        yield f"  {'all ranks':<18}{every / 1e9:10.3f} GB"
     inside = recipe.engine.engine in ("embedded", "vllm-inproc")
     server = "on each server" if devices == 1 else f"on each of a server's {devices} GPUs"
     where = "on the first rank" if inside else server

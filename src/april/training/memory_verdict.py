@@ -44,7 +44,7 @@ def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
 
     The KV cache counts as kv_cache_gb says, or as one sample of full length: samples wait when it is full.
     """
-    resident = {name: plan.rank[name] for name in RESIDENT}
+    resident = {name: plan.rank[name] for name in RESIDENT if name in plan.rank}
     weights = {"engine's weights": plan.first["engine's weights"]}
     length = recipe.engine.context_length or recipe.rollout.max_response_length
     cache = {"KV cache": int(recipe.engine.kv_cache_gb * 1e9) if recipe.engine.kv_cache_gb else length * plan.token}
@@ -116,6 +116,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], None]]]:
     for more in (2, 4, 8):
         if more > trainer.processes and trainer.backend != "local":
             yield f"trainer.processes = {more}", setting(trainer, "processes", more)
+    if not trainer.cpu_offload and trainer.backend != "local":
+        yield "trainer.cpu_offload = true", setting(trainer, "cpu_offload", True)
 
 
 def check_memory(recipe: Recipe, memory: float) -> None:

@@ -23,13 +23,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.pretrained import EXPERTS
 from april.training.ranks import Ranks
 
 STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
 """Those of a tensor parallel plan that are known here."""
 DISPATCH = "ep_dispatch_experts"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What a model's configuration may call how many experts a layer has."""
 
 
 def divide(model: Any, ranks: Ranks) -> list[nn.Module]:

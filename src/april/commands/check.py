@@ -1,0 +1,180 @@
+"""`april check RECIPE`: a dry run. What a run would do with its machine, model and data, before anything is loaded.
+
+Invariant: neither weights nor a tokenizer are read, no process is started, and no GPU is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from april.commands.arguments import read_options, read_recipe
+from april.commands.assumed import Shape, assume_gpus, configuration, known_model
+from april.commands.failure import fail
+from april.config.error import ConfigError
+from april.config.machine import visible_gpus
+from april.config.recipe import Recipe
+from april.engines.gpus import Gpu
+
+if TYPE_CHECKING:
+    from april.training.memory_plan import MemoryPlan
+
+
+@dataclass(kw_only=True)
+class CheckOptions:
+    """A dry run: print which GPU does what, the memory of each phase with a verdict, engines, the shapes of batches,
+    and the columns of the data. Of the model only the configuration is read.
+
+    The exit status is 1 if a phase does not fit the GPUs, and 2 if the recipe is wrong."""
+
+    gpus: int | None = None
+    """GPUs of the machine that the run is for. Unset: those of this machine."""
+    gpu_memory: float | None = None
+    """Memory of each, in GB."""
+    model: Shape | None = None
+    """A shape in the place of the recipe's own model."""
+    data: bool = False
+    """Read a data set of the hub too, and fetch it if it is not here. Files are always read."""
+
+    def __post_init__(self) -> None:
+        if (self.gpus is None) != (self.gpu_memory is None):
+            raise ConfigError("--gpus and --gpu-memory describe a machine together: name both, or none")
+        for name in ("gpus", "gpu_memory"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
+
+    def machine(self) -> list[Gpu]:
+        """The GPUs of the machine that the run is for."""
+        if self.gpus is None or self.gpu_memory is None:
+            return visible_gpus()
+        return [Gpu(str(number), number, total=int(self.gpu_memory * 1e9)) for number in range(self.gpus)]
+
+
+def run(args: list[str]) -> int:
+    """`april check RECIPE [OPTIONS] [FLAGS OF april train]`."""
+    path, options, flags = read_options(CheckOptions, "april check", args)
+    with configuration(options.model) as shape:
+        given = [path, *flags, *(["--model.path", shape] if shape else [])]
+        recipe = read_recipe(given, "april check", loads=False)
+        gpus = options.machine()
+        if gpus:
+            assume_gpus(recipe)
+        misfits: list[str] = []
+        from april.training.installed import check_megatron
+        from april.training.memory_plan import planned
+
+        check_megatron(recipe)
+        with known_model(recipe):
+            plan = planned(recipe)
+            for title, lines in (
+                ("devices", _devices(recipe, gpus)),
+                ("model", _model(recipe, plan)),
+                ("memory", _memory(recipe, plan, gpus, misfits)),
+                ("engines", _engines(recipe)),
+                ("steps", _steps(recipe)),
+                ("data", _data(recipe, options.data)),
+            ):
+                print(f"{title}:")
+                for line in lines:
+                    print(f"  {line}")
+    if not misfits:
+        return 0
+    return fail(f"{' and '.join(misfits)} {'do' if len(misfits) > 1 else 'does'} not fit the GPUs", 1)
+
+
+def _devices(recipe: Recipe, gpus: list[Gpu]) -> Iterator[str]:
+    from april.training.device_map import device_map, device_rows
+
+    devices = device_map(recipe, gpus)
+    if devices is None:
+        yield "a cluster assigns them" if recipe.cluster.enabled else "no GPU: everything computes on the CPU"
+        return
+    for gpu, task in device_rows(recipe, devices):
+        yield f"{gpu:<12}{task}"
+
+
+def _model(recipe: Recipe, plan: MemoryPlan) -> Iterator[str]:
+    computed = f", computed in {recipe.compute_dtype}" * (recipe.compute_dtype != recipe.model.dtype)
+    processes = f"{recipe.trainer.processes} process{'es' * (recipe.trainer.processes > 1)}"
+    backend = recipe.trainer.backend_name
+    yield f"{plan.parameters:,} parameters, {recipe.model.dtype}{computed}; {backend}, {processes}"
+    if plan.experts:
+        yield f"experts of a layer: {plan.experts}"
+
+
+def _memory(recipe: Recipe, plan: MemoryPlan, gpus: list[Gpu], misfits: list[str]) -> Iterator[str]:
+    from april.training.memory_verdict import USABLE, phases, verdict
+
+    smallest = min((gpu.total for gpu in gpus), default=0)
+    if plan.host:
+        every = recipe.trainer.processes * sum(plan.host.values()) / 1e9
+        yield f"in the machine's memory: {every:.1f} GB ({', '.join(plan.host)})"
+    if not smallest:
+        for phase in phases(plan, recipe):
+            yield f"{phase.name:<18}{phase.total / 1e9:10.3f} GB"
+        yield "no verdict: --gpus and --gpu-memory name the GPUs that the run is for"
+        return
+    yield from (line.removeprefix("  ") for line in verdict(plan, recipe, smallest))
+    yield (
+        f"the other {smallest * (1 - USABLE) / 1e9:.1f} GB are for contexts, CUDA graphs, NCCL's buffers and "
+        "fragmentation (assumed, not measured)"
+    )
+    misfits += [phase.name for phase in phases(plan, recipe) if phase.total > smallest * USABLE]
+
+
+def _engines(recipe: Recipe) -> Iterator[str]:
+    engine = recipe.engine
+    context = f"context {engine.context_length:,}" if engine.context_length else "the model's own context"
+    shape = f"{recipe.slots} slots, {context}, on_update = {engine.on_update}"
+    if recipe.cluster.enabled:
+        yield f"{engine.engine} on the cluster, {recipe.cluster.replicas} engines: {shape}"
+    elif engine.urls:
+        yield f"{len(engine.urls)} running {engine.engine} servers: {shape}; weights by {engine.weight_transfer}"
+    elif names := recipe.engines_here:
+        each = f", {recipe.gpus_per_engine} GPU(s) each" * (engine.engine in ("vllm", "sglang"))
+        yield f"april starts {', '.join(names)}{each}: {shape}; weights by {engine.weight_transfer}"
+    else:
+        yield f"{engine.engine} in the trainer's process: {shape}"
+    yield f"generation goes on during training: {'yes' if recipe.overlaps else 'no'}"
+
+
+def _steps(recipe: Recipe) -> Iterator[str]:
+    rollout, training = recipe.rollout, recipe.training
+    size, group, target = rollout.rollout_batch_size, rollout.n_samples_per_prompt, recipe.rollout_params()
+    most = target.over_sampling_batch_size
+    flight = "N' chosen by the run" if most == "auto" else f"N' = {most}: {most * group:,} samples in flight"
+    if not rollout.partial_rollout:
+        flight = "synchronous"
+    slots = recipe.slots * max(recipe.engines_beside, 1)
+    yield f"N = {size} groups of G = {group}: {size * group:,} samples a step; {flight}; {slots:,} engine slots"
+    prompt = f"{rollout.max_prompt_length:,}" if rollout.max_prompt_length else "what the context leaves"
+    yield f"prompts of at most {prompt} tokens, responses of at most {rollout.max_response_length:,}"
+    data_ranks = recipe.trainer.processes // (recipe.trainer.context_parallel * recipe.trainer.tensor_parallel)
+    each = f" on each of {data_ranks} ranks" if data_ranks > 1 else ""
+    yield (
+        f"micro-batches of at most {training.max_tokens_per_micro_batch:,} tokens{each}; "
+        f"{training.updates_per_step} update(s) a step, {training.steps} steps"
+    )
+
+
+def _data(recipe: Recipe, fetch: bool) -> Iterator[str]:
+    from april.tasks.build import build_task, in_recipe
+
+    task = recipe.task
+    if task.kind == "records":
+        columns = {"prompt": task.prompt_column, "answer": task.answer_column}
+        named = [f"{name} from {column!r}" for name, column in columns.items() if column]
+        kept = task.metadata_columns
+        named.append("all other columns" if kept is None else f"columns {', '.join(map(repr, kept)) or 'none'} beside")
+        yield f"{task.path}: {', '.join(named)}"
+        if not os.path.exists(os.path.expanduser(task.path)) and not fetch:
+            yield "not read: a data set of the hub (--data reads it, and fetches it if it is not here)"
+            return
+    try:
+        built = build_task(task)
+    except ValueError as error:
+        raise ConfigError(in_recipe(error)) from None
+    first = built.problem(0)
+    yield f"{len(built):,} problems to train on, {built.eval_size} held out; the first begins {first.question[:60]!r}"

@@ -1,0 +1,73 @@
+"""`april check`: a dry run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from april.commands import check
+from tests import gpus
+from tests.commands.conftest import status
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a dry run loads no weights and no tokenizer")
+
+    monkeypatch.setattr("april.engines.pretrained.AutoModelForCausalLM.from_pretrained", refuse)
+    monkeypatch.setattr("april.engines.pretrained.AutoTokenizer.from_pretrained", refuse)
+
+
+def test_a_dry_run_prints_devices_memory_engines_steps_and_data(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.install(monkeypatch, 2)
+    assert status("check", str(recipe), "--n-samples-per-prompt", "3") == 0
+    printed = capsys.readouterr().out
+    assert [line[:-1] for line in printed.splitlines() if not line.startswith(" ")] == [
+        "devices",
+        "model",
+        "memory",
+        "engines",
+        "steps",
+        "data",
+    ]
+    assert "trains and generates" in printed
+    assert "unused" in printed
+    assert printed.count(": fits") == 3
+    assert "groups of G = 3" in printed
+    assert "problems to train on" in printed
+
+
+def test_a_machine_without_gpus_gets_no_verdict(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "visible_gpus", lambda: [])
+    assert status("check", str(recipe)) == 0
+    assert "no verdict: --gpus and --gpu-memory name the GPUs" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_the_exit_status(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("check", str(recipe), "--gpu-memory", "0.02")
+    assert status(*arguments, "--gpus", "1") == 1
+    assert "training does not fit the GPUs" in capsys.readouterr().err
+    assert status(*arguments, "--gpus", "1", "--engine", "vllm") == 2
+    assert "but training takes GPU 0" in capsys.readouterr().err
+    assert status(*arguments) == 2
+    assert "--gpus and --gpu-memory describe a machine together" in capsys.readouterr().err
+
+
+def test_a_column_that_the_data_lacks_is_named(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(1, 5))
+    )
+    task = ("--task.kind", "records", "--task.path", str(tmp_path / "data.jsonl"), "--task.reward", "math-verify")
+    assert status("check", str(recipe), *task) == 2
+    assert "prompt" in capsys.readouterr().err
+    assert status("check", str(recipe), *task, "--task.prompt-column", "question", "--task.eval-size", "1") == 0
+    assert "3 problems to train on, 1 held out; the first begins '" in capsys.readouterr().out
