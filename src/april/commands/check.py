@@ -144,7 +144,7 @@ def _steps(recipe: Recipe) -> Iterator[str]:
     rollout, training = recipe.rollout, recipe.training
     size, group, target = rollout.rollout_batch_size, rollout.n_samples_per_prompt, recipe.rollout_params()
     most = target.over_sampling_batch_size
-    flight = "N' chosen by the run" if most == "auto" else f"N' = {most}: {most * group:,} samples in flight"
+    flight = f"N' = {most}: {most * group:,} samples in flight" if isinstance(most, int) else "N' chosen by the run"
     if not rollout.partial_rollout:
         flight = "synchronous"
     slots = recipe.slots * max(recipe.engines_beside, 1)
@@ -169,7 +169,7 @@ def _data(recipe: Recipe, fetch: bool) -> Iterator[str]:
         kept = task.metadata_columns
         named.append("all other columns" if kept is None else f"columns {', '.join(map(repr, kept)) or 'none'} beside")
         yield f"{task.path}: {', '.join(named)}"
-        if not os.path.exists(os.path.expanduser(task.path)) and not fetch:
+        if not os.path.exists(task.path or "") and not fetch:
             yield "not read: a data set of the hub (--data reads it, and fetches it if it is not here)"
             return
     try:
