@@ -10,7 +10,7 @@ from typing import Literal
 
 from april.config.recipe import GPU_SLOTS, Recipe
 
-Shape = Literal["qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "r1-distill-1.5b", "glm4-9b"]
+Shape = Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "r1-distill-1.5b", "glm4-9b"]
 
 
 def assume_gpus(recipe: Recipe) -> None:

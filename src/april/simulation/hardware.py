@@ -14,8 +14,8 @@ GPUs, dense bfloat16, from the vendors' data sheets:
 - B200 of an HGX board: 180 GB, 8 TB/s, 2,250 TFLOP/s (NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s);
 - MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s (AMD Instinct MI300X data sheet).
 
-Shapes from the models' config.json: Qwen/Qwen3-4B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B,
-deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, zai-org/GLM-4-9B-0414.
+Shapes from the models' config.json: Qwen/Qwen3-0.6B, Qwen/Qwen3-1.7B, Qwen/Qwen3-4B, Qwen/Qwen3-8B,
+Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, zai-org/GLM-4-9B-0414.
 """
 
 from __future__ import annotations
@@ -127,6 +127,28 @@ GPUS = {
 MODELS = {
     shape.name: shape
     for shape in (
+        ModelShape(
+            name="qwen3-0.6b",
+            layers=28,
+            hidden=1024,
+            intermediate=3072,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            vocabulary=151936,
+            tied=True,
+        ),
+        ModelShape(
+            name="qwen3-1.7b",
+            layers=28,
+            hidden=2048,
+            intermediate=6144,
+            heads=16,
+            kv_heads=8,
+            head_dim=128,
+            vocabulary=151936,
+            tied=True,
+        ),
         ModelShape(
             name="qwen3-4b",
             layers=36,
