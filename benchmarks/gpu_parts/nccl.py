@@ -13,8 +13,8 @@ from parts import Figures
 from record import spread
 
 from april.engines.servers import weight_group
-from april.engines.servers.broadcast import BUCKET_BYTES, _buckets, _by_width
-from april.engines.weights import Meeting
+from april.engines.servers.broadcast import _buckets, _by_width
+from april.engines.weights import BUCKET_BYTES, Meeting
 
 TIMEOUT = timedelta(seconds=15)
 

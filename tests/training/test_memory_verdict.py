@@ -63,6 +63,14 @@ def test_phases_hold_what_is_there_in_them(policy: Any, chosen: Recipe) -> None:
     assert update.total == resident + kept
 
 
+@pytest.mark.parametrize(("transfer", "buckets"), [("disk", 2 * 2**26), ("broadcast", 2 * 2**26 + 2 * 2**28)])
+def test_a_weight_update_holds_the_buckets_of_its_transfer(transfer: Any, buckets: int, chosen: Recipe) -> None:
+    chosen.engine.engine, chosen.engine.weight_transfer = "vllm", transfer
+    plan = planned(chosen)
+    *_, update = phases(plan, chosen)
+    assert update.total == sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer")) + buckets
+
+
 def test_the_kv_cache_may_take_what_the_trainer_leaves(chosen: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr("april.training.kv_budget.free_bytes", lambda _: 10**9)

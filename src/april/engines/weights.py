@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 TensorSource = Callable[[], "Iterator[tuple[str, Tensor]]"]
 """Gives a policy's tensors by their names in the checkpoint, as they are now, one after the other."""
+BUCKET_BYTES = 2**28
+"""Bytes of tensors that are announced to servers and sent together; packing holds as many again."""
 
 
 class WithdrawnError(EngineError):

@@ -104,16 +104,16 @@ class SpecScorer:
         return tuple(dict.fromkeys(_kind(part) for part in self._parts))
 
     def check(self, problems: Iterable[Problem]) -> None:
-        """Find out before training what would fail at the first response; log answers that no response can match.
+        """Check reward functions and answers before training; log answers that no response can match.
 
         Raises:
             ValueError: a reward function cannot be called with the columns of a problem.
         """
         problems = list(problems)
         examples = {frozenset(problem.metadata): problem for problem in reversed(problems)}
-        for part in self._parts:
-            for problem in examples.values() if part.function else ():
-                part.function.check(problem)  # type: ignore[union-attr]
+        for function in (part.function for part in self._parts if part.function):
+            for problem in examples.values():
+                function.check(problem)
         if any(_is_math(self.spec, part.path) for part in self._parts):
             from april.tasks.math import warn_of_unreadable
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.engines.weights import BUCKET_BYTES as SENT
 from april.training.memory_plan import RESIDENT, MemoryPlan, planned
+from april.training.sharded import BUCKET_BYTES as GATHERED
 
 log = logging.getLogger(__name__)
 
 USABLE = 0.92
 """Share of a GPU's memory that a run can plan with; contexts, kernels' own workspaces and fragmentation take the rest.
 An assumption: not measured."""
-BUCKET = 2 * (64 << 20)
-"""Bytes of a weight update on their way: a bucket of whole parameters, and what it is gathered from."""
 ESTIMATED = ("activations", "logits", "attention")
 """Parts that shrink when micro-batches are halved, as they are when memory runs out."""
 
@@ -49,7 +49,7 @@ def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
     length = recipe.engine.context_length or recipe.rollout.max_response_length
     cache = {"KV cache": int(recipe.engine.kv_cache_gb * 1e9) if recipe.engine.kv_cache_gb else length * plan.token}
     # An engine that computes with the trainer's own parameters is sent none.
-    bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": BUCKET}
+    bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": _bucket_bytes(recipe)}
     generation = {**weights, "pass": plan.engine_pass, **cache}
     if not recipe.generates_inside:
         training, update = plan.rank, {**resident, **bucket}
@@ -58,6 +58,11 @@ def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
         generation = {**resident, **generation}
         training, update = {**plan.rank, **weights, **kept}, {**resident, **weights, **kept, **bucket}
     return [Phase("generation", generation), Phase("training", training), Phase("weight update", update)]
+
+
+def _bucket_bytes(recipe: Recipe) -> int:
+    """Return the size of a bucket of whole parameters and its shards; a broadcast packs a bucket of its own."""
+    return 2 * GATHERED + (2 * SENT if recipe.engine.weight_transfer == "broadcast" else 0)
 
 
 def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:

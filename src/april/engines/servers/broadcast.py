@@ -24,12 +24,10 @@ from torch import Tensor
 from april.engines.servers import weight_group
 from april.engines.servers.address import is_loopback
 from april.engines.servers.client import FAILURES, describe
-from april.engines.weights import Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
+from april.engines.weights import BUCKET_BYTES, Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
 from april.rollout.engine import EngineError
 
 GROUP = "april_weights"
-BUCKET_BYTES = 2**28
-"""Bytes of tensors that are announced and sent together; packing holds as many again."""
 
 
 class Broadcast:
