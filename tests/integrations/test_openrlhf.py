@@ -308,7 +308,7 @@ async def test_a_poll_that_fails_is_asked_again() -> None:
 
     from april.integrations.openrlhf_engine import RayReplica
 
-    answers: list[Any] = [RayError("the node is busy"), ([Chunk("0.0", [1], [-0.5], 0)], 1)]
+    answers: list[Any] = [RayError("the node is busy"), KeyError("a bug"), ([Chunk("0.0", [1], [-0.5], 0)], 1)]
 
     async def april_poll() -> Any:
         answer = answers.pop(0)
@@ -319,5 +319,7 @@ async def test_a_poll_that_fails_is_asked_again() -> None:
     actor = SimpleNamespace(april_poll=SimpleNamespace(remote=april_poll))
     replica = RayReplica(actor, "vLLM engine 0", Capacity(1, 10))
     with pytest.raises(EngineError, match="vLLM engine 0: the node is busy"):
+        await replica.poll()
+    with pytest.raises(KeyError, match="a bug"):
         await replica.poll()
     assert [chunk.token_ids for chunk in await replica.poll()] == [[1]]

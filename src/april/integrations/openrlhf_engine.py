@@ -146,7 +146,7 @@ class RayReplica:
         polling = self._polling
         try:
             chunks = await asyncio.shield(polling)
-        except EngineError:
+        except Exception:
             self._polling = None  # the next call asks again
             raise
         self._polling = None

@@ -93,7 +93,8 @@ class Retries:
         self._given_up: list[tuple[Sample, str]] = []
         self._batch = 0
         self._witnesses: dict[str, int] = {}
-        """The batch of the latest token of each sample whose request has not failed since, while any sample waits."""
+        """The batch of the latest token of each sample whose request has not failed since, while any sample waits; in the
+        order of the batches."""
         self._answered_prompt: tuple[int, ...] | None = None
         """A prompt that the engine has continued."""
         self._control = ControlRequest()
@@ -110,7 +111,7 @@ class Retries:
         """Whether nothing but a control request may be submitted."""
         return self._outage.attempts > 0 and bool(self._waiting)
 
-    def heard(self, chunks: Iterable[Chunk], begun: Iterable[str], samples: Mapping[str, Sample]) -> None:
+    def heard(self, chunks: Sequence[Chunk], begun: Sequence[str], samples: Mapping[str, Sample]) -> None:
         """Record a batch of chunks, before its failures.
 
         Args:
@@ -129,10 +130,9 @@ class Retries:
             if brought:
                 self._outage.end()
             for chunk in brought if self._waiting else ():
-                if chunk.finish is None:
+                self._witnesses.pop(chunk.sample_id, None)
+                if chunk.finish is None:  # else its request can fail no more
                     self._witnesses[chunk.sample_id] = self._batch
-                else:  # its request can fail no more
-                    self._witnesses.pop(chunk.sample_id, None)
 
     def failed(self, sample: Sample, chunk: Chunk) -> None:
         """Record that the request of `sample` failed, with `chunk`."""
@@ -194,8 +194,10 @@ class Retries:
         Args:
             in_flight: whether other samples are in flight.
         """
+        if not len(self):
+            return None
         now = asyncio.get_running_loop().time()
-        times = [self._next_control(in_flight), self._outage.next if len(self) else None]
+        times = [self._next_control(in_flight), self._outage.next]
         if not self.down:
             times += [request.due for request in self._waiting.values() if request.judged or request.due > now]
             if (acquitted := self._suspects.next) is not None and acquitted > now:
@@ -239,7 +241,7 @@ class Retries:
 
     def _witnessed(self, request: FailedRequest) -> bool:
         """Whether another sample has brought a token since the failure, and its request has not failed since."""
-        return any(batch > request.batch for batch in self._witnesses.values())
+        return next(reversed(self._witnesses.values()), 0) > request.batch
 
     def _judge(self, request: FailedRequest) -> None:
         """The engine worked while a request failed."""
