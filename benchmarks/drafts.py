@@ -115,7 +115,7 @@ class Arm:
         step = engine._step
 
         def timed() -> bool:
-            left = list(engine._in_flight.values())
+            left = list(engine._sequences.in_flight.values())
             if len(left) > self._few:
                 return bool(step())
             before, began = sum(len(sequence.tokens) for sequence in left), time.process_time()

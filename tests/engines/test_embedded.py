@@ -334,7 +334,7 @@ async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
     subject.forget([done[0].id])
     assert len(subject.parked) == 2
     subject.forget()
-    assert subject._cache.allocated_bytes == 0
+    assert subject._sequences.cache.allocated_bytes == 0
     assert await subject.poll() == []
 
 

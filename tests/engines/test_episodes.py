@@ -186,7 +186,7 @@ async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
 
         def submitted(sample: Any) -> None:
             submit(sample)
-            missing.append(engine._in_flight[sample.id].missing)
+            missing.append(engine._sequences.in_flight[sample.id].missing)
 
         engine.submit = submitted
         held.set()

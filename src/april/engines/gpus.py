@@ -1,6 +1,6 @@
 """The GPUs of this machine, by NVML or AMD SMI: counting them starts no context on any of them.
 
-Invariant: a GPU's id is what the visibility variables of a process that this one starts have to name.
+Invariant: a GPU's id is its name in the visibility variables of a process that this one starts.
 """
 
 from __future__ import annotations

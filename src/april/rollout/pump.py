@@ -162,7 +162,7 @@ class Pump:
         self.rewards.missing(self.state.buffer)
         for group in list(self.state.buffer):
             if failure := self._decide(group):
-                raise _ending(failure)
+                raise RewardError.of(failure)
 
     def open_account(self) -> None:
         """The account of the next step, with what attempts at it brought that were cut short."""
@@ -369,7 +369,7 @@ class Pump:
             if verdict.hopeless:
                 raise RewardError(f"no reward can be computed any more: {verdict.error}")
         for failure in filter(None, failures):
-            raise _ending(failure)
+            raise RewardError.of(failure)
 
     def _judge(self, verdict: Verdict) -> Failure | None:
         """What a verdict means; the failure, if it ends the step."""
@@ -447,12 +447,3 @@ class Pump:
             self._resume = True
             if cancelled:
                 raise asyncio.CancelledError
-
-
-def _ending(failure: Failure) -> RewardError:
-    """The error that ends a step after a reward function or a filter has failed."""
-    which = "dynamic filter" if failure.kind == "filter" else "reward function"
-    return RewardError(
-        f"the {which} failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
-        f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
-    )

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.json_types import finite_number, json_types, shown
+from april.rollout.step import Failure
 from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.rollout.user_code import UserCode, end_tasks, in_one_line
@@ -35,6 +36,15 @@ THREADS = 8
 
 class RewardError(Exception):
     """A reward function failed, and the run is set to stop when one does; or none can be computed any more."""
+
+    @classmethod
+    def of(cls, failure: Failure) -> RewardError:
+        """Return the error that ends a step after a reward function or a filter has failed."""
+        which = "dynamic filter" if failure.kind == "filter" else "reward function"
+        return cls(
+            f"the {which} failed on sample {failure.sample_id} of prompt {failure.prompt_id!r}: "
+            f'{failure.error}\nSet on_reward_error to "zero" or "reject" to go on without it.'
+        )
 
 
 class Verdict(NamedTuple):
