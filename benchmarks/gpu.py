@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from parts import ROOT, Part, Results, needs, run_all, run_here
+from parts import ROOT, Part, Results, needs, run_all, run_here, slowed
 
 PARTS = {
     "tests": Part("gpu_parts.tests", 75),
@@ -62,6 +62,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda (ROCm too) or cpu")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of this call")
+    parser.add_argument("--slower", type=float, default=1.0, help="factor of all limits, for a slow machine")
     parser.add_argument("--output", type=Path, help="the results file")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--figures", type=Path, help=argparse.SUPPRESS)
@@ -76,9 +77,9 @@ def main(given: Sequence[str] | None = None) -> int:
     about = {"device": device_facts(options.device), "tiny": options.tiny}
     path = options.output or (ROOT / "build" / "gpu_tiny.json" if options.tiny else Path(__file__).with_suffix(".json"))
     command = [sys.executable, __file__, *same, "--part"]
-    return run_all(
-        PARTS, options.parts, lambda name: [*command, name], Results(path, about), options.seconds, options.again
-    )
+    results, seconds = Results(path, about), options.seconds * options.slower
+    parts = slowed(PARTS, options.slower)
+    return run_all(parts, options.parts, lambda name: [*command, name], results, seconds, options.again)
 
 
 if __name__ == "__main__":

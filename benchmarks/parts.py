@@ -7,7 +7,7 @@ Invariants:
 - a part that is done is not run again unless that is asked for;
 - the exit status is 0 only if every part that was asked for is done or skipped for a reason that the file names.
 
-A part is a module with a function `measure`, which yields names and values. The name "failures" is reserved: a list of
+A part is a function, which yields names and values. The name "failures" is reserved: a list of
 texts, one for each thing that is wrong; the part counts as failed unless the list is empty.
 """
 
@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ class Part:
     """A part of a check.
 
     Args:
-        module: holds its function `measure`, imported only in the part's own process.
+        function: as `module:function`, or a module whose function `measure` it is; imported only in the part's process.
         limit: seconds that it may take, the start of its process included.
         missing: returns why it cannot run here; None if it can.
     """
 
-    module: str
+    function: str
     limit: float
     missing: Callable[[], str | None] = lambda: None
 
@@ -57,6 +57,11 @@ class Part:
 def needs(package: str) -> Callable[[], str | None]:
     """Return a condition of `Part`: a package that has to be importable."""
     return lambda: None if importlib.util.find_spec(package) else f"{package} is not installed"
+
+
+def slowed(parts: Mapping[str, Part], factor: float) -> dict[str, Part]:
+    """The parts with their limits multiplied."""
+    return {name: replace(part, limit=factor * part.limit) for name, part in parts.items()}
 
 
 class Results:
@@ -174,8 +179,9 @@ def run_here(part: Part, given: Any, figures: Path) -> None:
     """Run a part in this process and write its figures as they come."""
     sys.path.insert(0, str(ROOT))
     found = {}
+    module, _, function = part.function.partition(":")
     try:
-        for name, value in importlib.import_module(part.module).measure(given):
+        for name, value in getattr(importlib.import_module(module), function or "measure")(given):
             found[name] = value
             write(figures, found)
     except BaseException:
