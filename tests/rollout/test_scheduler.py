@@ -447,7 +447,7 @@ async def test_a_rejected_group_is_replaced_by_one_new_prompt() -> None:
 
 async def test_a_filter_that_rejects_everything_ends_in_an_error() -> None:
     rollouts = scheduler(ScriptedEngine(), dynamic_filter=lambda group: False, max_rejected_groups=20)
-    with pytest.raises(RejectionError, match="21 groups"):
+    with pytest.raises(RejectionError, match=r"21 groups of this step were turned away \(filter: 21\)"):
         await run(rollouts, 1)
 
 

@@ -44,7 +44,7 @@ class Account:
         rejections = self.step.rejections
         rejections.append((group.id, reason))
         if limit is not None and len(rejections) > limit:
-            counts = dict(Counter(reason for _, reason in rejections))
+            counts = ", ".join(f"{reason}: {n}" for reason, n in Counter(reason for _, reason in rejections).items())
             raise RejectionError(
                 f"{len(rejections)} groups of this step were turned away ({counts}) and only "
                 f"{ready} of {needed} can be trained on: make the task easier or harder, switch the filter off, "
