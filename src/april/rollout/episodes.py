@@ -1,14 +1,14 @@
-"""Episodes: what environments do beside generation.
+"""Episodes: environments answer turns while generation continues.
 
 Invariants:
 - a sample that awaits its environment is not in the engine: it holds no slot, and neither generation nor an interrupt
-  waits for an environment; a step under way goes on beside training, and is used when it is done;
-- what an environment answers becomes one event, `Stepped`, for each turn of an attempt; nothing follows from the answer
-  before that event has happened;
-- an environment lives from the beginning of its episode to its end. One that is missing, after a crash, a lost process
-  or a failed turn, is made anew and brought to where its episode stands; there is no other way of going on;
-- a failure is its own sample's: it becomes what the policy says, with its kind, and nothing is raised here;
-- only an environment's own failure is ever put into an observation. An error of april's leaves its group out.
+  waits for an environment; a step of an environment continues during training, and is used when it has ended;
+- an answer of an environment becomes one event, `Stepped`, for each turn of an attempt, and has no effect before that
+  event;
+- an environment lives from the beginning of its episode to its end. After a crash, a lost process or a failed turn, a
+  new environment is made and brought to the latest turn of the episode;
+- a failure affects only its own sample: `EpisodePolicy` decides its effect, and nothing is raised here;
+- only an environment's own failure is put into an observation. After an error of april's, the group is left out.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from april.rollout.user_code import UserCode, end_tasks
 THREADS = 64
 """Plain environments that work at a time in this process."""
 CLOSE_SECONDS = 10.0
-"""An environment may take to close."""
+"""Seconds that an environment may take to close."""
 
 
 class EpisodeError(Exception):
-    """Environments fail again and again: a step cannot be completed."""
+    """Too many environments fail for a step to be completed."""
 
 
 class _Diverged(Exception):
-    """An environment cannot be brought to where its episode stands."""
+    """An environment cannot be brought to the latest turn of its episode."""
 
 
 ENVIRONMENT_ERRORS = (EnvironmentLost, ObservationError, TimeoutError)
@@ -78,7 +78,7 @@ Kind = Literal["environment", "environment timeout", "environment lost", "enviro
 
 
 def _cause(error: Exception) -> tuple[Kind, str]:
-    """What kind of failure an error is, and what it says."""
+    """Return the kind of failure, and the message of the error."""
     if isinstance(error, EnvironmentLost):
         return "environment lost", str(error)
     if isinstance(error, TimeoutError):
@@ -174,7 +174,7 @@ class Episodes:
         await self._arrived.wait()
 
     def drop(self, samples: Iterable[Sample]) -> None:
-        """These samples need their environments no more."""
+        """Discard the environments of samples that have ended."""
         for sample in samples:
             self._answers.pop(sample.id, None)
             if (task := self._tasks.pop(sample.id, None)) is not None:
@@ -182,7 +182,7 @@ class Episodes:
             self._discard(sample.id)
 
     async def close(self) -> None:
-        """Stop everything. What was not answered is answered after a restart."""
+        """End all steps of environments. Turns without an answer are answered after a restart."""
         await end_tasks(list(self._tasks.values()))
         self._tasks.clear()
         for id in list(self._live):
@@ -299,7 +299,7 @@ class Episodes:
         return Stepped(sample.id, turn, action, tuple(token_ids), transition, finish, state)
 
     def _extended(self, sample: Sample, said: Observation) -> tuple[Sequence[int], FinishReason | None]:
-        """The tokens behind a turn, or why there are none."""
+        """Return the tokens that follow a turn, or the reason that there are none."""
         if sample.turns + 1 >= sample.sampling.max_turns:
             return (), FinishReason.TURNS
         if sample.budget_left < 1:
@@ -330,7 +330,7 @@ class Episodes:
         return max(self.policy.deadline - sum(one.seconds for one in sample.transitions), 0.001)
 
     async def _brought(self, sample: Sample, group: Group) -> Environment:
-        """A new environment, where the episode stands."""
+        """Return a new environment, brought to the latest turn of the episode."""
         recovery = self.policy.recovery
         if sample.transitions and recovery == "restart":
             raise _Diverged("its environment is gone, and recovery is restart")
@@ -380,7 +380,7 @@ class Episodes:
         return saved(await self._call(self.policy.step_timeout, _saves(environment).state), "state()")
 
     async def _call(self, timeout: float | None, function: Callable[..., Any], *args: Any) -> Any:
-        """What a method of an environment returns, in `timeout` seconds at most."""
+        """Call a method of an environment, which may take `timeout` seconds."""
         # A called environment raises what its environment raised as one of ENVIRONMENT_ERRORS already.
         called = isinstance(getattr(function, "__self__", None), CalledEnvironment)
         with nullcontext() if called else _environment_code():
