@@ -94,6 +94,8 @@ TABLE: Sequence[Metric] = (
         ("consumed_tokens_per_second", "consumed tokens/s", whole, MEAN, "rollout_seconds", "step_consumed_tokens"),
         ("generated_tokens_per_second", "generated tokens/s", whole, MEAN, "rollout_seconds", "step_generated_tokens"),
         ("expected_consumed_tokens_per_second", "expected consumed tokens/s", whole, LAST),
+        ("trained_tokens_per_second", "tokens/s of a training step, prompts included", whole),
+        ("mfu", "share of the GPUs' peak that training reaches", percent),
         ("engine_occupancy", "engine slots decoding", percent, MEAN, "rollout_seconds"),
         ("step_consumed_tokens", "tokens trained on in a step", whole),
         ("step_generated_tokens", "tokens generated in a step", whole),

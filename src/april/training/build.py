@@ -45,6 +45,7 @@ from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
 from april.training.task_reward import Rewards
 from april.training.trainer import Trainer
+from april.training.utilisation import utilisation_of
 from april.training.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ async def trainer_of(
             overlap=recipe.overlaps,
             progress=progress,
             clock=clock,
+            utilisation=utilisation_of(recipe, devices),
             releases_cache=recipe.generates_inside and not recipe.keeps_cache_in_training,
         )
 

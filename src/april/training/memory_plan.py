@@ -266,6 +266,19 @@ def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
     return int(ATTENTION * tokens * config.num_attention_heads * size * computed)
 
 
+def active_parameters(recipe: Recipe) -> int:
+    """Return how many parameters each token is multiplied with: the layers, of experts its own, and the head."""
+    config = _configuration(recipe).get_text_config()
+    experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
+    share = config.num_experts_per_tok / experts if experts else 1.0
+    with FakeTensorMode():
+        model = _model(recipe)
+        head = model.get_output_embeddings().weight
+        table = model.get_input_embeddings().weight
+        own = [(name, p) for name, p in model.named_parameters() if p is not table or p is head]
+        return int(sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in own))
+
+
 def pass_bytes(recipe: Recipe) -> int:
     """Return what a forward pass of the recipe's embedded engine holds for a moment."""
     return _pass_bytes(_configuration(recipe).get_text_config(), recipe)

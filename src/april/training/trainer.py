@@ -34,6 +34,7 @@ from april.training.learner import Learner
 from april.training.memory import memory_of
 from april.training.run_state import RunState
 from april.training.stop import StopSignals
+from april.training.utilisation import Utilisation
 from april.training.worker import Worker
 
 T = TypeVar("T")
@@ -72,6 +73,7 @@ class Trainer:
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     releases_cache: bool = False
+    utilisation: Utilisation | None = None
     _fleet: Fleet = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
@@ -160,7 +162,7 @@ class Trainer:
         self._phase("training")
         if self.releases_cache:
             self.scheduler.engine.forget()
-        began = self.clock()
+        began_training = began = self.clock()
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
         )
@@ -181,6 +183,8 @@ class Trainer:
             **self._fleet.metrics(),
         }
         measured |= memory_of(step, self.scheduler.engine)
+        if self.utilisation:
+            measured |= self.utilisation.of(step, offered - began_training)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 
     async def _done_or(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
