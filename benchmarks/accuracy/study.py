@@ -206,6 +206,12 @@ def run(cell: Training, cpu: Callable[[], float] | None = None) -> dict[str, Any
     return record
 
 
+def _mean(steps: Sequence[dict[str, Any]], name: str) -> float:
+    """The mean over the steps that have the metric: a step without a signal has no entropy, for example."""
+    values = [step[name] for step in steps if step.get(name) is not None]
+    return round(sum(values) / max(len(values), 1), 6)
+
+
 def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[str, Any] | None) -> dict[str, Any]:
     """What is kept of a run.
 
@@ -224,7 +230,7 @@ def measured(recipe: Recipe, metrics: Sequence[dict[str, Any]], summary: dict[st
     record: dict[str, Any] = {
         "evaluations": evaluations,
         "rewards": [round(m["reward"], 4) for m in steps],
-        "diagnostics": {name: round(sum(m[name] for m in steps) / max(len(steps), 1), 6) for name in DIAGNOSTICS},
+        "diagnostics": {name: _mean(steps, name) for name in DIAGNOSTICS},
         "largest_weight": round(max((m["ratio_max"] for m in steps), default=1.0), 3),
         "learning_rate": recipe.training.learning_rate,
         "steps": len(steps),

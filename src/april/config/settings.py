@@ -269,6 +269,11 @@ class EngineSettings:
         return next((option for option in options if re.match(SPECULATIVE, option)), None)
 
     @property
+    def kv_cache_bytes(self) -> int | None:
+        """Memory for the KV cache; None if it is not set."""
+        return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 1e9)
+
+    @property
     def kv_policy(self) -> KVPolicy:
         """What the engine does with KV caches of unfinished samples."""
         return "keep" if self.on_update == "keep" else "recompute"

@@ -41,9 +41,10 @@ class VLLMInProcess:
     Args:
         llm: made with `logprobs_mode="processed_logprobs"` and the worker extension `load` names.
         vocab_size: of the model.
+        ignore_eos: generate past the model's end-of-sequence tokens where a sample names no stop tokens.
     """
 
-    def __init__(self, llm: Any, vocab_size: int | None = None) -> None:
+    def __init__(self, llm: Any, vocab_size: int | None = None, ignore_eos: bool = False) -> None:
         config = llm.llm_engine.vllm_config
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise ValueError('logprobs_mode must be "processed_logprobs": pass it to vllm.LLM')
@@ -51,6 +52,7 @@ class VLLMInProcess:
             raise ValueError("vLLM is to speculate: in this process it must not; leave speculative_config out")
         self._llm = llm
         self._engine = llm.llm_engine
+        self._ignore_eos = ignore_eos
         self._vocab_size = vocab_size or config.model_config.get_vocab_size()
         self.capacity = Capacity(
             slots=config.scheduler_config.max_num_seqs, context_length=config.model_config.max_model_len
@@ -65,7 +67,7 @@ class VLLMInProcess:
         self._stepping: asyncio.Future[list[Any]] | None = None
 
     @classmethod
-    def load(cls, model: str, **settings: Any) -> VLLMInProcess:
+    def load(cls, model: str, *, ignore_eos: bool = False, **settings: Any) -> VLLMInProcess:
         """Load `model` (directory or hub name); `settings` are those of `vllm.LLM`."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
@@ -75,7 +77,7 @@ class VLLMInProcess:
             "distributed_executor_backend": "uni",
             "worker_extension_cls": "april.engines.servers.vllm_worker.WorkerExtension",
         }
-        return cls(LLM(model, **{**defaults, **settings}))
+        return cls(LLM(model, **{**defaults, **settings}), ignore_eos=ignore_eos)
 
     @property
     def running(self) -> int:
@@ -95,7 +97,7 @@ class VLLMInProcess:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=bool(sampling.stop_token_ids),  # else the model's own end-of-sequence tokens
+            ignore_eos=self._ignore_eos or bool(sampling.stop_token_ids),
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

@@ -114,7 +114,9 @@ async def trainer_of(
         tasks = device_rows(recipe, devices) if devices else []
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
-        engine = await stack.enter_async_context(engine_of(recipe, learner.served, directory, starting))
+        engine = await stack.enter_async_context(
+            engine_of(recipe, learner.served, directory, starting, beside_trainer=True)
+        )
         room = room_for_prompt(recipe, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)

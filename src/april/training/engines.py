@@ -44,9 +44,16 @@ N_GRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 @asynccontextmanager
 async def engine_of(
-    recipe: Recipe, model: Any, directory: Path, starting: Callable[[str], None] = log.info
+    recipe: Recipe,
+    model: Any,
+    directory: Path,
+    starting: Callable[[str], None] = log.info,
+    beside_trainer: bool = False,
 ) -> AsyncIterator[Engine]:
     """The engine that the recipe names, ready; closed afterwards.
+
+    With `beside_trainer` the embedded engine's KV cache takes what april's own trainer leaves of the device; the needs
+    of other trainers are unknown, and the cache takes the engine's own default beside them.
 
     `starting` is told about every second which servers have been starting for how long, and where their logs are.
     """
@@ -58,7 +65,7 @@ async def engine_of(
         elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
-            engine = _embedded(recipe, model)
+            engine = _embedded(recipe, model, beside_trainer)
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
         else:
@@ -67,19 +74,20 @@ async def engine_of(
         yield engine
 
 
-def _embedded(recipe: Recipe, model: Any) -> Engine:
+def _embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> Engine:
     from april.engines.embedded import EmbeddedEngine
 
-    settings = recipe.engine
+    settings, device = recipe.engine, next(model.parameters()).device
     return EmbeddedEngine(
         model,
         max_running=recipe.slots,
         context_length=settings.context_length,
-        kv_cache_bytes=kv_cache_bytes(recipe, next(model.parameters()).device),
+        kv_cache_bytes=kv_cache_bytes(recipe, device) if beside_trainer else settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
         draft_tokens=settings.draft_tokens,
+        stop_token_ids=(),  # a recipe names them for each sample, and calibration wants none
     )
 
 
@@ -102,7 +110,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         threads=threads,
         max_running=recipe.slots,
         context_length=settings.context_length,
-        kv_cache_bytes=None if settings.kv_cache_gb is None else int(settings.kv_cache_gb * 1e9),
+        kv_cache_bytes=settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
         draft_tokens=settings.draft_tokens,
@@ -178,6 +186,7 @@ def _in_process(recipe: Recipe) -> Engine:
     context = {} if settings.context_length is None else {"max_model_len": settings.context_length}
     return VLLMInProcess.load(
         recipe.model.path,
+        ignore_eos=True,
         dtype=recipe.compute_dtype,
         max_num_seqs=recipe.slots,
         gpu_memory_utilization=settings.gpu_memory_utilization,

@@ -18,8 +18,8 @@ SHARES = {"cuda": 0.9, "cpu": 0.5}
 
 def kv_cache_bytes(recipe: Recipe, device: torch.device) -> int:
     """Return the budget of an engine in the trainer's process: the recipe's own, or what the trainer leaves."""
-    if recipe.engine.kv_cache_gb is not None:
-        return int(recipe.engine.kv_cache_gb * 1e9)
+    if recipe.engine.kv_cache_bytes is not None:
+        return recipe.engine.kv_cache_bytes
     to_come = pass_bytes(recipe)
     if recipe.keeps_cache_in_training:
         to_come += planned(recipe).transient_bytes

@@ -59,6 +59,7 @@ class EmbeddedSettings:
             on_update=self.on_update,
             draft_tokens=self.draft_tokens,
             stream_interval=self.stream_interval,
+            stop_token_ids=(),  # as of the embedded engine of a recipe
         )
 
 
