@@ -64,7 +64,7 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
     _check_configuration(path)
     with _reading(path, "generation configuration", ("generation_config.json",)):
         if _file(path, "generation_config.json"):
-            GenerationConfig.from_pretrained(path)
+            GenerationConfig.from_pretrained(path, trust_remote_code=False)
     loaded: Any
     with _reading(path, "causal LM", ()):
         loaded = AutoModelForCausalLM.from_pretrained(
