@@ -40,8 +40,8 @@ class Outage:
         self.attempts = 0
         """Control requests that have failed."""
         self.next_attempt = 0.0
-        self.asked = False
-        """A control request has been sent since the engine last answered."""
+        self.asked_at: float | None = None
+        """When a control request was first sent since the engine last answered."""
         self.asked_in = 0
         """The latest batch of chunks before the control request."""
         self._error = ""
@@ -54,6 +54,10 @@ class Outage:
             self.began = now
         self._error = chunk.error or ""
 
+    def ask(self, now: float, batch: int) -> None:
+        """A control request is sent, after so many batches of chunks."""
+        self.asked_at, self.asked_in = self.asked_at or now, batch
+
     def attempt_failed(self, now: float, delay: float, answer: Chunk) -> None:
         """The control request failed: the next one follows later."""
         self._error, self._refused = answer.error or "", answer.fault is Fault.REFUSED
@@ -65,7 +69,15 @@ class Outage:
         if self._told is not None and self.began is not None:
             seconds = asyncio.get_running_loop().time() - self.began
             log.warning("the engine answers again after %.0f s; all samples go on, with every token kept", seconds)
-        self.began, self.attempts, self.asked, self._told = None, 0, False, None
+        self.began, self.attempts, self.asked_at, self._told = None, 0, None, None
+
+    @property
+    def _ends(self) -> float:
+        """When the outage has lasted too long. Until a control request has failed, only the time since the first one
+        counts: a sample that waits for its next attempt asks nothing of the engine."""
+        assert self.began is not None
+        assert self.asked_at is not None
+        return (self.began if self.attempts else max(self.began, self.asked_at)) + self._bound
 
     @property
     def _bound(self) -> float:
@@ -74,14 +86,14 @@ class Outage:
     @property
     def next(self) -> float | None:
         """When `check` has something to do."""
-        if self.began is None or not self.asked:
+        if self.began is None or self.asked_at is None:
             return None
-        return min(self.began + self._bound, self._next_told)
+        return min(self._ends, self._next_told)
 
     @property
     def _next_told(self) -> float:
         """When people are told: later if the control request has not failed, but has no answer."""
-        if self.began is None or not self.asked:
+        if self.began is None or self.asked_at is None:
             return math.inf
         if self._told is not None:
             return self._told + self.TOLD_AGAIN
@@ -93,9 +105,9 @@ class Outage:
         Raises:
             EngineError: it has lasted for `limit` seconds.
         """
-        if self.began is None or not self.asked:
+        if self.began is None or self.asked_at is None:
             return
-        if now >= self.began + self._bound:
+        if now >= self._ends:
             raise EngineError(
                 f"the engine has {'refused all requests' if self._refused else 'answered no request'} for "
                 f"{now - self.began:.0f} s (outage_limit = {self.limit:g}): {self._error}; "

@@ -273,7 +273,7 @@ class Retries:
         """Ask for one token: of a prompt that the engine has continued before, else of those that wait, in turn."""
         requests = list(self._waiting.values())
         one = requests[self._outage.attempts % len(requests)].sample
-        self._outage.asked, self._outage.asked_in = True, self._batch
+        self._outage.ask(asyncio.get_running_loop().time(), self._batch)
         self._control.start(engine, flights, self._answered_prompt or one.prompt_ids, one.sampling)
 
     def _take_answer(self, now: float) -> None:
