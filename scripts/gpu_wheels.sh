@@ -44,5 +44,5 @@ total=$(du -cb "$folder"/*/*.whl | tail -1 | cut -f1)
 cat << END
 $(ls "$folder"/*/*.whl | wc -l) wheels, $((total >> 20)) MiB, in $piece piece(s) under .gpu-wheels, april's own from commit $commit
 On the GPU machine, in the checkout:
-  python -m pip install --no-index --no-deps .gpu-wheels/*/*.whl && python benchmarks/gpu.py
+  python -m pip install --no-index --no-deps --force-reinstall .gpu-wheels/*/*.whl && python benchmarks/gpu.py
 END
