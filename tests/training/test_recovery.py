@@ -62,16 +62,20 @@ def test_a_batch_that_does_not_fit_is_split_and_has_the_same_gradient(error: Exc
     assert max(sizes) <= 120
 
 
-def test_an_optimizer_step_that_runs_out_of_memory_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, short = (LocalLearner(tiny.model(), recipe()) for _ in range(2))
-    step, failures = short.optimizer.step, [SHORTAGES[0]]
+@pytest.mark.parametrize("name", ["optimizer", "critic_optimizer"])
+def test_an_optimizer_step_that_runs_out_of_memory_is_done_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other optimizer's with it: the policy would be updated twice."""
+    with_critic = recipe()
+    with_critic.algorithm.algorithm = "ppo"
+    plain, short = (LocalLearner(tiny.model(), with_critic) for _ in range(2))
+    step, failures = getattr(short, name).step, [SHORTAGES[0]]
 
     def first_fails() -> None:
         if failures:
             raise failures.pop()
         step()
 
-    monkeypatch.setattr(short.optimizer, "step", first_fails)
+    monkeypatch.setattr(getattr(short, name), "step", first_fails)
     assert plain.train(rollout(3), 1)["out_of_memory"] == 0
     assert short.train(rollout(3), 1)["out_of_memory"] == 1
     for first, second in zip(*(learner.model.parameters() for learner in (plain, short)), strict=True):

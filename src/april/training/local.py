@@ -224,7 +224,7 @@ class LocalLearner:
         ess = sums.met.effective_sample_size
         scale = math.sqrt(ess) if self.settings.ess_learning_rate else 1.0
         if finite and sums.tokens:
-            self.memory.fit(lambda: self._step_optimizers(scale), batch.lengths)
+            self._step_optimizers(scale, batch.lengths)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
         means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
         rate = scale * self.optimizer.param_groups[0]["lr"]
@@ -234,17 +234,20 @@ class LocalLearner:
     def _trained(self) -> tuple[Any, ...]:
         return (self.policy, self.critic) if self.critic else (self.policy,)
 
-    def _step_optimizers(self, scale: float) -> None:
-        """One step of each, the policy's at `scale` times its learning rate."""
+    def _step_optimizers(self, scale: float, lengths: Sequence[int]) -> None:
+        """One step of each, the policy's at `scale` times its learning rate.
+
+        Each is tried again by itself if memory runs out: what another one has updated stays updated once.
+        """
         rate = self.optimizer.param_groups[0]["lr"]
         set_learning_rate(self.optimizer, scale * rate)
         try:
             with self.update_share.of():
-                self.optimizer.step()
+                self.memory.fit(self.optimizer.step, lengths)
         finally:
             set_learning_rate(self.optimizer, rate)
         if self.critic_optimizer:
-            self.critic_optimizer.step()
+            self.memory.fit(self.critic_optimizer.step, lengths)
         self.masters.write()
         self.skipped.made()
 
