@@ -40,6 +40,7 @@ from april.config.recipe import Recipe
 from april.engines.servers.weight_group import join
 from april.engines.weights import Meeting, Receiver
 from april.training.leader import Leader, dismissing, follow
+from april.training.rank_engine import RankEngine
 from april.training.rank_process import RENDEZVOUS
 from april.training.ranks import Ranks, joined
 from april.training.sharded import BUCKET_BYTES, ShardedLearner
@@ -156,7 +157,7 @@ def rank(rounds: int, hidden: int, out: Path) -> None:
         torch.set_num_threads(1)
         learner = ShardedLearner(policy(hidden), recipe, ranks, Tokenizer())
         if not ranks.leads:
-            follow(learner, ranks)
+            follow(learner, ranks, RankEngine(recipe, learner, ranks))
             return
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in learner.model.parameters())}
         engines = [Engine(number) for number in range(ENGINES)]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from april import Prompt, SamplingParams
 from april.engines.embedded import EmbeddedEngine
+from april.engines.job import Hands, JobEngine
 from april.engines.pool import EnginePool
-from april.integrations.ranks import Hands, Job, JobEngine
+from april.integrations.ranks import Job
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.evaluation import complete
 from april.rollout.retries import Retries
@@ -95,8 +96,7 @@ def test_a_pool_with_replicas_that_fail(schedule: list[Moment], slots: int, faul
 def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) -> None:
     async def main() -> None:
         machine = Machine(slots=slots)
-        hands: Any = Hands(machine, transfer=None, loop=None)  # type: ignore[arg-type]
-        await finish(JobEngine(Job(), hands, [machine.capacity], keeps=False), group.samples, schedule)
+        await finish(JobEngine(Job(), Hands(machine), [machine.capacity], keeps=False), group.samples, schedule)
 
     group = scripted()
     asyncio.run(main())
@@ -114,8 +114,7 @@ async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samp
             return chunks
 
     machine, group = Failing(), scripted()
-    hands: Any = Hands(machine, transfer=None, loop=None)  # type: ignore[arg-type]
-    engine = JobEngine(Job(), hands, [machine.capacity], keeps=False)
+    engine = JobEngine(Job(), Hands(machine), [machine.capacity], keeps=False)
     for sample in group.samples:
         engine.submit(sample)
     with pytest.raises(EngineError, match="scripted failure"):

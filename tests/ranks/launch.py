@@ -21,7 +21,9 @@ from april.training.ranks import joined
 
 ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([f"tests.ranks.{name}" for name in ("updates", "checkpoints", "memory", "vocabulary")])
+FORKS.set_forkserver_preload(
+    [f"tests.ranks.{name}" for name in ("updates", "checkpoints", "memory", "vocabulary", "generation")]
+)
 
 
 def run(function: str, world: int, directory: Path, timeout: float = 900, /, **arguments: Any) -> list[str]:

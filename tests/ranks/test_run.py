@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from april.reporting.metrics_log import read_metrics
 from tests.ranks.runs import april, recipe_in, survive_a_killed_rank
 
 OTHER_VERSION = """
@@ -18,6 +19,8 @@ if os.environ.get("RANK") == "1":
 def test_a_rank_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     rows = survive_a_killed_rank(recipe_in(tmp_path, "run"), tmp_path / "run")
     assert all(row["grad_norm"] > 0 for row in rows)
+    used = [row["engines_used"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert used[:2] == [2, 2]  # a step that the journal held after the restart was given to none
 
 
 def test_ranks_with_different_versions_are_refused_in_one_line(tmp_path: Path) -> None:

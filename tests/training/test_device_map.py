@@ -100,6 +100,7 @@ async def test_servers_on_a_machine_without_gpus_are_started_as_they_were(
         (2, {"engine": {"engine": "vllm"}}, [("0", "trains"), ("1", "generates (vllm-0)")]),
         (2, {"engine": {"own_process": True}}, [("0", "trains"), ("1", "generates (embedded)")]),
         (1, {"engine": {"engine": "vllm", "gpus_per_replica": 0}}, [("0", "trains")]),
+        (2, {"trainer": {"processes": 2}}, [(f"{i}", f"trains (rank {i}) and generates") for i in range(2)]),
         (
             2,
             {"model": {"device": "cuda:1"}, "engine": {"engine": "vllm"}},

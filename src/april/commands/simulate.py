@@ -224,7 +224,7 @@ def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
 
 
 def _measured(recipe: Recipe, options: SimulateOptions, cost: CostModel) -> Cluster:
-    engines = options.gpus or len(recipe.engine.urls) or recipe.engine.replicas
+    engines = options.gpus or recipe.engines_inside or len(recipe.engine.urls) or recipe.engine.replicas
     name = f"{engines} engine{'s' * (engines > 1)} as in {options.cost_model}"
     return Cluster(name=name, engines=engines, cost=cost)
 

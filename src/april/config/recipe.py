@@ -136,6 +136,13 @@ class Recipe:
         return inside and not self.engine.own_process and not self.cluster.enabled
 
     @property
+    def engines_inside(self) -> int:
+        """Training processes that have an engine: all of them, or the first one."""
+        if not self.generates_inside:
+            return 0
+        return self.trainer.processes if self.engine.engine == "embedded" else 1
+
+    @property
     def engines_here(self) -> list[str]:
         """Names of the engines that april starts on this machine beside the trainer."""
         if self.cluster.enabled or self.engine.urls or self.generates_inside:

@@ -190,15 +190,15 @@ class EngineSettings:
     Args:
         engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
             servers (vllm, sglang).
-        max_running: Samples that decode together: engine slots, of each server. auto: 256 on GPUs, else 64.
+        max_running: Samples that decode together: engine slots, of each server or rank. auto: 256 on GPUs, else 64.
         context_length: Prompt and response tokens of a sample together; unset: what the model allows.
         on_update: What becomes of an unfinished sample when the weights change. Its KV cache is computed anew under the
             new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
             both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
             the new weights keep what they would have drawn themselves, so that nothing is stale.
-        kv_cache_gb: embedded: most memory for the KV cache, in GB, allocated as samples need it; samples wait when it
-            is full. Unset: in the trainer's process the memory that the trainer leaves; elsewhere 40 % of the free
-            memory.
+        kv_cache_gb: embedded: most memory for the KV cache, in GB, on each rank, allocated as samples need it; samples
+            wait when it is full. Unset: in the trainer's processes the memory that the trainer leaves; elsewhere 40 %
+            of the free memory.
         prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
             decode by less, more make fewer passes.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are

@@ -23,10 +23,12 @@ def release_cached() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the memory that nothing has taken; of a GPU also what PyTorch holds and does not use."""
+    """Return the memory that nothing has taken; of a GPU also what PyTorch holds and does not use, of a machine's main
+    memory this process's share: the ranks of a job on one machine divide it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 8 << 30
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    return (8 << 30) // ranks

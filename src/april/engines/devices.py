@@ -40,16 +40,16 @@ class DeviceMap:
     def all(self) -> tuple[Gpu, ...]:
         return (*self.training, *(gpu for own in self.engines for gpu in own), *self.unused)
 
-    def rows(self, engines: Sequence[str], generates: bool = False) -> Iterator[tuple[str, str]]:
+    def rows(self, engines: Sequence[str], generates: int = 0) -> Iterator[tuple[str, str]]:
         """What does what, for people: each GPU and its task.
 
         Args:
             engines: names of the engines.
-            generates: whether an engine works in the first training process.
+            generates: training processes that have an engine, the first ones.
         """
         for rank, gpu in enumerate(self.training):
             task = f"trains{f' (rank {rank})' if len(self.training) > 1 else ''}"
-            yield str(gpu), f"{task} and generates" if generates and rank == 0 else task
+            yield str(gpu), f"{task} and generates" if rank < generates else task
         for name, own in zip(engines, self.engines, strict=True):
             for gpu in own:
                 yield str(gpu), f"generates ({name})"

@@ -114,13 +114,7 @@ class EnginePool:
 
     @property
     def capacity(self) -> Capacity:
-        each = [member.replica.capacity for member in self.members]
-        kv_tokens = [capacity.kv_tokens for capacity in each if capacity.kv_tokens is not None]
-        return Capacity(
-            slots=sum(capacity.slots for capacity in each),
-            context_length=min(capacity.context_length for capacity in each),
-            kv_tokens=sum(kv_tokens) if len(kv_tokens) == len(each) else None,
-        )
+        return Capacity.together([member.replica.capacity for member in self.members])
 
     @property
     def running(self) -> int:

@@ -27,9 +27,10 @@ from april.config.checking import check_engine
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import EngineSettings, ModelSettings
+from april.engines.job import Hands, JobEngine, JobOrder, Reply
 from april.engines.weights import SharedParameters
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.ranks import Hands, Job, JobEngine, JobOrder, Reply
+from april.integrations.ranks import Job
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
 from april.integrations.trl_episodes import Row, TRLEpisodes
@@ -183,14 +184,15 @@ class TRLRollouts:
             self.job.together(start, self._follow)
             return made[0] if made else None
         own = enter()
-        self._hands = Hands(own, self.transfer, self._loop)
+        self._hands = Hands(own)
         capacities = self.job.gather(own.capacity)
         keeps = recipe.engine.on_update == "keep"
         return JobEngine(self.job, self._hands, capacities, keeps) if self.job.leads else None
 
     def _follow(self, order: JobOrder) -> Reply:
         assert self._hands is not None, "there are no engines but the leader's"
-        return self._hands(order)
+        offer = self.transfer.offer(order.version) if order.what == "update" else None
+        return self._loop.run(self._hands.obey(order, offer))
 
     def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Collect a generation batch under the weights of optimizer step `step`, asking for this process's `rows`.

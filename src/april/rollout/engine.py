@@ -76,6 +76,16 @@ class Capacity:
     context_length: int
     kv_tokens: int | None = None
 
+    @classmethod
+    def together(cls, each: Sequence[Capacity]) -> Capacity:
+        """Return the capacity of several engines as one."""
+        kv_tokens = [capacity.kv_tokens for capacity in each if capacity.kv_tokens is not None]
+        return cls(
+            slots=sum(capacity.slots for capacity in each),
+            context_length=min(capacity.context_length for capacity in each),
+            kv_tokens=sum(kv_tokens) if len(kv_tokens) == len(each) else None,
+        )
+
 
 class EngineError(Exception):
     """An engine that cannot go on. The samples it held keep every token handed out before."""

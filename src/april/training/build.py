@@ -34,6 +34,7 @@ from april.training.engines import engine_of
 from april.training.environment import World
 from april.training.episode_reward import EpisodeRewards
 from april.training.evaluation import Evaluation
+from april.training.leader import Leader
 from april.training.learner import Learner
 from april.training.local import LocalLearner, check_checkpoint_of, objective_of
 from april.training.memory_verdict import check_memory
@@ -117,6 +118,8 @@ async def trainer_of(
         engine = await stack.enter_async_context(
             engine_of(recipe, learner.served, directory, starting, beside_trainer=True)
         )
+        if isinstance(learner, Leader):
+            engine = stack.enter_context(learner.generating(engine))
         room = room_for_prompt(recipe, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)

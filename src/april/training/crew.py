@@ -24,6 +24,7 @@ from april.training.leader import Leader, dismissing, follow
 from april.training.local import check_checkpoint_of
 from april.training.model_parallel import check_layout
 from april.training.policy import load_policy, policy_at
+from april.training.rank_engine import RankEngine
 from april.training.rank_process import is_rank
 from april.training.ranks import Ranks, joined
 from april.training.sharded import ShardedLearner
@@ -64,7 +65,7 @@ def following(recipe: Recipe) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
         learner, _ = _part(recipe, ranks, None, ranks.receive())
-        follow(learner, ranks)
+        follow(learner, ranks, RankEngine(recipe, learner, ranks))
 
 
 def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:

@@ -48,7 +48,7 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
 
 def device_rows(recipe: Recipe, devices: DeviceMap) -> list[tuple[str, str]]:
     """Each GPU and its task in the run."""
-    return list(devices.rows(recipe.engines_here, recipe.generates_inside))
+    return list(devices.rows(recipe.engines_here, recipe.engines_inside))
 
 
 def _training(recipe: Recipe) -> Sequence[int]:

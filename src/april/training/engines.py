@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from april.engines.cluster.cluster import Wanted
     from april.engines.cluster.placement import Demand
     from april.engines.cluster.server_actor import ServerSettings
+    from april.engines.embedded import EmbeddedEngine
     from april.engines.servers.launch import Server
     from april.engines.servers.server import ServerEngine
 
@@ -65,7 +66,7 @@ async def engine_of(
         elif settings.own_process:
             engine = await _own_process(recipe)
         elif settings.engine == "embedded":
-            engine = _embedded(recipe, model, beside_trainer)
+            engine = embedded(recipe, model, beside_trainer)
         elif settings.engine == "vllm-inproc":
             engine = _in_process(recipe)
         else:
@@ -74,7 +75,8 @@ async def engine_of(
         yield engine
 
 
-def _embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> Engine:
+def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine:
+    """Return the recipe's engine on `model`, in this process; see `engine_of`."""
     from april.engines.embedded import EmbeddedEngine
 
     settings, device = recipe.engine, next(model.parameters()).device

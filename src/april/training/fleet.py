@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from april.engines.job import JobEngine, JobMember
+from april.engines.member import Member
 from april.engines.pool import EnginePool
 from april.rollout.engine import Engine
 
@@ -14,7 +17,9 @@ class Fleet:
     """The engines of a run, if they are several."""
 
     def __init__(self, engine: Engine) -> None:
-        self.members = engine.members if isinstance(engine, EnginePool) else []
+        self.members: Sequence[Member | JobMember] = (
+            engine.members if isinstance(engine, EnginePool | JobEngine) else []
+        )
         self._losses = 0
         self._given = [0] * len(self.members)
 

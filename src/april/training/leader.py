@@ -19,11 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from april.config.recipe import Recipe
+from april.engines.embedded import EmbeddedEngine
+from april.rollout.engine import Engine
 from april.rollout.step import Step
+from april.training.rank_engine import RankEngine, all_engines
 from april.training.rank_process import RankLostError
 from april.training.ranks import Ranks, translated
 from april.training.sharded import ShardedLearner
 from april.training.weights import transfer
+
+GENERATE = "generate"
+"""The one command that is not the learner's."""
 
 
 class Leader:
@@ -70,6 +76,18 @@ class Leader:
             return self._all("refresh")  # its engine computes with the copy itself
         return self._transfer.offer(version)
 
+    @contextmanager
+    def generating(self, own: Engine) -> Iterator[Engine]:
+        """The engine of the run, given the leader's `own`: those of all ranks as one, if it computes with a copy."""
+        if self.served is None or self._ranks.world == 1:
+            yield own
+            return
+        assert isinstance(own, EmbeddedEngine)
+        with self._lock, translated():
+            self._ranks.send((GENERATE, ()))
+        with all_engines(own, self._ranks) as engine:
+            yield engine
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():
             yield from self._all("gather", names)
@@ -107,7 +125,7 @@ def dismissing(leader: Leader) -> Iterator[Leader]:
         leader.dismiss()
 
 
-def follow(learner: ShardedLearner, ranks: Ranks) -> None:
+def follow(learner: ShardedLearner, ranks: Ranks, engine: RankEngine) -> None:
     """Do as the leader says until it dismisses this rank.
 
     Raises:
@@ -116,7 +134,11 @@ def follow(learner: ShardedLearner, ranks: Ranks) -> None:
     with translated():
         while (command := ranks.receive()) is not None:
             name, arguments = command
-            getattr(learner, name)(*arguments)
+            if name == GENERATE:
+                engine.start()
+            else:
+                getattr(learner, name)(*arguments)
+    engine.join()
 
 
 def _trained_on(step: Step) -> Step:

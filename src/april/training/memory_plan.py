@@ -46,7 +46,7 @@ class MemoryPlan:
     rank: dict[str, int]
     """Of each rank."""
     first: dict[str, int]
-    """Of the first rank, or of an engine's own devices, beside that."""
+    """Of each rank that generates, or of an engine's own devices, beside that."""
     parameters: int
     """The policy's, a number."""
     token: int
@@ -184,9 +184,10 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
             yield f"  {name:<18}{size / 1e9:10.3f} GB"
         every = trainer.processes * sum(plan.host.values())
         yield f"  {'all ranks':<18}{every / 1e9:10.3f} GB"
-    inside = recipe.engine.engine in ("embedded", "vllm-inproc")
-    server = "on each server" if devices == 1 else f"on each of a server's {devices} GPUs"
-    where = "on the first rank" if inside else server
+    if recipe.generates_inside:
+        where = "on each rank" if recipe.engines_inside == trainer.processes else "on the first rank"
+    else:
+        where = "on each engine" if devices == 1 else f"on each of an engine's {devices} GPUs"
     yield f"engine, {where}, with {recipe.slots} samples of full length:"
     for name, size in plan.first.items():
         yield f"  {name:<18}{size / 1e9:10.3f} GB"

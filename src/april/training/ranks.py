@@ -1,6 +1,6 @@
 """The processes that train one policy together, seen from each of them.
 
-Rank 0 leads: it alone has scheduler, engine, journal and logs. The others do what it says, as it does it itself.
+Rank 0 leads: it alone has scheduler, journal and logs. The others do what it says, as it does it itself.
 
 Invariants:
 - a collective operation is called by all ranks in the same order, or by none;
@@ -13,11 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -33,6 +33,8 @@ from april.config.error import ConfigError
 from april.training.context import Context
 from april.training.meeting import meet
 from april.training.rank_process import LISTENER, RENDEZVOUS, RankLostError
+
+T = TypeVar("T")
 
 FOREVER = timedelta(days=365)
 
@@ -59,6 +61,8 @@ class Ranks:
     Args:
         mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
         commands: the group over which the leader speaks, which may wait for long.
+        orders: as `commands`, for the engines of ranks, which other threads speak of.
+        replies: the group over which engines answer.
         context: those that share rows with this one; None if nobody does.
         tensor: how matrices are divided (tensor parallelism), be it into one part; None if nothing is divided.
         expert: how experts are divided (expert parallelism); None if they are not.
@@ -69,6 +73,8 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     commands: Any
+    orders: Any
+    replies: Any
     context: Context | None = None
     tensor: Division | None = None
     expert: Division | None = None
@@ -121,6 +127,28 @@ class Ranks:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self.commands, device=torch.device("cpu"))
         return box[0]
+
+    def scatter(self, items: Sequence[T]) -> T:
+        """Return item r in rank r; only the leader has any.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        own: list[Any] = [None]
+        with translated():
+            dist.scatter_object_list(own, list(items) if self.leads else None, src=0, group=self.orders)
+        return own[0]  # type: ignore[no-any-return]
+
+    def gather(self, own: T) -> list[T]:
+        """Return what each rank has, by rank, to the leader; [] to the others.
+
+        Raises:
+            RankLostError: another rank is gone, or has not answered for the timeout.
+        """
+        found: Any = [None] * self.world if self.leads else None
+        with translated():
+            dist.gather_object(own, found, dst=0, group=self.replies)
+        return found or []
 
     def gathered(self, what: Any) -> list[Any]:
         """What each rank has brought, by rank."""
@@ -175,7 +203,8 @@ def joined(
         else:
             shape = replicas, world // replicas
             mesh = init_device_mesh(own.type, shape, mesh_dim_names=("replicate", "shard"))
-        commands = dist.new_group(backend="gloo", timeout=FOREVER)
+        commands, orders = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
+        replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         team = None
         if context > 1:
             size = context * tensor
@@ -186,7 +215,7 @@ def joined(
         matrices = _division(own.type, "tensor", world, replicas, tensor) if divided else None
         experts = _division(own.type, "expert", world, replicas, expert) if expert > 1 else None
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
-    yield Ranks(rank, world, own, mesh, commands, team, matrices, experts)
+    yield Ranks(rank, world, own, mesh, commands, orders, replies, team, matrices, experts)
     dist.destroy_process_group()
 
 

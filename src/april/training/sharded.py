@@ -5,7 +5,7 @@ Invariants:
   corrections, denominators, and whether an update is made, are those of one process, and the same on all ranks;
 - models are checked, copied and given adapters while they are whole, and sharded before an optimizer sees them;
 - outside of a forward and backward pass a rank holds its shards alone; whatever is gathered, one bucket at a time, is
-  let go again, but for the copy that an engine in the leader's process computes with.
+  let go again, but for the copy that the rank's own engine computes with.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ShardedLearner(LocalLearner):
     ) -> None:
         self.ranks = ranks
         self._offload = recipe.trainer.cpu_offload
-        self._generates = ranks.leads and recipe.engine.engine == "embedded" and not recipe.cluster.enabled
+        self._generates = recipe.engine.engine == "embedded" and recipe.generates_inside
         self._copy: Any = None
         self.parts = stored_parts(model)
         super().__init__(model, recipe, tokenizer, directory)
@@ -125,16 +125,15 @@ class ShardedLearner(LocalLearner):
 
     @property
     def served(self) -> Any:
-        """The leader's whole copy of the policy, which `refresh` brings up to date."""
+        """This rank's whole copy of the policy, which `refresh` brings up to date."""
         return self._copy
 
     def refresh(self) -> None:
-        """Bring the copy that an engine in the leader's process computes with up to the policy."""
-        own = dict(self._copy.named_parameters()) if self._generates else {}
+        """Bring the copy that this rank's engine computes with up to the policy."""
+        own = dict(self._copy.named_parameters())
         for names in self.buckets():
             for name, tensor in self.gather(names):
-                if own:
-                    own[name].data.copy_(tensor)
+                own[name].data.copy_(tensor)
 
     def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
         """The names that `gather` takes, as many at a time as have at most so many bytes as engines take them."""

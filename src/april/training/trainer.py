@@ -161,7 +161,9 @@ class Trainer:
             await self.scheduler.rest()  # nothing is trained on after this one
         self._phase("training")
         if self.releases_cache:
-            self.scheduler.engine.forget()
+            engine = self.scheduler.engine
+            engine.forget()
+            await engine.interrupt()  # nothing runs; engines in other processes have forgotten when it returns
         began_training = began = self.clock()
         learned = await self._undisturbed(
             self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt

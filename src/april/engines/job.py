@@ -1,0 +1,265 @@
+"""The engines of several processes as one, which the first process drives.
+
+Process 0 leads: it has the scheduler. The others follow: each generates on its own engine as it is ordered.
+
+Invariants:
+- all engines go on in rounds. A round takes orders to every process and brings back what came of them, in the order of
+  ranks, so what the scheduler sees depends on no clock: the same job samples the same tokens again;
+- in a round each engine polls until it has handed out something of a sample that is unfinished, or has none left;
+- a sample is in flight on one engine at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from april.engines.chunk_queue import parted
+from april.engines.routing import Router
+from april.rollout.engine import Capacity, Chunk, Engine, EngineError
+from april.rollout.trajectory import Sample
+
+T = TypeVar("T")
+
+AFFINITY = 0.25
+"""How much more load, as a share of its slots, an engine may have and be given back samples whose prefix it holds."""
+
+
+@dataclass(slots=True)
+class JobOrder:
+    """What one process is to do: samples to forget and to submit, and then the rest."""
+
+    what: Literal["poll", "interrupt", "update", "over", "failed"]
+    forget: list[list[str] | None] = field(default_factory=list)
+    submit: list[Sample] = field(default_factory=list)
+    version: int = 0
+    stop: list[str] | None = None
+    """Samples to interrupt; None is all of them."""
+    result: Any = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of an order, and how full the engine is; its capacity shrinks where memory runs out."""
+
+    chunks: list[Chunk]
+    running: int
+    capacity: Capacity
+    error: str | None = None
+
+
+class Exchange(Protocol):
+    """What takes orders to the processes of a job and brings their replies back. Both are called by all of them."""
+
+    def scatter(self, items: Sequence[T]) -> T:
+        """Return item r in process r; only the leader has any."""
+        ...
+
+    def gather(self, mine: T) -> list[T]:
+        """Return what each process has, in the order of ranks, to the leader; [] to the others."""
+        ...
+
+
+class Hands:
+    """The engine of one process, and how it carries out orders."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._in_flight: set[str] = set()
+        self._came: list[Chunk] = []
+
+    async def obey(self, order: JobOrder, weights: Any = None) -> Reply:
+        """Carry out an order of the leader's; an error is part of the reply.
+
+        Args:
+            weights: what this process's engine is handed if the order is an update.
+        """
+        error = None
+        try:
+            for names in order.forget:
+                self.engine.forget(names)
+            for sample in order.submit:
+                self.engine.submit(sample)
+                self._in_flight.add(sample.id)
+            match order.what:
+                case "update":
+                    await self.engine.update_weights(order.version, weights)
+                case "interrupt":
+                    self._in_flight.difference_update(list(self._in_flight) if order.stop is None else order.stop)
+                    self._came += await self.engine.interrupt(order.stop)
+                case "poll":
+                    await self._poll()
+        except (EngineError, ValueError) as failure:
+            error = str(failure)
+        came, self._came = self._came, []
+        return Reply(came, self.engine.running, self.engine.capacity, error)
+
+    async def _poll(self) -> None:
+        shown = False
+        while self._in_flight and not shown:
+            came = await self.engine.poll()
+            self._came += came
+            self._in_flight -= {chunk.sample_id for chunk in came if ended(chunk)}
+            shown = any(chunk.finish is None for chunk in came)
+
+
+def ended(chunk: Chunk) -> bool:
+    """Whether its sample is no longer in flight."""
+    return chunk.finish is not None or chunk.error is not None
+
+
+class JobMember:
+    """One process's engine, as the leader knows it; its fields are those of a pool's member."""
+
+    place, ready, reason, losses = "", True, "", 0
+
+    def __init__(self, capacity: Capacity, name: str) -> None:
+        self.capacity = capacity
+        self.name = name
+        self.in_flight: set[str] = set()
+        self.running = 0
+        self.given = 0
+        self.submit: list[Sample] = []
+        self.forget: list[list[str] | None] = []
+
+    @property
+    def slots(self) -> int:
+        return self.capacity.slots
+
+    @property
+    def load(self) -> float:
+        return len(self.in_flight) / self.capacity.slots
+
+
+class JobEngine:
+    """All processes' engines as one, in the leader; made in all of them at the same time, and returned to none but it.
+
+    Args:
+        job: its processes, which follow while this engine is used.
+        hands: this process's engine.
+        capacities: of the processes' engines.
+        keeps: their KV caches outlive a weight update.
+        name: what messages call a process, before its number.
+    """
+
+    def __init__(
+        self, job: Exchange, hands: Hands, capacities: Sequence[Capacity], keeps: bool, name: str = "process"
+    ) -> None:
+        self._job = job
+        self._keeps = keeps
+        self._hands = hands
+        self.members = [JobMember(capacity, f"{name} {rank}") for rank, capacity in enumerate(capacities)]
+        self._router: Router[JobMember] = Router(AFFINITY)
+        self._at: dict[str, JobMember] = {}
+        self._came: list[Chunk] = []
+        self._round: asyncio.Task[None] | None = None
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity.together([member.capacity for member in self.members])
+
+    @property
+    def running(self) -> int:
+        return sum(member.running for member in self.members)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """The most that keys and values took so far in this process."""
+        return getattr(self._hands.engine, "kv_cache_bytes", None)
+
+    def submit(self, sample: Sample) -> None:
+        member = self._router.choose(sample.id, self.members)
+        assert member is not None
+        assert sample.id not in self._at, f"sample {sample.id} is in flight already"
+        if (left := self._router.place(sample.id, member)) is not None:
+            left.forget.append([sample.id])
+        member.submit.append(sample)
+        member.in_flight.add(sample.id)
+        member.given += 1
+        self._at[sample.id] = member
+
+    async def poll(self) -> list[Chunk]:
+        while self._at and not self._came:
+            await self._finish(self._begin("poll"))
+        return self._take()
+
+    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
+        named = None if sample_ids is None else set(sample_ids)
+        stopped = [id for id in self._at if named is None or id in named]
+        try:
+            if stopped or self._round is not None:
+                await self._finish(self._begin("interrupt", stop=None if named is None else stopped))
+        except EngineError:  # one engine failed: no process counts on these samples any more
+            self._stopped(stopped)
+            raise
+        self._stopped(stopped)
+        return self._take(named)
+
+    def _stopped(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if (member := self._at.pop(id, None)) is not None:
+                member.in_flight.discard(id)
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        await self._finish(self._begin("update", version, weights))
+        if not self._keeps:
+            self._router.forget_homes()
+
+    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
+        names = None if sample_ids is None else list(sample_ids)
+        self._router.forget(names)
+        for member in self.members:
+            member.forget.append(names)
+
+    async def close(self) -> None:
+        """Each process closes its own."""
+
+    def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
+        came, self._came = parted(self._came, sample_ids)
+        return came
+
+    def _begin(
+        self, what: Any, version: int = 0, weights: Any = None, stop: list[str] | None = None
+    ) -> asyncio.Task[None]:
+        """The round that runs already, if one does and a poll will do; else a new one, after it."""
+        running = self._round
+        if running is None or what != "poll":
+            self._round = asyncio.create_task(
+                self._go_round(running, what, version, weights, stop), name=f"round: {what}"
+            )
+        assert self._round is not None
+        return self._round
+
+    async def _finish(self, task: asyncio.Task[None]) -> None:
+        """Wait for a round. It cannot be called back: if the wait is cancelled, what it brings is kept."""
+        try:
+            await asyncio.shield(task)
+        finally:
+            if task.done() and self._round is task:
+                self._round = None
+
+    async def _go_round(
+        self, before: asyncio.Task[None] | None, what: Any, version: int, weights: Any, stop: list[str] | None
+    ) -> None:
+        if before is not None:
+            with suppress(EngineError):
+                await before
+        orders = []
+        for member in self.members:
+            orders.append(JobOrder(what, member.forget, member.submit, version, stop))
+            member.forget, member.submit = [], []
+        own: JobOrder = await asyncio.to_thread(self._job.scatter, orders)
+        reply = await self._hands.obey(own, weights)
+        replies: list[Reply] = await asyncio.to_thread(self._job.gather, reply)
+        for member, reply in zip(self.members, replies, strict=True):
+            member.running, member.capacity = reply.running, reply.capacity
+            self._came += reply.chunks
+            for chunk in filter(ended, reply.chunks):
+                member.in_flight.discard(chunk.sample_id)
+                self._at.pop(chunk.sample_id, None)
+        for member, reply in zip(self.members, replies, strict=True):
+            if reply.error is not None:
+                raise EngineError(f"{member.name}: {reply.error}")
