@@ -27,7 +27,7 @@ def measure(bench: Bench) -> Figures:
         before = [parameter.detach().clone() for parameter in trained]
         for number in range(1, UPDATES + 1):
             metrics = learner.train(step, number)
-        meant = [parameter.grad != 0 for parameter in trained if parameter.grad is not None]
+        meant = [learner.optimizer.state[parameter]["exp_avg"] != 0 for parameter in trained]  # has had a gradient
         changed = [(now != then) & has for now, then, has in zip(trained, before, meant, strict=True)]
         shares[dtype] = float(sum(map(torch.count_nonzero, changed)) / sum(map(torch.count_nonzero, meant)))
         yield (
