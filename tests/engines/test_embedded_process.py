@@ -20,6 +20,13 @@ from april.engines.pool import EnginePool
 from tests import tiny
 
 
+def test_the_cache_takes_most_of_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("april.engines.device_memory.free_bytes", lambda device: 1000)
+    assert EmbeddedSettings(model="").budget(torch.device("cuda:0")) == 800
+    assert EmbeddedSettings(model="", kv_cache_bytes=7).budget(torch.device("cuda:0")) == 7
+    assert EmbeddedSettings(model="").budget(torch.device("cpu")) is None, "the machine's memory is for others as well"
+
+
 async def no_reward(prompt: Prompt, samples: object) -> list[float]:
     return [0.0] * 2
 

@@ -197,8 +197,8 @@ class EngineSettings:
             both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
             the new weights keep what they would have drawn themselves, so that nothing is stale.
         kv_cache_gb: embedded: most memory for the KV cache, in GB, on each rank, allocated as samples need it; samples
-            wait when it is full. Unset: in the trainer's processes the memory that the trainer leaves; elsewhere 40 %
-            of the free memory.
+            wait when it is full. Unset: in the trainer's processes the memory that the trainer leaves; elsewhere 80 %
+            of the free memory of a GPU, and 40 % of that of a CPU machine.
         prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
             decode by less, more make fewer passes.
         stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are

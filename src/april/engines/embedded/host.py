@@ -14,7 +14,12 @@ from april.rollout.engine import Chunk, KVPolicy
 from april.rollout.trajectory import Sample
 
 if TYPE_CHECKING:
+    import torch
+
     from april.engines.embedded.engine import EmbeddedEngine
+
+SHARE_OF_OWN_GPU = 0.8
+"""Of what is free beside the parameters; the rest is for activations and logits of a pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +54,26 @@ class EmbeddedSettings:
 
         if self.threads:
             torch.set_num_threads(self.threads)
-        model = load_model(self.model, getattr(torch, self.dtype))
+        model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
         return EmbeddedEngine(
-            model.to(self.device),
+            model,
             max_running=self.max_running,
             context_length=self.context_length,
-            kv_cache_bytes=self.kv_cache_bytes,
+            kv_cache_bytes=self.budget(model.device),
             prefill_chunk=self.prefill_chunk,
             on_update=self.on_update,
             draft_tokens=self.draft_tokens,
             stream_interval=self.stream_interval,
             stop_token_ids=(),  # as of the embedded engine of a recipe
         )
+
+    def budget(self, device: torch.device) -> int | None:
+        """Return the memory for keys and values: on a GPU, which this process has to itself, most of what is free."""
+        from april.engines.device_memory import free_bytes
+
+        if self.kv_cache_bytes is None and device.type == "cuda":
+            return int(free_bytes(device) * SHARE_OF_OWN_GPU)
+        return self.kv_cache_bytes
 
 
 class Host:
