@@ -102,7 +102,7 @@ async def test_sglang_is_refused_while_it_speculates() -> None:
 
 def test_a_recipe_says_how_much_its_servers_draft() -> None:
     recipe = Recipe(engine=EngineSettings(engine="vllm", draft_tokens=3))
-    options = _limits(recipe, vllm=True)
+    options = _limits(recipe, vllm=True, gpus=0)
     drafts = json.loads(options[options.index("--speculative-config") + 1])
     assert (drafts["method"], drafts["num_speculative_tokens"]) == ("ngram", 3)
-    assert "--speculative-config" not in _limits(Recipe(), vllm=True)
+    assert "--speculative-config" not in _limits(Recipe(), vllm=True, gpus=0)
