@@ -99,8 +99,8 @@ def test_the_effective_sample_size_and_the_kl_are_those_of_the_samples_that_were
 
 
 def test_metrics_that_only_some_batches_have_are_aggregated_over_those(run: Any) -> None:
-    common = {"staleness_max": 1, "step_generated_tokens": 100, "rollout_seconds": 2.0}
-    surplus = {"staleness_max": 3, "step_generated_tokens": 0, "step_consumed_tokens": 200, "rollout_seconds": 1e-5}
+    common = {"staleness_max": 1, "rollout_seconds": 2.0}
+    surplus = {"staleness_max": 3, "step_consumed_tokens": 200, "rollout_seconds": 1e-5}
     run.rollouts.metrics = [
         {**common, "step_consumed_tokens": 200, "consumed_tokens_per_second": 100.0},
         {**common, "step_consumed_tokens": 400, "consumed_tokens_per_second": 200.0, "samples_redrafted": 6},

@@ -291,7 +291,6 @@ class Step:
             "samples_resumed": self.resumed_samples,
             "engine_failures": sum(failure.kind == "engine" for failure in self.failures),
             "step_consumed_tokens": self.consumed_tokens,
-            "step_generated_tokens": self.sampled_tokens,
             **self.throughput_metrics,
             **self.forecast_metrics,
             "rollout_seconds": self.seconds,
