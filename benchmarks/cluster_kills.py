@@ -245,7 +245,7 @@ async def _strike(blows: Blows | Joins, times: int) -> None:
 
 async def _other_than_undisturbed(model: Any, samples: list[Any]) -> int:
     """Of these responses, those that an engine that nothing disturbs does not give."""
-    engine = EmbeddedEngine(model, max_running=16, context_length=256)
+    engine = EmbeddedEngine(model, max_running=16, context_length=256, stop_token_ids=())
     said: dict[str, list[int]] = {sample.id: [] for sample in samples}
     for sample in samples:
         again = copy.deepcopy(sample)

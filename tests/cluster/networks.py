@@ -92,7 +92,7 @@ async def cut_and_mend(directory: Path) -> None:
     trained = AutoModelForCausalLM.from_pretrained(directory / "policy")
     settings: dict[str, Any] = {"max_running": 12, "context_length": 500}
     first, second = some_samples(24, 400), some_samples(24, 60)
-    own = EmbeddedEngine(trained, **settings)
+    own = EmbeddedEngine(trained, stop_token_ids=(), **settings)
     expected = copy.deepcopy(first)
     for sample in expected:
         own.submit(sample)

@@ -70,7 +70,7 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
     settings = {"max_running": 12, "context_length": 500}
     first, second = some_samples(24, 400), some_samples(24, 60)
     expected = [copy.deepcopy(samples) for samples in (first, second)]
-    own = EmbeddedEngine(trained, **settings)  # type: ignore[arg-type]
+    own = EmbeddedEngine(trained, stop_token_ids=(), **settings)  # type: ignore[arg-type]
     for samples in expected:
         for sample in samples:
             own.submit(sample)

@@ -39,7 +39,7 @@ async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_
     try:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
         policies = [{n: p + 0.05 * i * torch.randn_like(p) for n, p in parameters(model).items()} for i in range(3)]
-        own = EmbeddedEngine(model, context_length=128, max_running=6)
+        own = EmbeddedEngine(model, context_length=128, max_running=6, stop_token_ids=())
         assert (engine.capacity.slots, engine.capacity.context_length) == (6, 128)
         found = [await responses(each, policies, tmp_path) for each in (own, engine)]
         assert found[0] == found[1]
