@@ -21,6 +21,7 @@ async def main(models: list[str]) -> None:
 
     engine = VLLMInProcess.load(
         models[0],
+        ignore_eos=True,
         enforce_eager=True,
         skip_tokenizer_init=True,
         dtype="float32",
