@@ -118,7 +118,8 @@ def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Pa
     assert "add nodes for 1 more with 1 CPU free for each" in said
     said = ended(april("cluster", "check", recipe, "--model.device", "cpu", "--cluster.replicas", "auto"))
     assert "1 engines, each with 1 CPU" in said
-    checked = april("cluster", "check", recipe, "--model.dtype", "bfloat16", "--cluster.placement", "beside")
+    bfloat16 = ("--model.dtype", "bfloat16", "--learning-rate", "1e-3")
+    checked = april("cluster", "check", recipe, *bfloat16, "--cluster.placement", "beside")
     said, _ = checked.communicate(timeout=GENEROUS)
     assert 'left out by placement = "beside"' in said
     assert not raylets.engines()

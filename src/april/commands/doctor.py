@@ -24,7 +24,7 @@ from april import __version__
 from april.commands.help import parse
 from april.engines import gpus
 from april.engines.gpus import Gpu
-from april.engines.servers.installed import installed, installed_in
+from april.engines.servers.installed import SAME_NCCL, installed, installed_in, nccl_versions
 from april.extras import DISTRIBUTION, install_command
 from april.rollout.engine import EngineError
 
@@ -199,8 +199,7 @@ def _servers(versions: dict[str, str], apart: bool) -> Iterator[Finding]:
 
 
 def _same_nccl(own: dict[str, str], theirs: dict[str, str]) -> Iterator[Finding]:
-    ours, other = own.get("nccl"), theirs.get("nccl")
-    if ours and other and ours != other:
+    if versions := nccl_versions(own, theirs):
+        ours, other = versions
         text = f"{other} in the servers' environment, {ours} in april's: they do not connect"
-        remedy = 'install the same version of torch in both, or set engine.weight_transfer = "disk"'
-        yield Finding("NCCL of both", text, remedy, "fault")
+        yield Finding("NCCL of both", text, SAME_NCCL, "fault")

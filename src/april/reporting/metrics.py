@@ -201,8 +201,9 @@ TABLE: Sequence[Metric] = (
     ),
 )
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in TABLE}
-RATES = [metric for metric in TABLE if metric.amount]
-"""Metrics that amount to one sum divided by another over a run, steps without a value of their own included."""
+RATES = [(metric.name, metric.amount, metric.weight) for metric in TABLE if metric.amount and metric.weight]
+"""Metrics that amount to one sum divided by another over a run, steps without a value of their own included: name,
+dividend, divisor."""
 
 
 def busy_seconds(metrics: Mapping[str, Any]) -> float:

@@ -31,10 +31,10 @@ class Totals:
         for name, value in record.items():
             if is_number(value) and name != "step" and not metric(name).amount:
                 self._count(metric(name), value, record)
-        for rate in RATES:
-            amount, weight = record.get(rate.amount), record.get(rate.weight or "")
+        for rate, dividend, divisor in RATES:
+            amount, weight = record.get(dividend), record.get(divisor)
             if is_number(amount) and is_number(weight):
-                self._add(rate.name, amount, weight)
+                self._add(rate, amount, weight)
 
     def _count(self, own: Metric, value: float, record: Mapping[str, Any]) -> None:
         entry = self._sums.get(own.name)

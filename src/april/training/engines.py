@@ -281,13 +281,12 @@ def _require_same_nccl(python: str) -> None:
     Raises:
         ConfigError: they have another version.
     """
-    from april.engines.servers.installed import installed, installed_in
+    from april.engines.servers.installed import SAME_NCCL, installed, installed_in, nccl_versions
 
-    own, theirs = installed().get("nccl"), installed_in(python).get("nccl")
-    if own and theirs and own != theirs:
+    if versions := nccl_versions(installed(), installed_in(python)):
+        own, theirs = versions
         raise ConfigError(
-            f"engine.server_python = {python!r} has NCCL {theirs} and april {own}, which do not connect: install the "
-            'same version of torch in both environments, or set engine.weight_transfer = "disk"'
+            f"engine.server_python = {python!r} has NCCL {theirs} and april {own}, which do not connect: {SAME_NCCL}"
         )
 
 

@@ -26,7 +26,7 @@ _limit: ContextVar[float | None] = ContextVar("limit", default=None)
 
 
 @contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
+def call_limit(seconds: float) -> Iterator[None]:
     """Inside, each call may take so many seconds."""
     token = _limit.set(seconds)
     try:
@@ -82,7 +82,7 @@ class HTTPClient:
 
     Args:
         url: where the server listens, `http://host:port`.
-        patience: seconds that making a connection may take, and a call, unless a `time_limit` is set.
+        patience: seconds that making a connection may take, and a call, unless a `call_limit` is set.
         api_key: sent as a bearer token.
     """
 

@@ -23,6 +23,8 @@ PACKAGES = {
 }
 """The distributions that may bring each."""
 ASKING_SECONDS = 30.0
+SAME_NCCL = 'install the same version of torch in both environments, or set engine.weight_transfer = "disk"'
+"""Remedy for two environments whose versions of NCCL do not connect."""
 
 
 def installed() -> dict[str, str]:
@@ -45,6 +47,12 @@ def _torch_builds() -> dict[str, str]:
     built = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
     names = {"cuda": built.get("cuda"), "rocm": built.get("hip")}
     return {name: version for name, version in names.items() if version}
+
+
+def nccl_versions(own: dict[str, str], theirs: dict[str, str]) -> tuple[str, str] | None:
+    """Return the versions of NCCL of two environments if they do not connect; None if they do, or one has none."""
+    mine, other = own.get("nccl"), theirs.get("nccl")
+    return (mine, other) if mine and other and mine != other else None
 
 
 def installed_in(python: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
-from april.engines.servers.client import FAILURES, HTTPClient, describe, time_limit
+from april.engines.servers.client import FAILURES, HTTPClient, call_limit, describe
 from april.engines.servers.dialect import Dialect
 from april.engines.servers.intake import Intake, RemoteRequests
 from april.engines.servers.interval import Interval, StreamInterval
@@ -203,7 +203,7 @@ class ServerEngine:
         assert not self.requests, "weights change only while nothing is in flight"
         try:
             async with asyncio.timeout(self._update_timeout):
-                with time_limit(self._update_timeout):
+                with call_limit(self._update_timeout):
                     await self._load(version, weights)
         except (*FAILURES, RuntimeError) as error:
             raise EngineError(f"{self!r} did not take up weights {version}: {self._why(error)}") from error
