@@ -20,7 +20,7 @@ from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample, Segment
-from april.training.engines import _elsewhere, _embedded
+from april.training.engines import _elsewhere, embedded
 from tests.engines.architectures import (
     DEVICE,
     SUPPORTED,
@@ -266,7 +266,7 @@ async def test_a_recipe_sets_how_many_tokens_a_pass_prefills() -> None:
     policy.register_forward_pre_hook(
         lambda module, args, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    subject = _embedded(recipe, policy, beside_trainer=False)
+    subject = embedded(recipe, policy, beside_trainer=False)
     sizes.clear()
     await run(subject, [Sample(0, 0, tuple(range(1, 21)), SamplingParams(max_tokens=1), seed=1)])  # type: ignore[arg-type]
     assert sizes == [7, 7, 6]
