@@ -60,7 +60,7 @@ from tests.cluster.raylets import Raylets  # noqa: E402
 
 MODEL = str(ROOT / "examples" / "gcd" / "model")
 KINDS = ("engine killed", "engine hung", "node killed", "node hung, then killed", "node hung, then goes on")
-SETTINGS = EmbeddedSettings(model=MODEL, threads=1, max_running=16, context_length=256, stream_interval=8)
+SETTINGS = EmbeddedSettings(model=MODEL, threads=1, max_num_seqs=16, context_length=256, stream_interval=8)
 SAMPLING = SamplingParams(160)
 STALENESS = 3
 
@@ -245,7 +245,7 @@ async def _strike(blows: Blows | Joins, times: int) -> None:
 
 async def _other_than_undisturbed(model: Any, samples: list[Any]) -> int:
     """Of these responses, those that an engine that nothing disturbs does not give."""
-    engine = EmbeddedEngine(model, max_running=16, context_length=256, stop_token_ids=())
+    engine = EmbeddedEngine(model, max_num_seqs=16, context_length=256, stop_token_ids=())
     said: dict[str, list[int]] = {sample.id: [] for sample in samples}
     for sample in samples:
         again = copy.deepcopy(sample)
@@ -282,7 +282,7 @@ n_samples_per_prompt = 4
 max_response_length = 160
 max_staleness = {staleness}
 [engine]
-max_running = 16
+max_num_seqs = 16
 context_length = 256
 [cluster]
 address = "{address}"

@@ -77,7 +77,7 @@ class Arm:
         groups = max(1, slots // GROUP)
         self.engine = EmbeddedEngine(
             model,
-            max_running=slots,
+            max_num_seqs=slots,
             context_length=recipe.engine.context_length,
             on_update="keep",
             stream_interval=32,

@@ -72,7 +72,7 @@ class Arm:
         self.scheduler = RolloutScheduler(
             EmbeddedEngine(
                 model,
-                max_running=engine.max_running,
+                max_num_seqs=engine.max_num_seqs,
                 context_length=engine.context_length,
                 on_update=engine.on_update,
                 stream_interval=engine.stream_interval,

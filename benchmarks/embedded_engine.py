@@ -98,7 +98,7 @@ Arm = Callable[[], int]
 
 
 def embedded(model: PreTrainedModel, work: Workload, requests: list[Request]) -> Arm:
-    engine = EmbeddedEngine(model, max_running=work.slots, kv_cache_bytes=1 << 31, stop_token_ids=())
+    engine = EmbeddedEngine(model, max_num_seqs=work.slots, kv_cache_bytes=1 << 31, stop_token_ids=())
     seeds = itertools.count()
 
     async def serve() -> int:

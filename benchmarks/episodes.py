@@ -52,7 +52,10 @@ class Arm:
         model, tokenizer = policy
         self.name, self.bound = name, recipe.rollout.max_staleness
         engine = EmbeddedEngine(
-            model, max_running=recipe.engine.max_running, context_length=recipe.engine.context_length, on_update="keep"
+            model,
+            max_num_seqs=recipe.engine.max_num_seqs,
+            context_length=recipe.engine.context_length,
+            on_update="keep",
         )
         prompts = PromptStream(task, Encoder(tokenizer, world.chat_template, world.template_arguments), 1)
         self.scheduler = RolloutScheduler(
@@ -113,7 +116,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     for latency, params in LATENCIES.items():
         slow = f"{EXAMPLE / 'env.py'}:SlowSubtraction"
         environment = replace(recipe.environment, tools="", path=slow, params=params, concurrency=1024)
-        engine = replace(recipe.engine, max_running=args.groups * args.samples)
+        engine = replace(recipe.engine, max_num_seqs=args.groups * args.samples)
         rollout = replace(recipe.rollout, n_samples_per_prompt=args.samples)
         own = replace(recipe, environment=environment, engine=engine, rollout=rollout)
         async with AsyncExitStack() as stack:

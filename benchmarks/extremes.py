@@ -43,7 +43,7 @@ WORK = Workload(
 
 
 async def play(model: Any, ratio: float, steps: int, seed: int) -> Outcome:
-    engine = EmbeddedEngine(model, max_running=64, context_length=1500, on_update="keep", stream_interval=16)
+    engine = EmbeddedEngine(model, max_num_seqs=64, context_length=1500, on_update="keep", stream_interval=16)
     batch = WORK.rollout_batch_size
     how = {"partial_rollout": False} if ratio == 1 else {"over_sampling_batch_size": round(ratio * batch)}
     return await serve(

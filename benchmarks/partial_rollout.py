@@ -55,7 +55,7 @@ class Arm:
         self.name = name
         self.engine = EmbeddedEngine(
             model,
-            max_running=slots,
+            max_num_seqs=slots,
             context_length=recipe.engine.context_length,
             on_update=on_update,
             stream_interval=recipe.engine.stream_interval,

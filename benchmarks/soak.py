@@ -258,7 +258,7 @@ def embedded(minutes: float) -> dict[str, Any]:
         eos_token_id=1,
     )
     model = Qwen3ForCausalLM(config)
-    settings = {"max_running": 16, "kv_cache_bytes": 8 * MIB, "on_update": "keep", "stream_interval": 8}
+    settings = {"max_num_seqs": 16, "kv_cache_bytes": 8 * MIB, "on_update": "keep", "stream_interval": 8}
     replicas = [Faulty(EmbeddedEngine(model, **settings), seed, DYING) for seed in range(2)]
     pool = Counted(EnginePool(replicas, patience=120.0))
     until = time.perf_counter() + 60 * minutes

@@ -41,7 +41,7 @@ async def collect(partial: bool) -> list[Step]:
     model, tokenizer = load_policy(recipe.model)
     task = build_task(recipe.task)
     scheduler = RolloutScheduler(
-        EmbeddedEngine(model, max_running=SLOTS, context_length=recipe.engine.context_length, on_update="keep"),
+        EmbeddedEngine(model, max_num_seqs=SLOTS, context_length=recipe.engine.context_length, on_update="keep"),
         PromptStream(task, Encoder(tokenizer), seed=7),
         Rewards(task.scorer, tokenizer, recipe.rollout),
         RolloutParams(

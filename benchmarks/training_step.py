@@ -58,7 +58,9 @@ async def rollouts(recipe: Recipe) -> Step:
     model, tokenizer = load_policy(recipe.model)
     task = build_task(recipe.task)
     async with Rewards(task.scorer, tokenizer, recipe.rollout) as rewards:
-        engine = EmbeddedEngine(model, max_running=128, context_length=recipe.engine.context_length, stream_interval=32)
+        engine = EmbeddedEngine(
+            model, max_num_seqs=128, context_length=recipe.engine.context_length, stream_interval=32
+        )
         async with RolloutScheduler(
             engine,
             PromptStream(task, Encoder(tokenizer), seed=1),

@@ -194,7 +194,7 @@ def episodes_of(
     groups = [Group.start(id, prompt, n, sampling, seed) for id, prompt in enumerate(prompts)]
 
     async def played() -> None:
-        engine = EmbeddedEngine(model, max_running=256)
+        engine = EmbeddedEngine(model, max_num_seqs=256)
         world = Episodes(lambda: copy.deepcopy(stage.environment), stage.bridge, engine.capacity.context_length)
         await complete(engine, groups, Retries(0, 0.0), world)
         await engine.close()

@@ -83,7 +83,7 @@ max_staleness = 3
 stop_token_ids = [20, 21, 22, 23, 24, 25, 26, 27]
 reward_workers = 0
 [engine]
-max_running = 64
+max_num_seqs = 64
 context_length = 64
 stream_interval = 1
 [algorithm]

@@ -44,7 +44,7 @@ n_samples_per_prompt = 2
 max_response_length = 6
 reward_workers = 0
 [engine]
-max_running = 8
+max_num_seqs = 8
 context_length = 256
 [training]
 steps = 2

@@ -83,7 +83,7 @@ def test_a_recipe_reads_the_columns_its_data_set_has_and_trains_its_architecture
         "weight-transfer": "disk",
         "processes": 1,
         "overlap": False,
-        "max-running": 8,
+        "max-num-seqs": 8,
         "context-length": 256,
         "rollout-batch-size": 2,
         "over-sampling-batch-size": 3,

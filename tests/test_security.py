@@ -145,7 +145,7 @@ over_sampling_batch_size = 4
 n_samples_per_prompt = 2
 max_response_length = 16
 [engine]
-max_running = 8
+max_num_seqs = 8
 context_length = 128
 [algorithm]
 kl_coef = 0.0

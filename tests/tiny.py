@@ -23,7 +23,7 @@ n_samples_per_prompt = 3
 max_response_length = 48
 max_staleness = 2
 [engine]
-max_running = 12
+max_num_seqs = 12
 context_length = 256
 [training]
 steps = 6

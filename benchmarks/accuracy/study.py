@@ -113,7 +113,7 @@ class Cell:
         recipe.engine.on_update = "keep" if self.grid == "keep" else "recompute"
         recipe.reporting.output = str(output)
         under_way = rollout.over_sampling_batch_size * rollout.n_samples_per_prompt
-        recipe.engine.max_running = max(recipe.engine.max_running, under_way)
+        recipe.engine.max_num_seqs = max(recipe.engine.max_num_seqs, under_way)
         check_recipe(recipe)
         return recipe
 

@@ -41,7 +41,7 @@ def _partial(ratio: float, on_update: str) -> dict[str, Any]:
     return {
         "rollout.over_sampling_batch_size": groups,
         "engine.on_update": on_update,
-        "engine.max_running": max(128, groups * SAMPLES_PER_PROMPT),
+        "engine.max_num_seqs": max(128, groups * SAMPLES_PER_PROMPT),
     }
 
 

@@ -141,5 +141,5 @@ def rolled_out(bench: Bench, model: PreTrainedModel, groups: int, prompt: int, m
             sample.reward = float(j % 2)
         step.groups.append(group)
     given = [sample for group in step.groups for sample in group.samples]
-    asyncio.run(generate(EmbeddedEngine(model, max_running=64, context_length=4096, stop_token_ids=()), given))
+    asyncio.run(generate(EmbeddedEngine(model, max_num_seqs=64, context_length=4096, stop_token_ids=()), given))
     return step

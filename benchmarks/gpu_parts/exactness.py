@@ -29,7 +29,7 @@ FLOAT32_ERROR, BFLOAT16_ERROR = 1e-3, 0.3
 
 def measure(bench: Bench) -> Figures:
     model = bench.model(bench.shape)
-    settings = {"max_running": 16, "context_length": 1024}
+    settings = {"max_num_seqs": 16, "context_length": 1024}
     undisturbed = samples(bench)
     asyncio.run(generate(EmbeddedEngine(model, **settings), undisturbed))
     errors = {"undisturbed": logprob_error(model, undisturbed)}

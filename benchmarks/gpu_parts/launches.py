@@ -49,7 +49,7 @@ def measure(bench: Bench) -> Figures:
 async def passes(bench: Bench, model: torch.nn.Module, lengths: list[int]) -> dict[str, Any]:
     """Averages over decode passes of one sample of each length."""
     count = bench.size(20, 3)
-    engine = EmbeddedEngine(model, max_running=len(lengths), context_length=bench.size(4096, 256))
+    engine = EmbeddedEngine(model, max_num_seqs=len(lengths), context_length=bench.size(4096, 256))
     for i, length in enumerate(lengths):
         (prompt,) = prompts(1, length, bench.shape.vocabulary, seed=i)
         engine.submit(Sample(i, 0, prompt.token_ids, SamplingParams(max_tokens=4 * count + 16), i))

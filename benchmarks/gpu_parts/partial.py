@@ -31,7 +31,7 @@ def measure(bench: Bench) -> Figures:
     arms |= {f"N'/N = {ratio:g}": {"over_sampling_batch_size": int(ratio * size)} for ratio in (1.5, 2.0)}
     base = 0.0
     for name, settings in arms.items():
-        engine = EmbeddedEngine(model, max_running=bench.size(64, 4), context_length=bench.size(1024, 256))
+        engine = EmbeddedEngine(model, max_num_seqs=bench.size(64, 4), context_length=bench.size(1024, 256))
         outcome = asyncio.run(
             serve(
                 engine,

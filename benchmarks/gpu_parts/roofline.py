@@ -20,7 +20,7 @@ def measure(bench: Bench) -> Figures:
     gpu = next((gpu for key, gpu in GPUS.items() if key in name), None)
     yield "data_sheet", gpu and gpu.name
     for shape in bench.shapes:
-        engine = EmbeddedEngine(bench.model(shape), max_running=bench.size(256, 4), context_length=1024)
+        engine = EmbeddedEngine(bench.model(shape), max_num_seqs=bench.size(256, 4), context_length=1024)
 
         async def update(version: int, engine: EmbeddedEngine = engine) -> None:
             await engine.update_weights(version)

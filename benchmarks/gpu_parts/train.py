@@ -39,7 +39,7 @@ max_staleness = 3
 stop_token_ids = {ends}
 reward_workers = 0
 [engine]
-max_running = {slots}
+max_num_seqs = {slots}
 context_length = {context}
 [training]
 steps = {steps}

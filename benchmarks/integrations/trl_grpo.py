@@ -134,7 +134,7 @@ class Accuracy:
         self.samples = recipe.training.eval_samples
         self.engine = EmbeddedEngine(
             model,
-            max_running=recipe.engine.max_running,
+            max_num_seqs=recipe.engine.max_num_seqs,
             context_length=recipe.engine.context_length,
             stream_interval=32,
         )
@@ -208,7 +208,7 @@ def trl_arm(arm: str, recipe: Recipe, task: Any, folder: str, begin: Any, end: A
         "partial_rollouts": PartialRollouts(
             over_sampling_batch_size=rollout.over_sampling_batch_size,
             max_staleness=rollout.max_staleness,
-            max_running=engine.max_running // PROCESSES,
+            max_num_seqs=engine.max_num_seqs // PROCESSES,
             context_length=engine.context_length,
             on_update=engine.on_update,
             stream_interval=engine.stream_interval,
@@ -262,7 +262,7 @@ def scaled(prompts: int) -> Recipe:
     scale = prompts / rollout.rollout_batch_size
     rollout.over_sampling_batch_size = round(rollout.over_sampling_batch_size * scale)
     rollout.rollout_batch_size = prompts
-    engine.max_running = round(engine.max_running * scale)
+    engine.max_num_seqs = round(engine.max_num_seqs * scale)
     return recipe
 
 

@@ -33,7 +33,7 @@ ARMS: list[tuple[str, KVPolicy]] = [("oldest", "recompute"), *((order, "keep") f
 
 
 async def once(order: str, on_update: KVPolicy, args: argparse.Namespace) -> dict[str, float]:
-    engine = EmbeddedEngine(policy(args.layers), max_running=SLOTS, context_length=CONTEXT, on_update=on_update)
+    engine = EmbeddedEngine(policy(args.layers), max_num_seqs=SLOTS, context_length=CONTEXT, on_update=on_update)
     outcome = await serve(
         engine,
         LOGNORMAL,

@@ -125,7 +125,7 @@ async def engine_of(
     """The engine, and what `update_weights` is to be given."""
     model = policy(args.layers)
     if args.engine == "embedded":
-        engine = EmbeddedEngine(model, max_running=slots, context_length=CONTEXT, on_update=on_update)
+        engine = EmbeddedEngine(model, max_num_seqs=slots, context_length=CONTEXT, on_update=on_update)
         yield engine, None
         return
     from april.engines.servers.launch import Launch, launch_sglang, launch_vllm

@@ -220,7 +220,7 @@ def sample_responses(
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(tokenizer.eos_token_id,))
     prompts = (Prompt(tuple(tokenizer.encode(problem["question"]))) for problem in problems)
     groups = [Group.start(id, prompt, n, sampling, seed) for id, prompt in enumerate(prompts)]
-    engine = EmbeddedEngine(model, max_running=256)
+    engine = EmbeddedEngine(model, max_num_seqs=256)
     asyncio.run(finish(engine, [sample for group in groups for sample in group.samples]))
     return groups
 

@@ -37,6 +37,6 @@ trainer = GRPOTrainer(
         report_to=[],
     ),
     train_dataset=dataset,
-    partial_rollouts=PartialRollouts(over_sampling_batch_size=48, max_running=128, stream_interval=32),
+    partial_rollouts=PartialRollouts(over_sampling_batch_size=48, max_num_seqs=128, stream_interval=32),
 )
 trainer.train()

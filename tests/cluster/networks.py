@@ -90,7 +90,7 @@ async def cut_and_mend(directory: Path) -> None:
     torch.set_num_threads(1)
     tiny.save(directory / "policy")
     trained = AutoModelForCausalLM.from_pretrained(directory / "policy")
-    settings: dict[str, Any] = {"max_running": 12, "context_length": 500}
+    settings: dict[str, Any] = {"max_num_seqs": 12, "context_length": 500}
     first, second = some_samples(24, 400), some_samples(24, 60)
     own = EmbeddedEngine(trained, stop_token_ids=(), **settings)
     expected = copy.deepcopy(first)

@@ -67,7 +67,7 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
-    settings = {"max_running": 12, "context_length": 500}
+    settings = {"max_num_seqs": 12, "context_length": 500}
     first, second = some_samples(24, 400), some_samples(24, 60)
     expected = [copy.deepcopy(samples) for samples in (first, second)]
     own = EmbeddedEngine(trained, stop_token_ids=(), **settings)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
 ) -> None:
     tiny.save(tmp_path / "policy")
     node = raylets.add()
-    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
+    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_num_seqs=4, context_length=100)
     async with connected(raylets.address):
         (where,) = (each for each in nodes_now() if each.id == node.node_id)
         site = Site(where, (EngineActor, [engine]), Demand(1, 0), "one that nobody asked")
@@ -164,7 +164,7 @@ async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(ra
     """Ray calls a node alive for over a minute after it has hung."""
     tiny.save(tmp_path / "policy")
     raylets.signal(raylets.add(2), signal.SIGSTOP)
-    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_running=4, context_length=100)
+    engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_num_seqs=4, context_length=100)
     async with connected(raylets.address):
         cluster = Cluster(Wanted(engine=engine, demand=Demand(1, 0), replicas=1, placement="apart"))
         with pytest.raises(EngineError, match="does not answer within"):

@@ -33,7 +33,7 @@ max_staleness = 2
 stop_token_ids = [20, 21, 22]
 [engine]
 engine = "{kind}"
-max_running = 8
+max_num_seqs = 8
 context_length = 256
 server_python = "{python}"
 server_args = {arguments}

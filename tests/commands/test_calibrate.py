@@ -32,7 +32,7 @@ def test_a_mistake_is_found_before_anything_is_measured(
 
 
 def test_calibrate_writes_a_cost_model_of_the_embedded_engine(recipe: Path, april: April) -> None:
-    flags = ("--max-running", "4", "--repeats", "1", "--longest", "64")
+    flags = ("--max-num-seqs", "4", "--repeats", "1", "--longest", "64")
     done = april("calibrate", "recipe.toml", *flags)
     assert done.returncode == 0, done.stderr
     cost = CostModel.load(recipe.parent / "cost_model.json")

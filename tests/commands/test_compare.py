@@ -42,7 +42,7 @@ def test_every_arm_has_the_slots_of_the_recipe_or_as_many_as_samples(recipe: Pat
     assert arms_of(read)["synchronous, unlimited slots"][-1] == str(6 * 3)
     arms = arms_at(read, (1.5, 2))
     assert list(arms) == ["synchronous", "N'/N = 1.5", "N'/N = 2"]
-    assert [flags[flags.index("--max-running") + 1] for flags in arms.values()] == ["12"] * 3
+    assert [flags[flags.index("--max-num-seqs") + 1] for flags in arms.values()] == ["12"] * 3
     assert [read_recipe([str(recipe), *flags], "").rollout.over_sampling_batch_size for flags in arms.values()][1:] == [
         4,
         6,

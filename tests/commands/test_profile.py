@@ -71,7 +71,7 @@ def test_a_profile_says_what_partial_rollouts_would_gain_and_simulate_goes_on_fr
     folder = recipe.parent / "runs" / "profile"
     folder.mkdir(parents=True)
     (folder / "trace.jsonl").write_text('{"step": 1}\n')
-    done = april("profile", "recipe.toml", "--max-running", "4", "--rollouts", "1", "--simulated-steps", "8")
+    done = april("profile", "recipe.toml", "--max-num-seqs", "4", "--rollouts", "1", "--simulated-steps", "8")
     assert done.returncode == 0, done.stderr
     document = json.loads((folder / "profile.json").read_text())
     assert document["lengths"]["responses"] == 9
@@ -92,7 +92,7 @@ def test_episodes_are_profiled_with_the_time_of_their_environment(recipe: Path, 
         '[environment]\npath = "slow.py:Slow"\nmax_turns = 3\nworkers = 0\n[rollout]\n'
         f"stop_token_ids = [20, 21, 22, 23, 24, 25, 26, 27]{settings}"
     )
-    profiled = april("profile", "recipe.toml", "--max-running", "4", "--rollouts", "1", "--simulated-steps", "8")
+    profiled = april("profile", "recipe.toml", "--max-num-seqs", "4", "--rollouts", "1", "--simulated-steps", "8")
     assert profiled.returncode == 0, profiled.stderr
     folder = recipe.parent / "runs" / "profile"
     turns = json.loads((folder / "profile.json").read_text())["turns"]

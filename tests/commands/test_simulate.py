@@ -25,7 +25,7 @@ n_samples_per_prompt = 2
 max_response_length = 2000
 max_staleness = 2
 [engine]
-max_running = 4
+max_num_seqs = 4
 """
 
 

@@ -41,7 +41,7 @@ POLICY = model()
 
 
 def engine(policy: PreTrainedModel = POLICY, **config: Any) -> EmbeddedEngine:
-    return EmbeddedEngine(policy, **{"kv_cache_bytes": 1 << 24, "max_running": 8, **config})
+    return EmbeddedEngine(policy, **{"kv_cache_bytes": 1 << 24, "max_num_seqs": 8, **config})
 
 
 def uninterrupted(**config: Any) -> list[Sample]:
@@ -54,7 +54,7 @@ UNINTERRUPTED = responses(uninterrupted())
 @pytest.mark.parametrize("architecture", SUPPORTED)
 async def test_logprobs_are_those_of_a_plain_forward_pass(architecture: str) -> None:
     policy = model(architecture)
-    first = engine(policy, max_running=5, prefill_chunk=7)
+    first = engine(policy, max_num_seqs=5, prefill_chunk=7)
     done = samples(max_tokens=52, temperature=1.3)
     for sample in done:
         first.submit(sample)
@@ -69,7 +69,7 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(architecture: str) -> 
 
 @pytest.mark.parametrize("keep", [True, False])
 async def test_interrupted_after_every_token(keep: bool) -> None:
-    subject = engine(max_running=4)
+    subject = engine(max_num_seqs=4)
     done = samples()
     while unfinished := [sample for sample in done if sample.finish is None]:
         for sample in unfinished:
@@ -96,7 +96,7 @@ ROUNDS = st.lists(
 @settings(max_examples=25, deadline=None)
 @given(
     rounds=ROUNDS,
-    max_running=st.integers(1, 9),
+    max_num_seqs=st.integers(1, 9),
     prefill_chunk=st.integers(1, 40),
     kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
     on_update=st.sampled_from(["keep", "recompute"]),
@@ -129,9 +129,9 @@ def test_no_schedule_changes_a_token(rounds: list[tuple[list[int], int, int, str
 
 @pytest.mark.parametrize("slots", [1, 3, 8])
 async def test_neither_slots_nor_order_nor_company_change_a_token(slots: int) -> None:
-    assert responses(await run(engine(max_running=slots), samples()[::-1])) == UNINTERRUPTED
+    assert responses(await run(engine(max_num_seqs=slots), samples()[::-1])) == UNINTERRUPTED
     alone = samples()[4]
-    await run(engine(max_running=slots), [alone])
+    await run(engine(max_num_seqs=slots), [alone])
     assert alone.response_ids == UNINTERRUPTED[alone.id]
 
 
@@ -196,7 +196,7 @@ async def test_keep_goes_on_with_the_old_keys_and_values() -> None:
 
 async def interrupted_by_an_update(on_update: Any) -> tuple[PreTrainedModel, EmbeddedEngine, list[Sample]]:
     policy = model()
-    subject = engine(policy, on_update=on_update, max_running=16)
+    subject = engine(policy, on_update=on_update, max_num_seqs=16)
     done = samples(max_tokens=40)
     for sample in done:
         subject.submit(sample)
@@ -233,7 +233,7 @@ async def test_a_group_is_prefilled_once() -> None:
     policy.register_forward_pre_hook(
         lambda module, args, given: forwarded.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    subject = engine(policy, max_running=16)
+    subject = engine(policy, max_num_seqs=16)
     forwarded.clear()
     done = await run(subject, samples(groups=2, size=8, max_tokens=1, prompt=40))
     # Each prompt once, and its last token again for each of the group's other samples.
@@ -437,7 +437,7 @@ async def test_the_model_is_left_as_it_is() -> None:
 
 
 async def test_running_and_capacity() -> None:
-    subject = engine(max_running=4, context_length=100)
+    subject = engine(max_num_seqs=4, context_length=100)
     assert (subject.capacity.slots, subject.capacity.context_length) == (4, 100)
     assert subject.capacity.kv_tokens == (1 << 24) // (3 * 2 * 2 * 8 * 4)
     for sample in samples():
@@ -483,7 +483,7 @@ async def test_a_sample_in_flight_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"max_running": 0}, "max_running = 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs = 0"),
         ({"prefill_chunk": 0}, "prefill_chunk = 0"),
         ({"on_update": "forget"}, "on_update = 'forget'"),
         ({"context_length": 4096}, "context_length = 4096: must be 2 to 512"),
@@ -588,7 +588,7 @@ async def test_memory_that_runs_out_twice_says_what_to_lower(monkeypatch: pytest
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(subject._model, "logits", short)
-    with pytest.raises(EngineError, match=r"CUDA out of memory.*lower engine\.kv_cache_gb, engine\.max_running"):
+    with pytest.raises(EngineError, match=r"CUDA out of memory.*lower engine\.kv_cache_gb, engine\.max_num_seqs"):
         await run(subject, done)
 
 

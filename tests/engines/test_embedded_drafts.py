@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 40, "temperature": 0.4}
 
 
 def engine(**config: Any) -> EmbeddedEngine:
-    return EmbeddedEngine(POLICY, **{"kv_cache_bytes": 1 << 25, "max_running": 8, **config})
+    return EmbeddedEngine(POLICY, **{"kv_cache_bytes": 1 << 25, "max_num_seqs": 8, **config})
 
 
 PLAIN = asyncio.run(run(engine(), samples(**SETTINGS)))
@@ -71,16 +71,16 @@ async def experienced(**config: Any) -> EmbeddedEngine:
 
 async def test_fewer_passes_sample_the_same_tokens() -> None:
     done = samples(**SETTINGS)
-    drafted = await polls(await experienced(max_running=9), done)
+    drafted = await polls(await experienced(max_num_seqs=9), done)
     assert responses(done) == UNDRAFTED
     assert_behaviour(POLICY, done)
-    assert drafted < 0.7 * await polls(engine(max_running=9), samples(**SETTINGS))
+    assert drafted < 0.7 * await polls(engine(max_num_seqs=9), samples(**SETTINGS))
 
 
 @settings(max_examples=8, deadline=None)
 @given(
     rounds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12), st.booleans()), max_size=3),
-    max_running=st.integers(1, 9),
+    max_num_seqs=st.integers(1, 9),
     kv_cache_bytes=st.sampled_from([1 << 25, 400_000, 220_000]),
     on_update=st.sampled_from(["keep", "recompute"]),
     stream_interval=st.integers(1, 4),
@@ -109,7 +109,7 @@ def test_no_schedule_changes_a_token(rounds: list[tuple[int, int, bool]], **conf
 async def test_keep_goes_on_with_the_old_keys_and_values() -> None:
     """As without drafts: what follows an update is drawn by the new weights, on what the old ones left in the cache."""
     policy = copy.deepcopy(POLICY)
-    subject = EmbeddedEngine(policy, kv_cache_bytes=1 << 25, max_running=9, on_update="keep", draft_tokens=8)
+    subject = EmbeddedEngine(policy, kv_cache_bytes=1 << 25, max_num_seqs=9, on_update="keep", draft_tokens=8)
     for seed in (7, 8):
         await run(subject, samples(**SETTINGS, seed=seed))
     done = samples(**SETTINGS)
@@ -166,7 +166,7 @@ async def trained(scheduler: RolloutScheduler, steps: int) -> dict[str, Sample]:
 @given(
     where=st.floats(0, 1),
     target=st.integers(2, 5),
-    max_running=st.integers(2, 9),
+    max_num_seqs=st.integers(2, 9),
     kv_cache_bytes=st.sampled_from([1 << 25, 400_000, 220_000]),
     on_update=st.sampled_from(["keep", "recompute"]),
 )
@@ -231,7 +231,7 @@ def test_what_a_drafted_token_costs_is_learned_for_each_size_of_batch() -> None:
 
 async def test_drafts_that_do_not_pay_are_not_made() -> None:
     """A pass takes 2 ms, and 5 ms for each drafted token, whatever it decodes."""
-    subject = await experienced(max_running=9)
+    subject = await experienced(max_num_seqs=9)
     drafter: Any = subject._drafter
     drafter._costs = PassCosts()
     observe, drafted, looked_for = drafter._costs.observe, [], []
@@ -296,7 +296,7 @@ def test_a_large_batch_on_trial_drafts_for_a_few() -> None:
 
 async def test_a_pass_on_trial_that_prefills_besides_drafts_nothing() -> None:
     """It would say nothing about what drafts take."""
-    subject = await experienced(max_running=3)
+    subject = await experienced(max_num_seqs=3)
     drafter: Any = subject._drafter
     drafter._costs.on_trial = lambda decoding: True
     draft, prefilled = drafter.draft, []

@@ -59,7 +59,7 @@ def one_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def engine(architecture: str, **config: Any) -> EmbeddedEngine:
-    settings = {"kv_cache_bytes": 1 << 24, "max_running": 5, "prefill_chunk": 7, **config}
+    settings = {"kv_cache_bytes": 1 << 24, "max_num_seqs": 5, "prefill_chunk": 7, **config}
     return EmbeddedEngine(model(architecture), **settings)
 
 

@@ -34,12 +34,12 @@ async def no_reward(prompt: Prompt, samples: object) -> list[float]:
 async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_should(tmp_path: Path) -> None:
     tiny.save(tmp_path / "policy")
     engine = await EngineProcess.start(
-        EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_running=6)
+        EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, context_length=128, max_num_seqs=6)
     )
     try:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
         policies = [{n: p + 0.05 * i * torch.randn_like(p) for n, p in parameters(model).items()} for i in range(3)]
-        own = EmbeddedEngine(model, context_length=128, max_running=6, stop_token_ids=())
+        own = EmbeddedEngine(model, context_length=128, max_num_seqs=6, stop_token_ids=())
         assert (engine.capacity.slots, engine.capacity.context_length) == (6, 128)
         found = [await responses(each, policies, tmp_path) for each in (own, engine)]
         assert found[0] == found[1]

@@ -52,7 +52,7 @@ class Low(World):
 
 def engine_of(model: Any, running: int, interval: int, **own: Any) -> EmbeddedEngine:
     return EmbeddedEngine(
-        model, max_running=running, context_length=CONTEXT, on_update="keep", stream_interval=interval, **own
+        model, max_num_seqs=running, context_length=CONTEXT, on_update="keep", stream_interval=interval, **own
     )
 
 
@@ -145,7 +145,7 @@ async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
     """The other one goes on with its samples where they stand, and their environments hear of nothing."""
     tiny.save(tmp_path / "policy")
     path = str(tmp_path / "policy")
-    settings = EmbeddedSettings(model=path, threads=1, max_running=6, context_length=CONTEXT, on_update="keep")
+    settings = EmbeddedSettings(model=path, threads=1, max_num_seqs=6, context_length=CONTEXT, on_update="keep")
     victim = await EngineProcess.start(settings)
     pool = EnginePool([victim, engine_of(policy, 6, 1)])
     world = Low(slowness=0)

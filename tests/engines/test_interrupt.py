@@ -31,7 +31,7 @@ COUNT = 9
 @settings(max_examples=20, deadline=None)
 @given(
     schedule=moments(COUNT),
-    max_running=st.integers(1, COUNT),
+    max_num_seqs=st.integers(1, COUNT),
     prefill_chunk=st.integers(1, 40),
     kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
     stream_interval=st.integers(1, 4),
@@ -45,10 +45,10 @@ def test_the_embedded_engine(schedule: list[Moment], **config: Any) -> None:
 
 
 @settings(max_examples=5, deadline=None)
-@given(schedule=moments(COUNT), max_running=st.integers(1, 4))
-def test_a_pool_of_embedded_engines(schedule: list[Moment], max_running: int) -> None:
+@given(schedule=moments(COUNT), max_num_seqs=st.integers(1, 4))
+def test_a_pool_of_embedded_engines(schedule: list[Moment], max_num_seqs: int) -> None:
     async def main() -> None:
-        engines = [EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_running=max_running) for _ in range(2)]
+        engines = [EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_num_seqs=max_num_seqs) for _ in range(2)]
         pool = EnginePool(engines)
         await finish(pool, done, schedule)
         await pool.close()
@@ -146,7 +146,7 @@ async def test_a_prompt_that_others_wait_for_is_computed_by_the_next_of_them() -
 
 async def test_an_evaluation_leaves_rollouts_that_are_under_way_alone() -> None:
     """One slot: the rollout waits for it behind the evaluation, and goes on when that has ended."""
-    engine = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_running=1)
+    engine = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_num_seqs=1)
     evaluation = Group.start(7, Prompt((1, 2, 3)), 2, SamplingParams(max_tokens=5), seed=0, evaluation=True)
     rollout = samples()[0]
     under_way = asyncio.create_task(complete(engine, [evaluation], Retries(0, 1.0)))

@@ -763,7 +763,7 @@ class Restarting(WrappedEngine):
         self.name = name
 
     def _fresh(self) -> EmbeddedEngine:
-        return EmbeddedEngine(architectures.model(), kv_cache_bytes=1 << 24, max_running=3)
+        return EmbeddedEngine(architectures.model(), kv_cache_bytes=1 << 24, max_num_seqs=3)
 
     def restart(self) -> None:
         self.engine = self._fresh()

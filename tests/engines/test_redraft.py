@@ -58,7 +58,7 @@ def scheduler(
         return float(sample.length)
 
     return RolloutScheduler(
-        EmbeddedEngine(policy, **{"kv_cache_bytes": 1 << 24, "max_running": 8, "stream_interval": 2, **engine}),
+        EmbeddedEngine(policy, **{"kv_cache_bytes": 1 << 24, "max_num_seqs": 8, "stream_interval": 2, **engine}),
         Counted(),
         score,
         RolloutParams(rollout_batch_size=2, n_samples_per_prompt=2, over_sampling_batch_size=target, redraft=True),
@@ -79,7 +79,7 @@ async def steps_of(rollouts: RolloutScheduler, policy: Any, versions: range) -> 
 
 async def test_a_verified_response_takes_few_passes() -> None:
     """Under the same weights a draft holds to its end, be it finished or not."""
-    engine = EmbeddedEngine(BASE, kv_cache_bytes=1 << 24, max_running=9)
+    engine = EmbeddedEngine(BASE, kv_cache_bytes=1 << 24, max_num_seqs=9)
     done = await run(engine, samples())
     before = responses(done)
     for sample in done:
@@ -98,7 +98,7 @@ async def test_a_verified_response_takes_few_passes() -> None:
 @settings(max_examples=10, deadline=None)
 @given(
     target=st.integers(2, 9),
-    max_running=st.integers(1, 12),
+    max_num_seqs=st.integers(1, 12),
     kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
     stream_interval=st.integers(1, 9),
     prefill_chunk=st.sampled_from([3, 17, 1024]),
@@ -173,7 +173,7 @@ async def test_rewards_of_responses_that_became_drafts_never_arrive() -> None:
             await release.wait()
         return float(sample.length)
 
-    rollouts = scheduler(policy, sampling=SamplingParams(max_tokens=4), max_running=12)
+    rollouts = scheduler(policy, sampling=SamplingParams(max_tokens=4), max_num_seqs=12)
     rollouts._pump.rewards.function = slow
     async with rollouts:
         await rollouts.collect()

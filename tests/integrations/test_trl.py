@@ -53,7 +53,7 @@ def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = 
         args=trl.GRPOConfig(**{**config, **settings}),
         processing_class=tiny.tokenizer(),
         partial_rollouts=PartialRollouts(
-            **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
+            **{"over_sampling_batch_size": 8, "max_num_seqs": 16, "stream_interval": 2, **(rollouts or {})}
         ),
         **{"train_dataset": rows(), **own},
     )
@@ -307,7 +307,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ({"rollouts": {"over_sampling_batch_size": 3}}, r"over_sampling_batch_size = 3 is less than N .* = 4"),
         ({"rollouts": {"over_sampling_batch_size": "many"}}, "over_sampling_batch_size = 'many': .* 'auto'"),
         ({"rollouts": {"engine": "vlm"}}, "engine = 'vlm': .*'vllm', 'sglang'"),
-        ({"rollouts": {"max_running": 0}}, "max_running = 0: must be positive"),
+        ({"rollouts": {"max_num_seqs": 0}}, "max_num_seqs = 0: must be positive"),
         ({"rollouts": {"engine": "vllm", "weight_transfer": "adapters"}}, 'are merged here: "disk" or "broadcast"'),
         ({"rollouts": {"urls": ("http://127.0.0.1:9",)}}, 'urls is set but engine = "embedded"'),
         ({"rollouts": {"engine": "vllm", "urls": ("127.0.0.1:9",)}}, 'write each as "http://host:port"'),
@@ -404,7 +404,7 @@ def test_rows_of_a_stream_come_epoch_after_epoch_and_go_on_after_a_restart() -> 
 
 def test_settings_of_another_kind_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"partial_rollouts is a dict: pass PartialRollouts\(...\)"):
-        GRPOTrainer(tiny.model(), Reward(), train_dataset=rows(), partial_rollouts={"max_running": 8})
+        GRPOTrainer(tiny.model(), Reward(), train_dataset=rows(), partial_rollouts={"max_num_seqs": 8})
 
 
 def test_another_version_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

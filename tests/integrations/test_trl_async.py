@@ -66,7 +66,7 @@ def trainer(
         kind(**{**config, **settings}),
         Dataset.from_dict(data),
         partial_rollouts=PartialRollouts(
-            **{"over_sampling_batch_size": 8, "max_running": 16, "stream_interval": 2, **(rollouts or {})}
+            **{"over_sampling_batch_size": 8, "max_num_seqs": 16, "stream_interval": 2, **(rollouts or {})}
         ),
         peft_config=adapter,
         **(given or {}),

@@ -58,7 +58,7 @@ def trainer(folder: Path, processes: int, **settings: Any) -> Watched:
         train_dataset=rows(),
         eval_dataset=rows(4, first=100),
         processing_class=tiny.tokenizer(),
-        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, max_running=8, stream_interval=2),
+        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, max_num_seqs=8, stream_interval=2),
     )
 
 

@@ -41,7 +41,7 @@ class Plain:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         encode = encoder(trainer.processing_class, trainer.chat_template, trainer.chat_template_kwargs)
         if self.adapter is None:
-            engine = EmbeddedEngine(trainer.accelerator.unwrap_model(trainer.model), max_running=16, stream_interval=2)
+            engine = EmbeddedEngine(trainer.accelerator.unwrap_model(trainer.model), max_num_seqs=16, stream_interval=2)
             batch = trainer.args.generation_batch_size // trainer.num_generations
             self.adapter = RolloutAdapter(
                 engine,
@@ -100,7 +100,7 @@ def metrics(folder: Path, ours: bool, settings: dict[str, Any]) -> list[dict[str
     }
     if ours:
         n = common["args"].generation_batch_size // 4
-        partial = PartialRollouts(over_sampling_batch_size=n, max_running=16, stream_interval=2)
+        partial = PartialRollouts(over_sampling_batch_size=n, max_num_seqs=16, stream_interval=2)
         # With use_vllm both arms draw from the embedded engine, as if it were the server: what is compared is the rest.
         with mock.patch("april.integrations.trl._server_of", lambda args, settings: settings):
             made: Any = GRPOTrainer(**common, partial_rollouts=partial)

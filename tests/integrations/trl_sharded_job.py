@@ -25,7 +25,7 @@ from tests import tiny
 from tests.integrations.trl_trainer import Reward, Watched, rows
 
 FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
-ENGINE: dict[str, Any] = {"engine": "sglang", "urls": tuple(sys.argv[3:])} if sys.argv[3:] else {"max_running": 8}
+ENGINE: dict[str, Any] = {"engine": "sglang", "urls": tuple(sys.argv[3:])} if sys.argv[3:] else {"max_num_seqs": 8}
 
 
 class Compared(Watched):

@@ -156,7 +156,7 @@ def settings(folder: Path, **changed: Any) -> dict[str, Any]:
 
 
 def partial(groups: int = 8) -> PartialRollouts:
-    return PartialRollouts(over_sampling_batch_size=groups, max_running=16, stream_interval=2)
+    return PartialRollouts(over_sampling_batch_size=groups, max_num_seqs=16, stream_interval=2)
 
 
 class Recorded(Watched):

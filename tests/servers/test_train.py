@@ -44,7 +44,7 @@ max_staleness = 2
 stop_token_ids = [20, 21, 22]
 reward_workers = 0
 [engine]
-max_running = {SLOTS}
+max_num_seqs = {SLOTS}
 context_length = 256
 [algorithm]
 kl_coef = 0.0

@@ -116,7 +116,7 @@ def test_slots_that_limit_a_setting_are_named() -> None:
     full = replace(POINT, name="N' = 128", occupancy=0.98, peak_kv=0.3)
     sentence = advice([replace(SYNCHRONOUS, occupancy=0.5), full], full, slots=16)
     assert sentence.startswith("Slots limit you: with N' = 128, 98% of an engine's 16 slots decode")
-    assert "Raise engine.max_running, to about 48." in sentence
+    assert "Raise engine.max_num_seqs, to about 48." in sentence
     assert advice([full, replace(full, peak_kv=0.95)], full, slots=16).startswith("Slots limit you")
     assert advice([replace(full, peak_kv=0.95)], full, slots=16) == "", "the KV cache limits it"
 

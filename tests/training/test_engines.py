@@ -31,7 +31,7 @@ async def test_vllm_in_process_leaves_the_trainer_the_memory_that_the_recipe_say
         return SimpleNamespace(close=close)
 
     monkeypatch.setattr(VLLMInProcess, "load", load)
-    for own in ({}, {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_running": 8}):
+    for own in ({}, {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_num_seqs": 8}):
         engine = {"engine": "vllm-inproc", **own}
         async with engine_of(recipe_from_dict({"model": {"device": "cpu"}, "engine": engine}), None, tmp_path):
             pass

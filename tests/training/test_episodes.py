@@ -62,7 +62,7 @@ max_response_length = 48
 max_staleness = 2
 stop_token_ids = [20, 21, 22, 23]
 [engine]
-max_running = 12
+max_num_seqs = 12
 context_length = 128
 [algorithm]
 kl_coef = 0.0

@@ -29,7 +29,7 @@ max_response_length = 16
 reward_workers = 0
 {rollout}
 [engine]
-max_running = 4
+max_num_seqs = 4
 context_length = 64
 [training]
 threads = 1

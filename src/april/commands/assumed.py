@@ -18,8 +18,8 @@ def assume_gpus(recipe: Recipe) -> None:
     if recipe.model.device == "auto":
         recipe.model.device = "cuda"
     beside = not recipe.generates_inside and not recipe.engine.own_process
-    if recipe.engine.max_running == "auto" and (recipe.gpus_per_engine > 0 if beside else recipe.model.on_gpu):
-        recipe.engine.max_running = GPU_SLOTS
+    if recipe.engine.max_num_seqs == "auto" and (recipe.gpus_per_engine > 0 if beside else recipe.model.on_gpu):
+        recipe.engine.max_num_seqs = GPU_SLOTS
 
 
 @contextmanager

@@ -90,12 +90,12 @@ def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     slots, under_way = recipe.slots, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
     groups = under_way if isinstance(under_way, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
-    partial = ["--partial-rollout", "--max-running", str(slots)]
+    partial = ["--partial-rollout", "--max-num-seqs", str(slots)]
     return {
-        "synchronous": ["--no-partial-rollout", *IN_TURNS, "--max-running", str(slots)],
+        "synchronous": ["--no-partial-rollout", *IN_TURNS, "--max-num-seqs", str(slots)],
         "partial": [*partial, *IN_TURNS],
         **({"partial, overlapping": partial} if recipe.overlaps else {}),
-        "synchronous, unlimited slots": ["--no-partial-rollout", *IN_TURNS, "--max-running", str(unlimited)],
+        "synchronous, unlimited slots": ["--no-partial-rollout", *IN_TURNS, "--max-num-seqs", str(unlimited)],
     }
 
 
@@ -108,7 +108,7 @@ def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
     for ratio in ratios:
         if not 1 <= ratio < float("inf"):
             raise ConfigError(f"--ratios {ratio:g}: N' is at least N, so give 1 or more")
-    slots = ["--max-running", str(recipe.slots)]
+    slots = ["--max-num-seqs", str(recipe.slots)]
     partial = {
         f"N'/N = {ratio:g}": [
             "--partial-rollout",

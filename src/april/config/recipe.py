@@ -123,8 +123,8 @@ class Recipe:
     @property
     def slots(self) -> int:
         """Samples that decode together in each engine."""
-        if self.engine.max_running != "auto":
-            return self.engine.max_running
+        if self.engine.max_num_seqs != "auto":
+            return self.engine.max_num_seqs
         with_trainer = self.generates_inside or self.engine.own_process
         on_gpu = self.model.on_gpu if with_trainer else self.gpus_per_engine > 0 and bool(visible_gpus())
         return GPU_SLOTS if on_gpu else CPU_SLOTS

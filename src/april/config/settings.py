@@ -190,7 +190,7 @@ class EngineSettings:
     Args:
         engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
             servers (vllm, sglang).
-        max_running: Samples that decode together: engine slots, of each server or rank. auto: 256 on GPUs, else 64.
+        max_num_seqs: Samples that decode together: engine slots, of each server or rank. auto: 256 on GPUs, else 64.
         context_length: Prompt and response tokens of a sample together; unset: what the model allows.
         on_update: What becomes of an unfinished sample when the weights change. Its KV cache is computed anew under the
             new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
@@ -234,7 +234,7 @@ class EngineSettings:
     """
 
     engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
-    max_running: Positive[int] | Literal["auto"] = "auto"
+    max_num_seqs: Positive[int] | Literal["auto"] = "auto"
     context_length: Positive[int] | None = None
     on_update: Literal["recompute", "keep", "redraft"] = "recompute"
     kv_cache_gb: Gigabytes | None = None

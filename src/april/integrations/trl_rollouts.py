@@ -55,7 +55,7 @@ FORMAT = 1
 
 @dataclass(kw_only=True)
 class PartialRollouts(EngineSettings):
-    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_running`,
+    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_num_seqs`,
     `on_update`, `urls`, …).
 
     Args:

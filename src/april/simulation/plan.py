@@ -243,7 +243,7 @@ def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
         more = max(int(slots / max(fullest.peak_kv, 0.01)) // 8 * 8, slots + 1)
         return (
             f"Slots limit you: with {fullest.name}, {fullest.occupancy:.0%} of an engine's {slots} slots decode, and "
-            f"at most {fullest.peak_kv:.0%} of its KV cache is used. Raise engine.max_running, to about {more}."
+            f"at most {fullest.peak_kv:.0%} of its KV cache is used. Raise engine.max_num_seqs, to about {more}."
         )
     if chosen.occupancy >= EMPTY:
         return ""

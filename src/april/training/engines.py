@@ -82,7 +82,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
     settings, device = recipe.engine, next(model.parameters()).device
     return EmbeddedEngine(
         model,
-        max_running=recipe.slots,
+        max_num_seqs=recipe.slots,
         context_length=settings.context_length,
         kv_cache_bytes=kv_cache_bytes(recipe, device) if beside_trainer else settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
@@ -110,7 +110,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         dtype=recipe.compute_dtype,
         device=device,
         threads=threads,
-        max_running=recipe.slots,
+        max_num_seqs=recipe.slots,
         context_length=settings.context_length,
         kv_cache_bytes=settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
@@ -173,7 +173,7 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
         arguments=[*_limits(recipe, vllm, demand.gpus), *settings.server_args],
         log_dir=logs.absolute(),
         api_key=key,
-        max_running=recipe.slots,
+        max_num_seqs=recipe.slots,
         context_length=settings.context_length,
         on_update=settings.kv_policy,
         ready_timeout=settings.ready_timeout,

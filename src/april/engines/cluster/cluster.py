@@ -78,7 +78,7 @@ class Cluster:
         placed = place(nodes, wanted.demand, wanted.replicas, wanted.placement, self._training)
         if not placed:
             raise EngineError(self._no_room(nodes))
-        first = Capacity(wanted.engine.max_running, wanted.engine.context_length or 0)
+        first = Capacity(wanted.engine.max_num_seqs, wanted.engine.context_length or 0)
         replicas = [self._replica(first) for _ in placed]
         try:
             async with asyncio.TaskGroup() as group:

@@ -31,7 +31,7 @@ class ServerSettings:
 
     Args:
         arguments: options of the server.
-        max_running, context_length: what it is expected to hold until it has said so.
+        max_num_seqs, context_length: what it is expected to hold until it has said so.
         on_update: as of `ServerEngine`.
         log_dir: the log is `log_dir/NAME.log`; in the run's directory, if the nodes share that.
         api_key: what it asks clients for.
@@ -44,7 +44,7 @@ class ServerSettings:
     arguments: Sequence[str]
     log_dir: Path
     api_key: str | None
-    max_running: int
+    max_num_seqs: int
     context_length: int | None
     on_update: KVPolicy
     ready_timeout: float = 900.0

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Drawn = tuple[list[int], list[float]]
 """Tokens and their log-probabilities."""
-LOWER = "lower engine.kv_cache_gb, engine.max_running or rollout.max_response_length"
+LOWER = "lower engine.kv_cache_gb, engine.max_num_seqs or rollout.max_response_length"
 """What to do where memory runs out again and again."""
 _SHARE_OF_FREE_MEMORY = 0.4
 
@@ -50,7 +50,7 @@ class EmbeddedEngine:
     Args:
         model: any causal language model whose layers are attention through transformers' AttentionInterface. It is
             left as it is.
-        max_running: decode slots, samples that decode together.
+        max_num_seqs: decode slots, samples that decode together.
         context_length: prompt and response tokens of a sample; by default what the model's configuration allows and
             the KV cache can hold.
         kv_cache_bytes: most memory for keys and values, which is allocated as samples need it; by default 40 % of the
@@ -74,7 +74,7 @@ class EmbeddedEngine:
         self,
         model: torch.nn.Module,
         *,
-        max_running: int = 64,
+        max_num_seqs: int = 64,
         context_length: int | None = None,
         kv_cache_bytes: int | None = None,
         on_update: KVPolicy = "recompute",
@@ -85,7 +85,7 @@ class EmbeddedEngine:
         stream_interval: int = 1,
     ) -> None:
         for name, value in (
-            ("max_running", max_running),
+            ("max_num_seqs", max_num_seqs),
             ("prefill_chunk", prefill_chunk),
             ("stream_interval", stream_interval),
         ):
@@ -109,9 +109,9 @@ class EmbeddedEngine:
         if budget is None:
             budget = int(free_bytes(self._model.device) * _SHARE_OF_FREE_MEMORY)
         context = self._context_length(context_length, budget, token_bytes)
-        self.capacity = Capacity(max_running, context, budget // token_bytes)
+        self.capacity = Capacity(max_num_seqs, context, budget // token_bytes)
         self.version = 0
-        self._sequences = Sequences(self._kv_cache(context, budget), max_running)
+        self._sequences = Sequences(self._kv_cache(context, budget), max_num_seqs)
         self._finished: list[Sequence] = []
         self._settings: dict[SamplingParams, SamplingParams] = {}
 

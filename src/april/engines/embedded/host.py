@@ -37,7 +37,7 @@ class EmbeddedSettings:
     dtype: str = "float32"
     device: str = "cpu"
     threads: int | None = None
-    max_running: int = 64
+    max_num_seqs: int = 64
     context_length: int | None = None
     kv_cache_bytes: int | None = None
     prefill_chunk: int = 1024
@@ -57,7 +57,7 @@ class EmbeddedSettings:
         model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
         return EmbeddedEngine(
             model,
-            max_running=self.max_running,
+            max_num_seqs=self.max_num_seqs,
             context_length=self.context_length,
             kv_cache_bytes=self.budget(model.device),
             prefill_chunk=self.prefill_chunk,
