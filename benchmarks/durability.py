@@ -135,7 +135,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="examples/gcd/recipe.toml")
-    parser.add_argument("--delay", type=float, default=1.0, help="journal_delay, in seconds")
+    parser.add_argument("--delay", type=float, default=1.0, help="journal_flush_seconds, in seconds")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--steps", type=int, default=2, help="steps of an arm in a block")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each arm before the first block")

@@ -36,7 +36,7 @@ def recipe_of(args: argparse.Namespace, arm: str, seed: int, output: str) -> Rec
     rollout = recipe.rollout
     if arm == "synchronous":
         rollout = replace(rollout, partial_rollout=False, over_sampling_batch_size=rollout.rollout_batch_size)
-    training = replace(recipe.training, seed=seed, steps=steps, save_interval=0, threads=1, journal_delay=0.5)
+    training = replace(recipe.training, seed=seed, steps=steps, save_interval=0, threads=1, journal_flush_seconds=0.5)
     return replace(
         recipe, rollout=rollout, training=training, reporting=replace(recipe.reporting, output=output, trackers=())
     )

@@ -35,7 +35,7 @@ from april import (
     Chunk,
     Engine,
     EngineError,
-    FaultPolicy,
+    FaultSettings,
     Prompt,
     RolloutParams,
     RolloutScheduler,
@@ -227,7 +227,7 @@ def simulated(samples: int) -> dict[str, Any]:
             flaky,
             RolloutParams(rollout_batch_size=32, over_sampling_batch_size=64),
             sampling=SamplingParams(max_tokens=workload.max_tokens),
-            faults=FaultPolicy(on_reward_error="reject", reward_timeout=30.0),
+            faults=FaultSettings(on_reward_error="reject", reward_timeout=30.0),
         )
         watch = Watch(scheduler, lambda: engine.tokens)
         async with scheduler:
@@ -279,7 +279,7 @@ def embedded(minutes: float) -> dict[str, Any]:
                     rollout_batch_size=8, over_sampling_batch_size=16, n_samples_per_prompt=4, max_staleness=3
                 ),
                 sampling=SamplingParams(max_tokens=128, stop_token_ids=(1, 2)),
-                faults=FaultPolicy(on_reward_error="reject"),
+                faults=FaultSettings(on_reward_error="reject"),
             )
             watch = Watch(scheduler, lambda: pool.tokens)
             async with scheduler:

@@ -95,7 +95,7 @@ eval_samples = 1
 eval_interval = 2
 save_interval = 2
 keep_checkpoints = 1
-journal_delay = 0.0
+journal_flush_seconds = 0.0
 threads = 1
 [reporting]
 trackers = []

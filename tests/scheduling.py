@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from april import Engine, FaultPolicy, Prompt, RolloutParams, RolloutScheduler
+from april import Engine, FaultSettings, Prompt, RolloutParams, RolloutScheduler
 
 PARAMS = {field.name for field in dataclasses.fields(RolloutParams)}
-FAULTS = {field.name for field in dataclasses.fields(FaultPolicy)}
+FAULTS = {field.name for field in dataclasses.fields(FaultSettings)}
 
 
 def by_home(settings: dict[str, Any]) -> tuple[RolloutParams, dict[str, Any]]:
     """The parameters among `settings`, and the other arguments of a scheduler."""
     params = RolloutParams(**{name: settings[name] for name in settings.keys() & PARAMS})
-    faults = FaultPolicy(**{name: settings[name] for name in settings.keys() & FAULTS})
+    faults = FaultSettings(**{name: settings[name] for name in settings.keys() & FAULTS})
     return params, {"faults": faults} | {name: settings[name] for name in settings.keys() - PARAMS - FAULTS}
 
 

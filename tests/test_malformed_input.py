@@ -93,7 +93,7 @@ def test_a_recipe_with_a_slip_anywhere(position: int, removed: int, inserted: st
 @example(("trainer", "expert_parallel"), 0)
 @example(("training", "learning_rate"), float("nan"))
 @example(("training", "learning_rate"), float("inf"))
-@example(("training", "journal_delay"), float("nan"))
+@example(("training", "journal_flush_seconds"), float("nan"))
 @example(("training", "steps"), 10**400)
 @example(("algorithm", "correction_high"), -1)
 @example(("model", "path"), "0")
@@ -145,7 +145,10 @@ def _takes_a_boolean(section: object, name: str) -> bool:
             b'[task]\nkind = "reasoning_gym"\nname = "gcd"\neval_size = inf\n',
             "task.eval_size = inf: must be from 0 to 1,000,000",
         ),
-        (b"[training]\njournal_delay = 1e10\n", "training.journal_delay = 10000000000.0: must be seconds"),
+        (
+            b"[training]\njournal_flush_seconds = 1e10\n",
+            "training.journal_flush_seconds = 10000000000.0: must be seconds",
+        ),
         (b"[training]\nsteps = " + b"9" * 5000, "no valid TOML: Exceeds the limit (4300 digits)"),
         (b"[training]\nbetas = " + b"[" * 3000, "no valid TOML: maximum recursion depth"),
         (b"\xef\xbb\xbf[training]\nsteps = 0\n", "training.steps = 0: must be positive"),

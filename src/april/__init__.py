@@ -8,7 +8,7 @@ from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError, Fault
 from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
 from april.rollout.event_loop import EventLoop
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.rewards import RewardError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
@@ -30,7 +30,7 @@ __all__ = [
     "EnvironmentLost",
     "EventLoop",
     "Fault",
-    "FaultPolicy",
+    "FaultSettings",
     "FinishReason",
     "FixedAdmission",
     "Group",

@@ -18,7 +18,7 @@ from april import EnvStep, Turn
 from april.engines.cluster.connection import connected
 from april.engines.cluster.environments import NodeEnvironments
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from tests.cluster.raylets import Raylets
 from tests.environments.worlds import Sturdy
 from tests.rollout.test_episodes import build, check, run
@@ -48,10 +48,10 @@ def host(folder: Path) -> EnvironmentHost:
 async def test_a_node_that_is_killed_in_mid_episode_costs_no_episode(raylets: Raylets, tmp_path: Path) -> None:
     victim = raylets.add()
     raylets.add()
-    policy = EpisodePolicy(retry_delay=0.0, reset_timeout=GENEROUS, step_timeout=GENEROUS)
+    limits = EpisodeLimits(retry_delay=0.0, reset_timeout=GENEROUS, step_timeout=GENEROUS)
     async with connected(raylets.address):
         with closing(NodeEnvironments(partial(host, tmp_path))) as environments:
-            rollouts = build(World(), policy, make=environments, rollout_batch_size=8)
+            rollouts = build(World(), limits, make=environments, rollout_batch_size=8)
             collecting = asyncio.create_task(run(rollouts, 1))
             async with asyncio.timeout(GENEROUS):
                 while not any(raylets.holds(victim, int(path.suffix[1:])) for path in tmp_path.glob("waits.*")):

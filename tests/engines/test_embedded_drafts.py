@@ -174,11 +174,11 @@ def test_a_run_that_dies_goes_on_with_its_journal(where: float, target: int, **c
     """It drafts before and after; what it trains on is what a synchronous run without drafts trains on."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             asyncio.run(trained(rollouts(engine(draft_tokens=8, **config), target, journal), 2))
         records = [0, *numbers(path)]
         cut(path, records[round(where * (len(records) - 1))])
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             journal.seek(None)
             subject = engine(draft_tokens=8, **config)
             found = asyncio.run(trained(rollouts(subject, target, journal), 4))

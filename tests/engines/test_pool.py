@@ -20,7 +20,7 @@ from april.engines.stream import StreamEngine, Tokens
 from april.engines.weights import WithdrawnError
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample
@@ -696,7 +696,7 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
             lambda prompt, sample: 1.0,
             RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2),
             sampling=SamplingParams(200),
-            faults=FaultPolicy(max_retries=50),
+            faults=FaultSettings(max_retries=50),
             seed=seed % 1000,
         )
         trouble = asyncio.create_task(make_trouble())

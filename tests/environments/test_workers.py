@@ -11,16 +11,16 @@ import pytest
 
 from april import EnvironmentLost, FinishReason, RolloutScheduler, Step
 from april.environments.workers import EnvironmentWorkers
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
 from tests.rollout.test_episodes import build, check, run
 from tests.talking import World
 
 
-def one_step(make: Any, policy: EpisodePolicy | None = None, most: int = 2) -> tuple[Step, RolloutScheduler]:
+def one_step(make: Any, limits: EpisodeLimits | None = None, most: int = 2) -> tuple[Step, RolloutScheduler]:
     async def collect() -> tuple[Step, RolloutScheduler]:
         with EnvironmentWorkers(make, most) as workers:
-            rollouts = build(World(), policy, make=workers, over_sampling_batch_size=3)
+            rollouts = build(World(), limits, make=workers, over_sampling_batch_size=3)
             (step,) = await run(rollouts, 1)
             assert workers.processes <= most
             return step, rollouts
@@ -53,8 +53,8 @@ def test_a_process_that_dies_costs_no_episode(tmp_path: Path) -> None:
 
 
 def test_a_step_that_hangs_costs_its_own_episode_alone(tmp_path: Path) -> None:
-    policy = EpisodePolicy(step_timeout=4.0, on_error="end", retry_delay=0.0, max_retries=0)
-    step, _ = one_step(partial(Fragile, tmp_path, "hang", ("0.0/0",)), policy, most=1)
+    limits = EpisodeLimits(step_timeout=4.0, on_error="end", retry_delay=0.0, max_retries=0)
+    step, _ = one_step(partial(Fragile, tmp_path, "hang", ("0.0/0",)), limits, most=1)
     assert step.groups[0].samples[0].finish is FinishReason.FAILED
     for group in step.groups[1:]:
         check(group)
@@ -72,7 +72,7 @@ def test_an_environment_that_cannot_be_made_is_named() -> None:
     from april.rollout.episodes import EpisodeError
 
     with pytest.raises(EpisodeError, match="ImportError: no module of that name"):
-        one_step(missing, EpisodePolicy(max_retries=0))
+        one_step(missing, EpisodeLimits(max_retries=0))
 
 
 async def test_two_calls_given_up_in_the_same_moment_are_cancelled() -> None:

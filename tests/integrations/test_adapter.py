@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import EngineError, FaultPolicy, Group, Prompt, RolloutParams, Sample, SamplingParams, Step
+from april import EngineError, FaultSettings, Group, Prompt, RolloutParams, Sample, SamplingParams, Step
 from april.integrations.adapter import RolloutAdapter
 from tests.scripted_engine import ScriptedEngine, response
 
@@ -66,7 +66,7 @@ def build(case: dict[str, Any], engine: ScriptedEngine | None = None) -> Rollout
         extra=Numbered("extra"),
         sampling=SamplingParams(max_tokens=60),
         dynamic_filter=(lambda group: sum(x.length for x in group.samples) % 3 > 0) if case["filtered"] else None,
-        faults=FaultPolicy(max_retries=20, retry_delay=0.0),
+        faults=FaultSettings(max_retries=20, retry_delay=0.0),
         seed=case["seed"],
     )
 

@@ -43,7 +43,7 @@ learning_rate = 1e-3
 eval_interval = 0
 eval_samples = 1
 save_interval = 2
-journal_delay = 0
+journal_flush_seconds = 0
 max_tokens_per_micro_batch = 512
 [trainer]
 processes = 2

@@ -24,7 +24,7 @@ from april import (
     TokenIds,
 )
 from april.rollout.buffer import Rejection
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal import Journal
@@ -60,11 +60,11 @@ async def score(prompt: Prompt, sample: Sample) -> float:
     return sum(transition.reward for transition in sample.transitions)
 
 
-def build(world: World, policy: EpisodePolicy | None = None, engine_seed: int = 0, **own: Any) -> RolloutScheduler:
+def build(world: World, limits: EpisodeLimits | None = None, engine_seed: int = 0, **own: Any) -> RolloutScheduler:
     engine = TalkingEngine(own.pop("slots", 6), engine_seed, own.pop("failure_rate", 0.0))
     engine.capacity = type(engine.capacity)(engine.capacity.slots, CONTEXT)
     make = own.pop("make", world)
-    episodes = Episodes(make, Numbers(), CONTEXT, policy or EpisodePolicy(retry_delay=0.0))
+    episodes = Episodes(make, Numbers(), CONTEXT, limits or EpisodeLimits(retry_delay=0.0))
     defaults = {
         "rollout_batch_size": 3,
         "over_sampling_batch_size": 8,
@@ -113,10 +113,10 @@ SCHEDULES = st.fixed_dictionaries(
 def scheduled(s: dict[str, Any], world: World | None = None, **own: Any) -> RolloutScheduler:
     s = dict(s)
     size, extra, slowness = s["rollout_batch_size"], s.pop("extra"), s.pop("slowness")
-    policy = EpisodePolicy(recovery=s.pop("recovery"), retry_delay=0.0, concurrency=1 + s["seed"] % 5)
+    limits = EpisodeLimits(recovery=s.pop("recovery"), retry_delay=0.0, concurrency=1 + s["seed"] % 5)
     target = min(size + extra, size * (s["max_staleness"] + 1))
     world = world or World(s["seed"], slowness)
-    return build(world, policy, s["seed"], over_sampling_batch_size=target, max_retries=20, **s, **own)
+    return build(world, limits, s["seed"], over_sampling_batch_size=target, max_retries=20, **s, **own)
 
 
 @given(SCHEDULES)
@@ -151,7 +151,7 @@ def test_a_run_that_dies_goes_on_with_its_episodes(s: dict[str, Any], crashes: i
     import tempfile
 
     async def lives(path: Path, ticks: int | None) -> tuple[list[Step], RolloutScheduler]:
-        journal = Journal(path, delay=0)
+        journal = Journal(path, flush_seconds=0)
         rollouts = scheduled(s, journal=journal)
         collected: list[Step] = []
 
@@ -229,7 +229,7 @@ async def test_an_answer_for_a_group_that_is_turned_away_in_that_moment_brings_n
             raise ValueError("no reward")
         return 0.0
 
-    journal = Journal(tmp_path / "journal", delay=0.01)
+    journal = Journal(tmp_path / "journal", flush_seconds=0.01)
     rollouts = build(world, score=reward, on_reward_error="reject", max_staleness=None, journal=journal)
     async with rollouts:
         while not scoring.is_set():
@@ -322,7 +322,7 @@ async def test_after_a_failure_the_environment_stands_as_before_the_turn() -> No
 @pytest.mark.parametrize("on_error", ["end", "reject"])
 async def test_a_failing_step_ends_the_episode_or_costs_its_group(on_error: Any) -> None:
     world = World(trouble=fails("0.0/0"))
-    rollouts = build(world, EpisodePolicy(on_error=on_error), over_sampling_batch_size=3)
+    rollouts = build(world, EpisodeLimits(on_error=on_error), over_sampling_batch_size=3)
     (step,) = await run(rollouts, 1)
     if on_error == "end":
         assert step.groups[0].samples[0].finish is FinishReason.FAILED
@@ -350,7 +350,7 @@ async def test_an_environment_that_cannot_begin_costs_its_group_and_nothing_else
         if what == "reset" and next(count) == 0:
             raise OSError("no such file")
 
-    (step,) = await run(build(World(slowness=0, trouble=trouble), EpisodePolicy(max_retries=0)), 1)
+    (step,) = await run(build(World(slowness=0, trouble=trouble), EpisodeLimits(max_retries=0)), 1)
     assert [q.error for q in step.quarantined] == ["OSError: no such file"]
     (step,) = await run(build(World(slowness=0, trouble=trouble)), 1)
     assert not step.quarantined
@@ -375,7 +375,7 @@ async def test_environments_that_all_fail_end_the_run_with_one_line() -> None:
         raise OSError("no such file")
 
     with pytest.raises(EpisodeError, match=r"environments keep failing.*no such file"):
-        await run(build(World(trouble=trouble), EpisodePolicy(retry_delay=0.0, max_retries=1)), 1)
+        await run(build(World(trouble=trouble), EpisodeLimits(retry_delay=0.0, max_retries=1)), 1)
 
 
 @pytest.mark.parametrize(
@@ -388,23 +388,23 @@ async def test_a_state_that_cannot_be_saved_is_named(state: Any, said: str) -> N
 
     Forgetful.state = state  # type: ignore[method-assign]
     world = World()
-    policy = EpisodePolicy(recovery="snapshot", retry_delay=0.0, max_retries=0)
+    limits = EpisodeLimits(recovery="snapshot", retry_delay=0.0, max_retries=0)
     with pytest.raises(EpisodeError, match=said):
-        await run(build(world, policy, make=lambda: Forgetful(world)), 1)
+        await run(build(world, limits, make=lambda: Forgetful(world)), 1)
 
 
 async def test_an_environment_that_hangs_costs_its_time_limit() -> None:
     world = World(trouble=lambda what: asyncio.Event().wait() if what == "0.0/0" else None)
-    policy = EpisodePolicy(step_timeout=0.5, on_error="end")
-    (step,) = await run(build(world, policy, over_sampling_batch_size=3), 1)
+    limits = EpisodeLimits(step_timeout=0.5, on_error="end")
+    (step,) = await run(build(world, limits, over_sampling_batch_size=3), 1)
     assert step.groups[0].samples[0].finish is FinishReason.FAILED
     assert [failure.kind for failure in step.failures] == ["environment timeout"]
 
 
 async def test_an_episode_has_so_many_seconds_of_its_environment() -> None:
     world = World(trouble=lambda what: asyncio.sleep(0.03) if what.startswith("0.0/") else None)
-    policy = EpisodePolicy(deadline=0.05)
-    (step,) = await run(build(world, policy, over_sampling_batch_size=3), 1)
+    limits = EpisodeLimits(deadline=0.05)
+    (step,) = await run(build(world, limits, over_sampling_batch_size=3), 1)
     sample = step.groups[0].samples[0]
     assert sample.finish is FinishReason.DEADLINE
     assert sample.truncated
@@ -433,7 +433,7 @@ async def test_an_environment_that_says_something_else_on_replay_begins_again() 
 
 async def test_recovery_by_restart_begins_again() -> None:
     world = World(trouble=fails("0.0/1", error=EnvironmentLost("gone")))
-    rollouts = build(world, EpisodePolicy(recovery="restart", retry_delay=0.0), over_sampling_batch_size=3)
+    rollouts = build(world, EpisodeLimits(recovery="restart", retry_delay=0.0), over_sampling_batch_size=3)
     (step,) = await run(rollouts, 1)
     assert rollouts.buffer.restarted.groups == 1
     check(step.groups[0])
@@ -441,7 +441,7 @@ async def test_recovery_by_restart_begins_again() -> None:
 
 async def test_recovery_without_state_resets_alone() -> None:
     world = World(trouble=fails("0.0/1", error=EnvironmentLost("gone")))
-    rollouts = build(world, EpisodePolicy(recovery="stateless", retry_delay=0.0), over_sampling_batch_size=3)
+    rollouts = build(world, EpisodeLimits(recovery="stateless", retry_delay=0.0), over_sampling_batch_size=3)
     await run(rollouts, 1)
     assert world.steps["0.0/0"] == 1
     assert rollouts.buffer.restarted.groups == 0

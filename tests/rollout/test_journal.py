@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from april import (
     Chunk,
-    FaultPolicy,
+    FaultSettings,
     FinishReason,
     Prompt,
     Reward,
@@ -73,7 +73,7 @@ def build(journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: 
         RolloutParams(rollout_batch_size=2, over_sampling_batch_size=5, n_samples_per_prompt=2, max_staleness=2),
         sampling=SamplingParams(max_tokens=30),
         dynamic_filter=(lambda group: sum(s.length for s in group.samples) % 3 > 0) if filtered else None,
-        faults=FaultPolicy(max_retries=20, retry_delay=0.0),
+        faults=FaultSettings(max_retries=20, retry_delay=0.0),
         journal=journal,
     )
 
@@ -111,12 +111,12 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
     """Steps handed over come out again as they were, everything else goes on from its last token, nothing twice."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             before = asyncio.run(collect(build(journal, seed, failure_rate, filtered), 5))
         records = [0, *numbers(path)]
         cut(path, records[round(where * (len(records) - 1))])
 
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             survived = build(journal, seed, failure_rate, filtered).state
             everything: dict[str, list[int]] = {}
             for event in journal.replay():
@@ -146,7 +146,7 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
 
 def test_an_end_that_came_without_a_token_is_remembered(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    with closing(Journal(path, delay=0)) as journal:
+    with closing(Journal(path, flush_seconds=0)) as journal:
         live = build(journal)
         live.engine.ends_apart = True  # type: ignore[attr-defined]
         asyncio.run(collect(live, 5))
@@ -215,7 +215,7 @@ def events(count: int = 40) -> list[Event]:
 
 
 def write(path: Path, made: list[Event], each: int = 1) -> None:
-    with closing(Journal(path, delay=3600)) as journal:
+    with closing(Journal(path, flush_seconds=3600)) as journal:
         for i, event in enumerate(made):
             journal.record(event)
             if i % each == each - 1:
@@ -235,7 +235,7 @@ def test_every_event_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def crashed(path: Path, made: list[Event]) -> None:
     """Leave at `path` what a process that dies after writing leaves: a database and its write-ahead log."""
-    with closing(Journal(path.with_name("live"), delay=3600)) as journal:
+    with closing(Journal(path.with_name("live"), flush_seconds=3600)) as journal:
         for event in made:
             journal.record(event)
             journal.flush()
@@ -322,7 +322,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(path, made[: len(made) // 2])
     live = path.with_name("live")
     shutil.copyfile(path, live)
-    with closing(Journal(live, delay=3600)) as journal:
+    with closing(Journal(live, flush_seconds=3600)) as journal:
         list(journal.replay())
         for event in made[len(made) // 2 :]:
             journal.record(event)
@@ -444,7 +444,7 @@ async def test_a_slow_disk_holds_up_who_records(tmp_path: Path, monkeypatch: pyt
         commit(self, records)
 
     monkeypatch.setattr(Journal, "commit", slow)
-    with closing(Journal(tmp_path / "j", delay=3600)) as journal:
+    with closing(Journal(tmp_path / "j", flush_seconds=3600)) as journal:
         await journal.drain()
         for _ in range(101):
             journal.record(Rewarded(0, {0: Reward(1.0)}))
@@ -466,7 +466,7 @@ def read_copy(journal: Journal, directory: Path) -> list[Event]:
 
 
 async def test_with_no_delay_everything_is_on_disk_before_generation_goes_on(tmp_path: Path) -> None:
-    with closing(Journal(tmp_path / "j", delay=0)) as journal:
+    with closing(Journal(tmp_path / "j", flush_seconds=0)) as journal:
         for n, event in enumerate(events(), 1):
             journal.record(event)
             await journal.drain()
@@ -487,7 +487,7 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
             return super().__enter__()
 
     monkeypatch.setattr(journal_module, "BACKLOG", 0)
-    with closing(Journal(tmp_path / "j", delay=0.01)) as journal:
+    with closing(Journal(tmp_path / "j", flush_seconds=0.01)) as journal:
         journal._changed = late = Late()
         journal.record(events()[0])
         late.armed = True
@@ -496,12 +496,12 @@ async def test_a_drain_that_the_writer_is_ahead_of_does_not_wait_for_the_next_ev
 
 @pytest.mark.parametrize("say", [Journal.flush, lambda journal: asyncio.run(journal.drain())])
 def test_what_cannot_be_written_is_an_error_and_not_a_hang(tmp_path: Path, say: Callable[[Journal], None]) -> None:
-    with closing(Journal(tmp_path / "j", delay=0)) as journal:
+    with closing(Journal(tmp_path / "j", flush_seconds=0)) as journal:
         journal.record(Admitted(0, Prompt((1,), metadata={"x": object()}), 1, SamplingParams(), 0))
         with pytest.raises(JournalError, match="which JSON does not have"):
             say(journal)
 
 
 def test_a_negative_delay_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="journal_delay = -1"):
-        Journal(tmp_path / "j", delay=-1)
+    with pytest.raises(ValueError, match="journal_flush_seconds = -1"):
+        Journal(tmp_path / "j", flush_seconds=-1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from april import EnvStep, Prompt, Reward, Sample, SamplingParams, Step, TokenIds
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Stepped
 from april.rollout.journal import Journal
 from april.rollout.journal_file import JournalError
@@ -113,7 +113,7 @@ async def test_an_environment_s_info_is_a_failure_of_the_environment(make: Calla
         async def step(self, turn: Any) -> EnvStep:
             return EnvStep(TokenIds((5,)), 1.0, False, make())
 
-    steps = await run(build(world, EpisodePolicy(on_error="end", retry_delay=0.0), make=lambda: Odd(world)), 1)
+    steps = await run(build(world, EpisodeLimits(on_error="end", retry_delay=0.0), make=lambda: Odd(world)), 1)
     (failure, *_) = steps[0].failures
     assert failure.kind == "environment"
     assert failure.error.startswith("info must be JSON types")
@@ -138,7 +138,7 @@ async def test_whatever_an_environment_answers_is_its_own_failure(answer: EnvSte
         async def step(self, turn: Any) -> EnvStep:
             return answer
 
-    steps = await run(build(world, EpisodePolicy(on_error="end", retry_delay=0.0), make=lambda: Odd(world)), 1)
+    steps = await run(build(world, EpisodeLimits(on_error="end", retry_delay=0.0), make=lambda: Odd(world)), 1)
     assert steps[0].failures
     assert all("april failed" not in failure.error for failure in steps[0].failures)
 

@@ -217,12 +217,12 @@ def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
     schedule = [(training, 9)] * 5
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered), schedule))
         records = [0, *numbers(path)]
         cut(path, records[round(where * (len(records) - 1))])
 
-        with closing(Journal(path, delay=0)) as journal:
+        with closing(Journal(path, flush_seconds=0)) as journal:
             survived = journalled(journal, seed, failure_rate, filtered).state
             everything: dict[str, list[int]] = {}
             for event in journal.replay():

@@ -34,7 +34,7 @@ def test_a_run_killed_anywhere_replays_to_the_state_it_had_there(s: dict[str, An
 
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
-        journal = Journal(path, delay=0)
+        journal = Journal(path, flush_seconds=0)
         asyncio.run(run(scheduled(s, journal=journal, on_progress=look), 4))
         journal.close()
 

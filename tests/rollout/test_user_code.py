@@ -16,7 +16,7 @@ from april.environments.tools import BoundCall
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.engine import Capacity
 from april.rollout.environment import ObservationError
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.event_loop import EventLoop
 from april.rollout.rewards import RewardError, RewardTasks
 from april.rollout.sampling import SamplingParams
@@ -103,8 +103,8 @@ async def test_an_environment_fails_whatever_it_raises(kind: type[BaseException]
 
     world = World()
     make = (lambda: Asynchronous(world)) if on_event_loop else Plain
-    policy = EpisodePolicy(on_error="end", retry_delay=0.0)
-    steps = await two_steps(build(world, policy, make=make))
+    limits = EpisodeLimits(on_error="end", retry_delay=0.0)
+    steps = await two_steps(build(world, limits, make=make))
     finishes = {sample.finish for step in steps for group in step.groups for sample in group.samples}
     assert FinishReason.FAILED in finishes
     assert FinishReason.DONE not in finishes
@@ -278,7 +278,7 @@ async def test_an_error_of_april_is_never_an_observation() -> None:
             return await getattr(self.room, method)(*args)
 
     world = World()
-    rollouts = build(world, EpisodePolicy(on_error="observe", retry_delay=0.0), make=lambda: Away(world()))
+    rollouts = build(world, EpisodeLimits(on_error="observe", retry_delay=0.0), make=lambda: Away(world()))
     steps = await two_steps(rollouts)
     errors = {failure.sample_id: failure.error for step in steps for failure in step.failures}
     assert errors["0.0"] == "april failed: KeyError: 5"

@@ -11,7 +11,7 @@ import numpy as np
 from april import Group, Prompt, RolloutScheduler, SamplingParams, Step
 from april.engines.member import Member
 from april.engines.pool import EnginePool
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
 from april.rollout.trajectory import ENVIRONMENT, Sample
 from tests.scheduling import scheduler_of
@@ -57,7 +57,7 @@ def scheduler(engine: EnginePool, world: World) -> RolloutScheduler:
         engine,
         prompts(),
         score,
-        episodes=Episodes(world, Numbers(), CONTEXT, EpisodePolicy(retry_delay=0.0)),
+        episodes=Episodes(world, Numbers(), CONTEXT, EpisodeLimits(retry_delay=0.0)),
         rollout_batch_size=4,
         over_sampling_batch_size=8,
         n_samples_per_prompt=2,

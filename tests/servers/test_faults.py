@@ -13,7 +13,7 @@ import pytest
 from april.engines.member import Member
 from april.engines.pool import EnginePool
 from april.rollout.engine import Engine, EngineError
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.step import Step
@@ -39,7 +39,7 @@ def scheduler(engine: Engine, sampling: SamplingParams = SAMPLING) -> RolloutSch
         lambda prompt, sample: float(sample.length),
         RolloutParams(rollout_batch_size=4, over_sampling_batch_size=8, n_samples_per_prompt=2),
         sampling=sampling,
-        faults=FaultPolicy(max_retries=20),
+        faults=FaultSettings(max_retries=20),
     )
 
 

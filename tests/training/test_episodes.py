@@ -73,7 +73,7 @@ eval_samples = 2
 eval_interval = 3
 save_interval = 3
 threads = 1
-journal_delay = 0
+journal_flush_seconds = 0
 [reporting]
 output = "OUT"
 """

@@ -141,7 +141,7 @@ def _rollout_problems(recipe: Recipe) -> Iterator[str]:
         )
     try:
         recipe.rollout_params()
-        recipe.fault_policy()
+        recipe.fault_settings()
     except ValueError as error:
         yield f"rollout.{error}"
     if rollout.policy == "april-paper" and recipe.engine.on_update != "recompute":

@@ -29,8 +29,8 @@ from april.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
-from april.rollout.episode_policy import EpisodePolicy
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.episode_limits import EpisodeLimits
+from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.secrets import redacted
 from april.tasks.task import TaskSpec
@@ -164,10 +164,10 @@ class Recipe:
         """Ranks that train on nodes of the cluster."""
         return self.trainer.processes - 1 if self.cluster.enabled and self.cluster.ranks == "nodes" else 0
 
-    def fault_policy(self) -> FaultPolicy:
+    def fault_settings(self) -> FaultSettings:
         """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
         rollout = self.rollout
-        return FaultPolicy(
+        return FaultSettings(
             on_reward_error=rollout.on_reward_error,
             reward_timeout=None,
             outage_limit=rollout.outage_limit,
@@ -186,10 +186,10 @@ class Recipe:
             max_turns=self.environment.max_turns if self.environment.enabled else 0,
         )
 
-    def episode_policy(self) -> EpisodePolicy:
+    def episode_limits(self) -> EpisodeLimits:
         """What is done about environments that are slow, or fail."""
         own = self.environment
-        return EpisodePolicy(
+        return EpisodeLimits(
             recovery=own.recovery,
             on_error=own.on_env_error,
             concurrency=own.concurrency,

@@ -365,8 +365,8 @@ class TrainingSettings:
         eval_temperature: Temperature of evaluation; unset: the rollouts'.
         save_interval: Steps between checkpoints; 0 saves at the end only.
         keep_checkpoints: Checkpoints kept on disk, the newest ones.
-        journal_delay: Seconds of rollouts that a crash may lose at most; between checkpoints the journal is written as
-            often as that. 0 writes every token before the next is waited for.
+        journal_flush_seconds: Longest time in seconds before the journal writes an event to disk: a crash loses at most
+            this many seconds of rollouts. 0 writes every token before generation continues.
     """
 
     steps: Positive[int] = 100
@@ -389,7 +389,7 @@ class TrainingSettings:
     eval_temperature: NotNegative[float] | None = None
     save_interval: NotNegative[int] = 50
     keep_checkpoints: Positive[int] = 2
-    journal_delay: SecondsOrZero = 1.0
+    journal_flush_seconds: SecondsOrZero = 1.0
 
 
 @dataclass(kw_only=True)

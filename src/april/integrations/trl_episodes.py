@@ -20,7 +20,7 @@ from typing import Any
 from april.environments.bridge import ChatBridge, TemplateError
 from april.environments.tools import schema_of
 from april.rollout.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
 from april.rollout.trajectory import Prompt, Sample
 
@@ -76,14 +76,14 @@ class TRLEpisodes:
 
     def episodes(self, context_length: int) -> Episodes:
         """As the scheduler plays them: without time limits, as TRL; environments that are gone are replayed."""
-        policy = EpisodePolicy(
+        limits = EpisodeLimits(
             recovery="replay" if self._factories else "stateless",
             on_error="end",
             reset_timeout=None,
             step_timeout=None,
         )
         self.bridge.context_length = context_length
-        return Episodes(lambda: Playing(self), self.bridge, context_length, policy, _row, self._let_go)
+        return Episodes(lambda: Playing(self), self.bridge, context_length, limits, _row, self._let_go)
 
     def _let_go(self, sample_id: str, environment: Any) -> None:
         self._kept[sample_id] = environment

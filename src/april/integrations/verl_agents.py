@@ -22,7 +22,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from april.rollout.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
 from april.rollout.trajectory import Prompt, Sample
 
@@ -53,7 +53,7 @@ class AgentLoops:
 
     def episodes(self, context_length: int) -> Episodes:
         """As the scheduler plays them: without time limits, as verl; a loop that fails leaves its group out."""
-        policy = EpisodePolicy(
+        limits = EpisodeLimits(
             recovery="replay", on_error="reject", concurrency=MOST_TURNS, reset_timeout=None, step_timeout=None
         )
 
@@ -64,7 +64,7 @@ class AgentLoops:
             assert isinstance(environment, Playing)
             self._ended[sample_id] = environment
 
-        return Episodes(lambda: Playing(self), NoText(), context_length, policy, row, let_go)
+        return Episodes(lambda: Playing(self), NoText(), context_length, limits, row, let_go)
 
     async def output(self, prompt: Prompt, sample: Sample) -> AgentLoopOutput | None:
         """What the loop of a finished sample returned; None if it does not come to an end with it."""

@@ -7,7 +7,7 @@ Invariants:
   event;
 - an environment lives from the beginning of its episode to its end. After a crash, a lost process or a failed turn, a
   new environment is made and brought to the latest turn of the episode;
-- a failure affects only its own sample: `EpisodePolicy` decides its effect, and nothing is raised here;
+- a failure affects only its own sample: `EpisodeLimits` decides its effect, and nothing is raised here;
 - only an environment's own failure is put into an observation. After an error of april's, the group is left out.
 """
 
@@ -35,7 +35,7 @@ from april.rollout.environment import (
     fingerprint,
     saved,
 )
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal_file import JournalError
 from april.rollout.sampling import FinishReason
@@ -112,7 +112,7 @@ class Episodes:
             other in threads.
         bridge: between what environments say and tokens.
         context_length: prompt and response tokens of a sample together.
-        policy: limits, and what is done about failures.
+        limits: time limits, and what is done about failures.
         row: what `reset` is told of a prompt.
         let_go: told of each environment that an episode needs no more, with the name of its sample.
     """
@@ -122,14 +122,14 @@ class Episodes:
         make: Callable[[], Environment],
         bridge: Bridge,
         context_length: int,
-        policy: EpisodePolicy | None = None,
+        limits: EpisodeLimits | None = None,
         row: Callable[[Prompt], dict[str, Any]] | None = None,
         let_go: Callable[[str, Environment], None] | None = None,
     ) -> None:
         self.make = make
         self.bridge = bridge
         self.context_length = context_length
-        self.policy = policy or EpisodePolicy()
+        self.limits = limits or EpisodeLimits()
         self.row = row or (lambda prompt: {"id": prompt.id, **prompt.metadata})
         self.let_go = let_go
         self._live: dict[str, Environment] = {}
@@ -137,7 +137,7 @@ class Episodes:
         self._closing: set[asyncio.Task[None]] = set()
         self._answers: dict[str, Answer] = {}
         self._arrived = asyncio.Event()
-        self._free = asyncio.Semaphore(self.policy.concurrency)
+        self._free = asyncio.Semaphore(self.limits.concurrency)
         self._threads = Threads(THREADS, "run environments in processes, which can be stopped (environment.workers)")
 
     def __len__(self) -> int:
@@ -150,7 +150,7 @@ class Episodes:
 
     def apart(self) -> Episodes:
         """Others of the same kind, for samples that are nobody's business here."""
-        return Episodes(self.make, self.bridge, self.context_length, self.policy, self.row, self.let_go)
+        return Episodes(self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go)
 
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
         """A sample awaits its environment; nothing more is done if that is at work already.
@@ -207,8 +207,8 @@ class Episodes:
         self._arrived.set()
 
     async def _event(self, sample: Sample, group: Group, failures: list[Failure]) -> Stepped | Restarted | None:
-        """What comes of it, in as many attempts as the policy allows."""
-        policy = self.policy
+        """What comes of it, in as many attempts as `limits` allows."""
+        limits = self.limits
 
         def failed(kind: Kind, reason: str) -> None:
             failures.append(Failure(kind, sample.id, group.prompt.id, reason))
@@ -223,36 +223,38 @@ class Episodes:
                     return await self._answered(environment, sample, group)
             except _Diverged as error:
                 failed("environment restart", str(error))
-                return Restarted(sample.id, str(error)) if sample.attempt < policy.max_restarts else None
+                return Restarted(sample.id, str(error)) if sample.attempt < limits.max_restarts else None
             except ENVIRONMENT_ERRORS as error:
                 seconds = asyncio.get_running_loop().time() - began
                 kind, reason = _cause(error)
                 failed(kind, reason)
-                if kind != "environment" or policy.recovery != "restart" or not sample.transitions:
+                if kind != "environment" or limits.recovery != "restart" or not sample.transitions:
                     self._discard(sample.id)  # it stands as before the turn once it is made anew
                 if isinstance(error, EnvironmentLost) and not error.own:
                     await asyncio.sleep(0)
                     continue
                 lost = isinstance(error, EnvironmentLost) or not sample.transitions
-                if not lost or attempt >= policy.max_retries:
+                if not lost or attempt >= limits.max_retries:
                     return self._given_up(sample, reason, seconds)
             except Exception as error:
                 failed("environment", f"april failed: {environment_error(error)}")
                 return None
-            await asyncio.sleep(policy.retry_delay * 2**attempt)
+            await asyncio.sleep(limits.retry_delay * 2**attempt)
             attempt += 1
 
     async def _answered(self, environment: Environment, sample: Sample, group: Group) -> Stepped:
         """One call of the environment, and what it means."""
-        loop, policy = asyncio.get_running_loop(), self.policy
+        loop = asyncio.get_running_loop()
         began = loop.time()
         if not sample.transitions:
             observation = await self._reset(environment, group)
             seconds = loop.time() - began
             token_ids, finish = self._placed(sample, observation, lambda: self.bridge.begin(group.prompt, observation))
             return self._stepped(sample, token_ids, observation, finish, seconds, await self._state(environment))
-        limits = [limit for limit in (policy.step_timeout, self._seconds_left(sample)) if limit is not None]
-        answer = await self._call(min(limits, default=None), environment.step, self._turn(sample, sample.turns))
+        timeouts = [
+            seconds for seconds in (self.limits.step_timeout, self._seconds_left(sample)) if seconds is not None
+        ]
+        answer = await self._call(min(timeouts, default=None), environment.step, self._turn(sample, sample.turns))
         with _environment_code():
             step = checked(answer)
         seconds = loop.time() - began
@@ -267,7 +269,7 @@ class Episodes:
 
     def _given_up(self, sample: Sample, reason: str, seconds: float) -> Stepped | None:
         """A turn that failed for good."""
-        if not sample.transitions or self.policy.on_error == "reject":
+        if not sample.transitions or self.limits.on_error == "reject":
             return None
         said = f"Error: {reason}"
         token_ids: Sequence[int] = ()
@@ -275,7 +277,7 @@ class Episodes:
         left = self._seconds_left(sample)
         if left is not None and seconds >= left:
             finish = FinishReason.DEADLINE
-        elif self.policy.on_error == "observe":
+        elif self.limits.on_error == "observe":
             with suppress(Exception):  # a bridge that cannot even say so
                 token_ids, finish = self._extended(sample, said)
         return self._stepped(sample, token_ids, said, finish, seconds, sample.state, failed=True)
@@ -325,13 +327,13 @@ class Episodes:
         return Turn(sample.id, index, said.text, token_ids, said.message, sample.attempt)
 
     def _seconds_left(self, sample: Sample) -> float | None:
-        if self.policy.deadline is None:
+        if self.limits.deadline is None:
             return None
-        return max(self.policy.deadline - sum(one.seconds for one in sample.transitions), 0.001)
+        return max(self.limits.deadline - sum(one.seconds for one in sample.transitions), 0.001)
 
     async def _brought(self, sample: Sample, group: Group) -> Environment:
         """Return a new environment, brought to the latest turn of the episode."""
-        recovery = self.policy.recovery
+        recovery = self.limits.recovery
         if sample.transitions and recovery == "restart":
             raise _Diverged("its environment is gone, and recovery is restart")
         with _environment_code():
@@ -341,7 +343,7 @@ class Episodes:
             return environment
         try:
             if recovery == "snapshot":
-                await self._call(self.policy.reset_timeout, _saves(environment).restore, sample.state)
+                await self._call(self.limits.reset_timeout, _saves(environment).restore, sample.state)
             else:
                 await self._replay(environment, sample, group, turns=recovery == "replay")
         except (EnvironmentLost, _Diverged):
@@ -361,23 +363,23 @@ class Episodes:
         for index, was in enumerate(sample.transitions[1:]):
             if was.failed:
                 continue
-            answer = await self._call(self.policy.step_timeout, environment.step, self._turn(sample, index))
+            answer = await self._call(self.limits.step_timeout, environment.step, self._turn(sample, index))
             with _environment_code():
                 step = checked(answer)
             if (fingerprint(step.observation), step.reward, step.done) != (was.observation, was.reward, was.done):
                 raise _Diverged(f"replay: turn {index} was answered differently")
 
     async def _reset(self, environment: Environment, group: Group) -> Observation:
-        row, limit = self.row(group.prompt), self.policy.reset_timeout
+        row, limit = self.row(group.prompt), self.limits.reset_timeout
         observation: Observation = await self._call(limit, environment.reset, row, group.environment_seed)
         with _environment_code():
             return checked_observation(observation)
 
     async def _state(self, environment: Environment) -> Any:
         """What is saved with the answer; None unless it is what the episode would be recovered from."""
-        if self.policy.recovery != "snapshot":
+        if self.limits.recovery != "snapshot":
             return None
-        return saved(await self._call(self.policy.step_timeout, _saves(environment).state), "state()")
+        return saved(await self._call(self.limits.step_timeout, _saves(environment).state), "state()")
 
     async def _call(self, timeout: float | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call a method of an environment, which may take `timeout` seconds."""

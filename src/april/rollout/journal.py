@@ -12,7 +12,7 @@ on from its last written token.
 
 Invariants:
 - events are numbered 1, 2, 3, ... without a gap, and what is on disk is always the beginning of what happened: a crash
-  loses at most the events of the last `delay` seconds;
+  loses at most the events of the last `flush_seconds` seconds;
 - every record carries a checksum over itself and its numbers; one that is damaged is an error that names it, and no
   record behind it is used;
 - a step is handed to training only once that is on disk, and a saved state is never ahead of the journal;
@@ -42,8 +42,8 @@ class Journal:
     """The journal in the SQLite file `path`, made if it is missing. One process at a time has it open.
 
     Args:
-        delay: seconds after which what happened is on disk at the latest; 0 writes everything before generation goes
-            on.
+        flush_seconds: longest time in seconds before an event is on disk; 0 writes every event before generation
+            continues.
 
     Attributes:
         run: names the run; a saved state belongs to the journal of its own run only.
@@ -52,14 +52,16 @@ class Journal:
     Raises:
         DamageError: the file is no journal, or is damaged.
         JournalError: it comes from a newer april, or is open in another process.
-        ValueError: `delay` is negative.
+        ValueError: `flush_seconds` is negative.
     """
 
-    def __init__(self, path: Path, delay: float = 1.0) -> None:
-        if delay < 0:
-            raise ValueError(f"journal_delay = {delay}: must be seconds, or 0 to write everything at once")
+    def __init__(self, path: Path, flush_seconds: float = 1.0) -> None:
+        if flush_seconds < 0:
+            raise ValueError(
+                f"journal_flush_seconds = {flush_seconds}: must be seconds, or 0 to write everything at once"
+            )
         self.path = path
-        self.delay = delay
+        self.flush_seconds = flush_seconds
         self._database = open_file(path)
         self._access = threading.Lock()
         self.run, self.start = identity(path, self._database)
@@ -150,7 +152,7 @@ class Journal:
         Raises:
             JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
         """
-        most = BACKLOG if self.delay else 0
+        most = BACKLOG if self.flush_seconds else 0
         while self._failure is None and self.backlog > most:
             written: Future[None] = Future()
             with self._changed:
@@ -211,13 +213,13 @@ class Journal:
         self._database.close()
 
     def _write(self) -> None:
-        """The writer's thread: what happened goes to disk `delay` seconds later, at once if someone waits for it."""
+        """Run the writer thread: write events after `flush_seconds`, or at once if a caller waits for them."""
         while self._failure is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closing)
                 if not self._pending:
                     return
-                self._changed.wait_for(lambda: self._urgent or self._closing, self.delay or None)
+                self._changed.wait_for(lambda: self._urgent or self._closing, self.flush_seconds or None)
                 events, self._pending = self._pending, []
                 written, weight, self._urgent = self.position, self.backlog, False
             try:

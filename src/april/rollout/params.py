@@ -14,7 +14,7 @@ from typing import Any, Literal
 from april.rollout.admission.admission import Admission, largest_target
 from april.rollout.order import ORDERS, Order
 
-RewardErrorPolicy = Literal["raise", "zero", "reject"]
+OnRewardError = Literal["raise", "zero", "reject"]
 """What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
 
 MAX_STALENESS = 5
@@ -122,7 +122,7 @@ class RolloutParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPolicy:
+class FaultSettings:
     """What is done about rewards and requests that fail.
 
     Args:
@@ -141,7 +141,7 @@ class FaultPolicy:
         ValueError: names the setting.
     """
 
-    on_reward_error: RewardErrorPolicy = "raise"
+    on_reward_error: OnRewardError = "raise"
     reward_timeout: float | None = None
     max_retries: int = 3
     retry_delay: float = 0.5

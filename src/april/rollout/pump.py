@@ -26,7 +26,7 @@ from april.rollout.flight import first_of, outlast
 from april.rollout.flights import Flights
 from april.rollout.history import History
 from april.rollout.order import ORDERS
-from april.rollout.params import FaultPolicy
+from april.rollout.params import FaultSettings
 from april.rollout.prompt_source import PromptSource
 from april.rollout.retries import Retries
 from april.rollout.rewards import RewardError, RewardTasks, Verdict, described
@@ -60,7 +60,7 @@ class Pump:
         history: History,
         prompts: PromptSource,
         rewards: RewardTasks,
-        faults: FaultPolicy,
+        faults: FaultSettings,
         episodes: Episodes | None = None,
         dynamic_filter: Callable[[Group], bool] | None = None,
         on_progress: Callable[[], None] | None = None,

@@ -38,7 +38,7 @@ from april.rollout.evaluation import complete
 from april.rollout.events import Trained, Updated
 from april.rollout.history import History
 from april.rollout.journal import Journal
-from april.rollout.params import FaultPolicy, RolloutParams
+from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.prompt_source import PromptSource
 from april.rollout.pump import Pump
 from april.rollout.retries import Retries
@@ -82,7 +82,7 @@ class RolloutScheduler:
         params: RolloutParams,
         *,
         sampling: SamplingParams | None = None,
-        faults: FaultPolicy | None = None,
+        faults: FaultSettings | None = None,
         reward_scope: Literal["sample", "group"] = "sample",
         dynamic_filter: Callable[[Group], bool] | None = None,
         seed: int = 0,
@@ -93,7 +93,7 @@ class RolloutScheduler:
         self.prompts = prompts
         self.params = params
         self.sampling = sampling or SamplingParams()
-        self.faults = faults or FaultPolicy()
+        self.faults = faults or FaultSettings()
         self.journal = journal
         self.episodes = episodes
         if (episodes is not None) != (self.sampling.max_turns > 0):

@@ -279,7 +279,7 @@ def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutS
             no_reward,
             recipe.rollout_params(partial_rollout=False),
             sampling=recipe.sampling(stops),
-            faults=recipe.fault_policy(),
+            faults=recipe.fault_settings(),
             reward_scope="group",
             seed=recipe.training.seed,
             episodes=episodes,

@@ -16,7 +16,7 @@ from statistics import pstdev
 from typing import Any
 
 from april.rollout.environment import EnvStep, Observation, Said, TokenIds, Turn
-from april.rollout.episode_policy import EpisodePolicy
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
 from april.rollout.trajectory import Prompt, Sample
 
@@ -80,8 +80,8 @@ class Turns:
         Args:
             over: samples that have said their last turn.
         """
-        policy = EpisodePolicy(concurrency=1 << 20, step_timeout=None, reset_timeout=None, deadline=None)
-        return Episodes(lambda: SimulatedEnvironment(self, over), Silent(), context_length, policy)
+        limits = EpisodeLimits(concurrency=1 << 20, step_timeout=None, reset_timeout=None, deadline=None)
+        return Episodes(lambda: SimulatedEnvironment(self, over), Silent(), context_length, limits)
 
 
 class SimulatedEnvironment:

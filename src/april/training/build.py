@@ -107,7 +107,7 @@ async def trainer_of(
         usable = RunPrompts.of(recipe, task, tokenizer, world)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
         stack.enter_context(locked(directory))
-        journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_delay)))
+        journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_flush_seconds)))
         rewards = _rewards(recipe, task, tokenizer)
         await stack.enter_async_context(rewards)
         starting = progress.phase if progress else log.info
@@ -246,7 +246,7 @@ def _scheduler(
         rewards,
         recipe.rollout_params(),
         sampling=recipe.sampling(learner.stop_token_ids),
-        faults=recipe.fault_policy(),
+        faults=recipe.fault_settings(),
         reward_scope=rewards.scope,
         dynamic_filter=carries_signal if dynamic else None,
         seed=recipe.training.seed,

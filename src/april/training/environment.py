@@ -62,18 +62,18 @@ class World:
         """The episodes of a run; their processes end with the block."""
         own = self.recipe.environment
         make: Callable[[], Environment] = self._source
-        policy = self.recipe.episode_policy()
+        limits = self.recipe.episode_limits()
         if own.workers == 0:
-            yield Episodes(make, self._bridge, context_length, policy, row)
+            yield Episodes(make, self._bridge, context_length, limits, row)
         elif self.recipe.cluster.environments == "nodes":
             from april.engines.cluster.environments import NodeEnvironments
 
             # A node that cannot import it says so in its own words, as worker processes do.
             with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:
-                yield Episodes(nodes, self._bridge, context_length, policy, row)
+                yield Episodes(nodes, self._bridge, context_length, limits, row)
         else:
             with _workers(make, own) as processes:
-                yield Episodes(processes, self._bridge, context_length, policy, row)
+                yield Episodes(processes, self._bridge, context_length, limits, row)
 
 
 def prompt_encoder(recipe: Recipe, tokenizer: Any, world: World | None) -> Encoder:

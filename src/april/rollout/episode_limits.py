@@ -19,7 +19,7 @@ OnError = Literal["observe", "end", "reject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpisodePolicy:
+class EpisodeLimits:
     """How long environments may take, how many work at a time, and what is done about those that fail.
 
     Args:
