@@ -112,10 +112,8 @@ def test_corrections_have_the_published_bounds() -> None:
         "icepop": {"cap": INF, "low": 0.5, "high": 5.0},
         "sequence": {"cap": 2.0, "low": 0.0, "high": INF},
         "geometric": {"cap": INF, "low": 0.99, "high": 1.01},
-        "m2po": {"tau": 0.04},
         "dppo": {"delta": 0.2},
         "opsm": {"delta": 1e-4},
-        "a3po": {"cap": INF, "low": 0.0, "high": INF},
     }
 
 

@@ -18,11 +18,11 @@ from tests.algorithms.reference import STEADY
 from tests.training.steps import rollout
 
 
-def test_m2po_takes_the_place_of_the_clip_unless_a_clip_is_set() -> None:
-    chosen = resolve("grpo", "m2po", {})
+def test_dppo_takes_the_place_of_the_clip_unless_a_clip_is_set() -> None:
+    chosen = resolve("grpo", "dppo", {})
     assert chosen.eps_low == chosen.eps_high == math.inf
-    assert resolve("grpo", "m2po", {"eps_high": 0.3}).eps_high == 0.3
-    assert resolve("gspo", "m2po", {}).eps_high == 4e-4
+    assert resolve("grpo", "dppo", {"eps_high": 0.3}).eps_high == 0.3
+    assert resolve("gspo", "dppo", {}).eps_high == 4e-4
 
 
 def test_own_settings_take_the_place_of_published_ones() -> None:
@@ -34,7 +34,7 @@ def test_own_settings_take_the_place_of_published_ones() -> None:
     ("name", "correction", "own", "expected"),
     [
         ("gspo", "behaviour", {}, True),
-        ("gspo_token", "m2po", {}, True),
+        ("gspo_token", "opsm", {}, True),
         ("gspo", "geometric", {}, False),
         ("gspo", "behaviour", {"eps_low": 0.03}, False),
         ("grpo", "behaviour", {}, False),
@@ -91,7 +91,7 @@ def scored(objective: Objective, seed: int) -> tuple[Batch, torch.Tensor, torch.
     return batch, (batch.behaviour + 0.1 * noise[0]).requires_grad_(), noise[1].abs().requires_grad_()
 
 
-@pytest.mark.parametrize("correction", ["behaviour", "dppo", "a3po"])
+@pytest.mark.parametrize("correction", ["behaviour", "dppo", "decoupled"])
 def test_no_term_gives_gradient_to_tokens_beyond_the_age(correction: CorrectionKind) -> None:
     algorithm = resolve("grpo", correction, {"kl_coefficient": 0.1})
     objective = Objective(algorithm, 64, correction, {"max_age": 1}, entropy_coef=0.1)

@@ -64,12 +64,13 @@ def test_paired_runs_wait_for_the_rates_and_every_arm_has_its_settings(tmp_path:
     assert {run.arm for run in runs} == set(remedies.ARMS)
     assert {run.rate for run in runs if run.stage == "high"} == {5.1e-4}
     assert len({run.key for run in runs if run.stage != "select"}) == 2 * 8 * len(remedies.ARMS)
-    recipes = {run.arm: run.recipe(tmp_path / "run") for run in runs if run.stage in ("pair", "high")}
+    assert not any(run.repeatable for run in runs if run.arm in remedies.REMOVED)
+    recipes = {r.arm: r.recipe(tmp_path / "run") for r in runs if r.stage in ("pair", "high") and r.repeatable}
+    assert recipes.keys() == remedies.ARMS.keys() - set(remedies.REMOVED)
     assert not recipes["synchronous"].rollout_params().max_staleness
     assert recipes["ramp"].rollout_params().ramp_steps == 4
     assert recipes["window"].rollout_params().admission_window == 8
     assert recipes["opsm"].algorithm.correction == "opsm"
-    assert recipes["ess"].training.ess_learning_rate
 
 
 def test_every_arm_is_reported_and_what_was_not_run_is_said() -> None:
@@ -111,7 +112,7 @@ def test_one_command_goes_on_to_the_confirmation() -> None:
         "the winner, the cheaper of two within 0.01"
     )
     assert {(r["task"], r["rate"]) for r in confirm} == {("factors", 1.7e-4), ("gcd", 1.7e-4), ("primes", 8.5e-5)}
-    assert remedies.settings_of("ramp+ess") == {"rollout.ramp_steps": 4, "training.ess_learning_rate": True}
+    assert remedies.settings_of("ramp+ess") == {"rollout.ramp_steps": 4}
     found = remedies_analysis.analyse(records)
     assert found["high"]["ramp+ess"]["runs"] == 8
     (everything,) = [row for row in found["confirm"] if (row["arm"], row["task"]) == ("ess", "all")]

@@ -51,7 +51,7 @@ from tests.commands.conftest import status
         ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
         ((), ("--correction", "tiss"), "correction"),
         ((), ("--correction-cap", "2"), "correction_cap does not apply to correction = 'behaviour'"),
-        ((), ("--correction", "tis", "--correction-tau", "1"), "choose one of m2po"),
+        ((), ("--correction", "tis", "--correction-delta", "1"), "choose one of dppo"),
         ((), ("--correction", "icepop", "--correction-low", "9"), "correction_low = 9 is above correction_high = 5"),
         ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),
         ((), ("--learning-rate", "0"), "training.learning_rate = 0.0: must be positive"),

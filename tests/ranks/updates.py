@@ -19,12 +19,12 @@ CASES: dict[str, dict[str, Any]] = {
     "dapo": {"algorithm": "dapo"},
     "gspo": {"algorithm": "gspo"},
     "ppo": {"algorithm": "ppo"},
-    "m2po": {"correction": "m2po", "correction_tau": 1.0},
+    "dppo": {"correction": "dppo"},
     "reference": {"kl_coef": 0.1, "entropy_coef": 0.01},
     "penalty": {"algorithm": "reinforce_plus_plus", "kl_coef": 0.1},
     "lora": {"kl_coef": 0.1},
 }
-UPDATES = {"m2po": 3}
+UPDATES = {"dppo": 3}
 
 
 def settings(case: str) -> Recipe:

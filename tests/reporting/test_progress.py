@@ -156,7 +156,7 @@ def test_every_algorithm_and_correction_is_listed_with_settings_and_sources() ->
         "eps_low none, eps_high none; mean: constant; KL 0.03 (k1, in the reward)",
         "value head: GAE with gamma 1, lambda 0.95",
         "correction_cap 2, correction_low 0, correction_high none",
-        "correction_tau 0.04",
+        "correction_delta 0.2",
     ):
         assert line in text
     assert all(f"\n{name}\n    {rule.summary}" in text for name, rule in CORRECTIONS.items())

@@ -76,25 +76,6 @@ def test_every_algorithm_trains_with_every_correction(algorithm: str, correction
     assert metrics["grad_norm"] > 0 or metrics["masked_fraction"] == 1
 
 
-@pytest.mark.parametrize("updates", [1, 3])
-def test_m2po_chooses_over_the_whole_update(updates: int) -> None:
-    """The tokens kept do not depend on how the samples are cut into micro-batches."""
-    results = []
-    for max_tokens in (64, 10_000):
-        settings = recipe(correction="m2po", correction_tau=1.0)
-        settings.training.updates_per_step = updates
-        settings.training.max_tokens_per_micro_batch = max_tokens
-        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
-        metrics = learner.train(rollout(1), 1)
-        assert 0 < metrics["masked_fraction"] < 1
-        results.append((metrics, [p.detach().clone() for p in learner.model.parameters()]))
-    (cut, cut_parameters), (whole, parameters) = results
-    assert cut["masked_fraction"] == whole["masked_fraction"]
-    assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
-    for a, b in zip(cut_parameters, parameters, strict=True):
-        torch.testing.assert_close(a, b, atol=2e-5, rtol=0)
-
-
 def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     def met(**settings: object) -> dict[str, float]:
         return LocalLearner(tiny.model(sharpness=1.0), recipe(**settings)).train(rollout(1), 1)
@@ -117,22 +98,6 @@ def test_tokens_are_scored_under_what_they_were_drawn_from() -> None:
     settings.rollout.temperature = 0.0
     greedy = LocalLearner(tiny.model(), settings).policy
     assert (greedy.temperature, greedy.truncation) == (1.0, Truncation()), "recorded as those of the whole distribution"
-
-
-def test_the_learning_rate_can_follow_the_effective_sample_size() -> None:
-    def moved(ess_learning_rate: bool) -> tuple[dict[str, float], torch.Tensor]:
-        settings = recipe()
-        settings.training.ess_learning_rate = ess_learning_rate
-        learner = LocalLearner(tiny.model(sharpness=1.0), settings)
-        before = [p.detach().clone() for p in learner.model.parameters()]
-        metrics = learner.train(rollout(1), 1)
-        return metrics, torch.cat([(p - b).flatten() for p, b in zip(learner.model.parameters(), before, strict=True)])
-
-    (plain, whole), (scaled, part) = moved(False), moved(True)
-    assert plain["ess"] == scaled["ess"] < 1
-    assert plain["lr"] == 1e-3
-    assert scaled["lr"] == pytest.approx(1e-3 * math.sqrt(plain["ess"]))
-    torch.testing.assert_close(part, whole * math.sqrt(plain["ess"]), atol=1e-6, rtol=1e-3)
 
 
 def test_a_penalty_in_the_reward_is_the_sum_over_the_response() -> None:

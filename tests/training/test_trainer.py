@@ -80,7 +80,7 @@ def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> No
         ("--on-update", "keep"),
         ("--on-update", "redraft", "--lora.rank", "4", "--learning-rate", "1e-2"),
         ("--algorithm", "ppo", "--kl-coef", "0.05", "--critic-learning-rate", "1e-3"),
-        ("--algorithm", "rloo", "--kl-coef", "0.05", "--correction", "m2po", "--updates-per-step", "3"),
+        ("--algorithm", "rloo", "--kl-coef", "0.05", "--correction", "tis", "--updates-per-step", "3"),
         ("--lora.rank", "4", "--kl-coef", "0.05", "--learning-rate", "1e-2"),
     ],
     ids=["recompute", "keep", "redraft", "ppo", "rloo", "lora"],

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from april.algorithms.batch import Batch
-from april.algorithms.corrections import correct
 from april.rollout.sampling import FinishReason
 from april.rollout.step import Step
 from april.training.critic import Critic
@@ -251,22 +250,6 @@ def test_dapo_trains_on_no_truncated_sample_and_takes_from_the_reward_of_long_on
     groups = rewards.reshape(len(step.groups), -1)
     advantages = (groups - groups.mean(1, keepdims=True)) / groups.std(1, ddof=1, keepdims=True)
     np.testing.assert_allclose(batch.advantages, advantages.ravel(), atol=1e-4, err_msg="truncated ones count in these")
-
-
-def test_m2po_chooses_among_samples_without_advantage_too() -> None:
-    learner, _ = learner_and_other(correction="m2po", correction_tau=1.0)
-    batch = learner.prepare(uneven())
-    logp = torch.zeros(batch.mask.shape)
-    with torch.no_grad():
-        for row in range(len(batch)):
-            logp[row][batch.mask[row]] = scores(learner.model, batch, row)[0]
-    kept = correct("m2po", logp, logp, batch.behaviour, batch.mask, tau=1.0).mask
-    signal = batch.mask & (batch.advantages != 0)[:, None]
-    assert not signal[4:8].any()
-    with learner.packed():
-        sums = learner.gradient(batch)
-    assert sums.tokens == int(signal.sum())
-    assert sums.met.metrics()["masked"] == pytest.approx(float((~kept)[signal].float().mean()))
 
 
 def test_metrics_are_means_over_the_tokens_of_each_update() -> None:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from april.algorithms.corrections import Correction
 from april.rollout.trajectory import ENVIRONMENT, Sample
 
 
@@ -47,8 +46,6 @@ class Batch:
     """The critic's estimate before the next token, as the training step began, [B, T - 1]."""
     returns: Tensor | None = None
     """What the critic is to estimate, [B, T - 1]."""
-    correction: Correction | None = None
-    """The off-policy correction, where it is chosen over more than these rows."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -92,8 +89,6 @@ class Batch:
         chosen: dict[str, Any] = {}
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if isinstance(value, Correction):
-                chosen[name] = Correction(*map(cut, value))
-            elif isinstance(value, Tensor) and name != "input_ids":
+            if isinstance(value, Tensor) and name != "input_ids":
                 chosen[name] = cut(value)
         return Batch(input_ids=self.input_ids[index, :width].to(device), lengths=lengths, **chosen)

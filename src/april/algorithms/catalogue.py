@@ -83,12 +83,10 @@ class CorrectionRule:
         cap: weights above are cut down to it.
         low: tokens (or sequences) with a smaller weight are dropped.
         high: tokens (or sequences) with a larger weight are dropped.
-        tau: bound of the second moment of log π_θ/μ over the batch; None where there is none.
         trust: what is dropped once π_θ has moved further than `delta` from μ the way its advantage pushes: a token, by
             its probability, or a sequence of negative advantage, by its mean log-probability; None is neither.
         delta: how far that is.
         pull: what (log π_θ/μ)² counts in each token's loss.
-        interpolated: π_prox is not computed, but taken to lie between μ and π_θ by the token's age.
     """
 
     name: str
@@ -98,17 +96,13 @@ class CorrectionRule:
     cap: float = UNBOUNDED
     low: float = 0.0
     high: float = UNBOUNDED
-    tau: float | None = None
     trust: Literal["token", "sequence"] | None = None
     delta: float = UNBOUNDED
     pull: float = 0.0
-    interpolated: bool = False
 
     @property
     def bounds(self) -> dict[str, float]:
         """The bounds that apply to this kind, by name."""
-        if self.tau is not None:
-            return {"tau": self.tau}
         if self.trust is not None:
             return {"delta": self.delta}
         return {} if self.level is None else {"cap": self.cap, "low": self.low, "high": self.high}
@@ -116,7 +110,7 @@ class CorrectionRule:
     @property
     def replaces_clip(self) -> bool:
         """Whether the choice of tokens takes the place of PPO's clip."""
-        return self.tau is not None or self.trust == "token"
+        return self.trust == "token"
 
 
 _ENTRIES = (
@@ -283,13 +277,6 @@ _RULES = (
         high=1.01,
     ),
     CorrectionRule(
-        "m2po",
-        "ratio π_θ/μ; the most distant tokens dropped until their second moment is at most tau, in place of the clip "
-        "(2510.01161)",
-        "behaviour",
-        tau=0.04,
-    ),
-    CorrectionRule(
         "dppo",
         "ratio π_θ/μ; tokens dropped once their probability has moved by more than delta the way their advantage "
         "pushes, in place of the clip, and all held to μ by 0.001 (log π_θ/μ)² (DPPO-Binary-TV, 2602.04879)",
@@ -305,13 +292,6 @@ _RULES = (
         "behaviour",
         trust="sequence",
         delta=1e-4,
-    ),
-    CorrectionRule(
-        "a3po",
-        "decoupled with log π_prox put between log μ and log π_θ by the token's age, age / (age + 1) of the way: no "
-        "forward pass for it (A-3PO, 2512.06547)",
-        level="token",
-        interpolated=True,
     ),
 )
 

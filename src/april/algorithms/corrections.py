@@ -13,7 +13,7 @@ denominator, as in the published objectives.
 
 Invariants:
 - on-policy (π_θ = π_prox = μ) every correction is the identity: weights 1, nothing masked or capped;
-- where π_prox = μ, all kinds agree (of M2PO, DPPO and OPSM as long as π_θ is inside their trust regions);
+- where π_prox = μ, all kinds agree (of DPPO and OPSM as long as π_θ is inside their trust regions);
 - weights carry no gradient, are finite, and are 0 wherever `Correction.mask` is False.
 """
 
@@ -39,10 +39,8 @@ CorrectionKind = Literal[
     "icepop",
     "sequence",
     "geometric",
-    "m2po",
     "dppo",
     "opsm",
-    "a3po",
 ]
 
 
@@ -70,7 +68,6 @@ def correct(
     cap: float | None = None,
     low: float | None = None,
     high: float | None = None,
-    tau: float | None = None,
     delta: float | None = None,
     max_age: int | None = None,
 ) -> Correction:
@@ -86,20 +83,13 @@ def correct(
     - "sequence": weight min(W, cap), cap 2, with W the product of w over the sequence. The unbiased one, and the one
       whose variance grows with length.
     - "geometric": W^(1/length), sequences dropped unless 0.99 ≤ W^(1/length) ≤ 1.01.
-    - "m2po": ratio π_θ/μ; the tokens with the largest (log π_θ/μ)² are dropped until its mean over the batch is at
-      most `tau`, 0.04. M2PO, arXiv 2510.01161: it takes the place of the clip (ε_low = ε_high = inf). The choice is
-      made over the tensors given: pass the whole batch, not a micro-batch.
     - "dppo": ratio π_θ/μ; a token is dropped if A > 0 and π_θ - μ > delta, or A < 0 and π_θ - μ < -delta, delta 0.2.
       DPPO-Binary-TV, arXiv 2602.04879: it takes the place of the clip. Its loss also has `CorrectionRule.pull`.
     - "opsm": ratio π_θ/μ; a sequence is dropped if A < 0 and its mean of log μ/π_θ is above delta, 1e-4. Off-policy
       sequence masking, DeepSeek-V3.2.
-    - "a3po": decoupled with log π_prox = log μ + α log π_θ/μ, α = age / (age + 1), which needs no forward pass.
-      A-3PO, arXiv 2512.06547. α is the share of the updates since μ that came before this step's; `prox` is not looked
-      at.
 
     Args:
-        logp: log π_θ of each token, [B, T]; "m2po", "dppo", "opsm" and "a3po" look at it. At the start of a step it is
-            `prox`.
+        logp: log π_θ of each token, [B, T]; "dppo" and "opsm" look at it. At the start of a step it is `prox`.
         prox: log π_prox of each token, [B, T].
         behaviour: log μ of each token, [B, T].
         mask: True for trained policy tokens, [B, T].
@@ -108,30 +98,25 @@ def correct(
         cap: weights above are cut down to it; None is the kind's own, inf is none.
         low: tokens (or sequences) with a smaller weight are dropped; None is the kind's own, 0 is none.
         high: tokens (or sequences) with a larger weight are dropped; None is the kind's own, inf is none.
-        tau: bound of the second moment; None is the kind's own.
         delta: how far π_θ may have moved from μ; None is the kind's own.
         max_age: tokens older than this carry no gradient; None is no limit. Their samples' rewards still count in
             the advantages of the others.
 
     Raises:
-        ValueError: an unknown kind; a bound that the kind does not have; `max_age` or "a3po" without `ages`; "dppo" or
+        ValueError: an unknown kind; a bound that the kind does not have; `max_age` without `ages`; "dppo" or
             "opsm" without `advantages`.
     """
     if kind not in CORRECTIONS:
         raise ValueError(f"correction = {kind!r}: must be one of {', '.join(get_args(CorrectionKind))}")
     rule = CORRECTIONS[kind]
-    given = {"cap": cap, "low": low, "high": high, "tau": tau, "delta": delta}
+    given = {"cap": cap, "low": low, "high": high, "delta": delta}
     for name, value in given.items():
         if value is not None and name not in rule.bounds:
             raise ValueError(f'correction "{kind}" has no {name}: {", ".join(rule.bounds) or "no bound"} applies to it')
     bounds = rule.bounds | {name: value for name, value in given.items() if value is not None}
     kept = recent(mask, ages, max_age)
-    if rule.interpolated:
-        prox = _interpolated(logp, behaviour, ages)
     if rule.trust is not None:
         kept = kept & ~_moved_too_far(rule.trust, logp, behaviour, mask, advantages, bounds["delta"])
-    if "tau" in bounds:
-        kept = _inside_second_moment(log_ratio(logp, behaviour, mask).square(), kept, bounds["tau"])
     weights = _weights(rule.level, log_ratio(prox, behaviour, mask), mask)
     old = prox if rule.denominator == "prox" else behaviour
     capped = torch.zeros_like(mask)
@@ -155,14 +140,6 @@ def recent(mask: Tensor, ages: Tensor | None, max_age: int | None) -> Tensor:
     return mask & (ages <= max_age)
 
 
-def _interpolated(logp: Tensor, behaviour: Tensor, ages: Tensor | None) -> Tensor:
-    if ages is None:
-        raise ValueError('correction "a3po" needs the tokens\' ages')
-    logp, behaviour = at_least_float32(logp), at_least_float32(behaviour)
-    ages = ages.to(logp.dtype)
-    return behaviour + ages / (ages + 1) * (logp - behaviour)
-
-
 def _moved_too_far(
     what: str, logp: Tensor, behaviour: Tensor, mask: Tensor, advantages: Tensor | None, delta: float
 ) -> Tensor:
@@ -184,17 +161,6 @@ def _weights(level: str | None, log_w: Tensor, mask: Tensor) -> Tensor:
     elif level == "geometric":
         log_w = sequence_mean(log_w, mask)[:, None].expand_as(log_w)
     return bounded_exp(log_w)
-
-
-def _inside_second_moment(squares: Tensor, mask: Tensor, tau: float) -> Tensor:
-    """The largest set of tokens in `mask`, smallest squares first, whose mean square is at most `tau`."""
-    chosen = torch.zeros_like(mask)
-    order = squares[mask].sort()
-    means = order.values.cumsum(0) / torch.arange(1, len(order.values) + 1, device=squares.device)
-    inside = torch.empty_like(means, dtype=torch.bool)
-    inside[order.indices] = means <= tau
-    chosen[mask] = inside
-    return chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 It knows no model: log-probabilities, entropies and values come from whoever has one.
 
 Invariants:
-- advantages and whitening are of the whole batch, M2PO's choice of tokens is of the whole update;
+- advantages and whitening are of the whole batch;
 - with the update's denominator, the losses of its micro-batches add up to the loss of the update;
 - a sample without advantage still counts in every denominator, also where its loss is not computed.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 from april.algorithms import advantages as estimators
 from april.algorithms.batch import Batch
 from april.algorithms.catalogue import CORRECTIONS, UNBOUNDED, Algorithm, algorithm
-from april.algorithms.corrections import Correction, CorrectionKind, Diagnostics, correct, diagnostics, recent
+from april.algorithms.corrections import CorrectionKind, Diagnostics, correct, diagnostics, recent
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.algorithms.ratios import log_ratio
@@ -87,16 +87,6 @@ class Objective:
     def penalised(self) -> bool:
         """Whether the KL penalty is taken from the reward."""
         return self.regularised and self.algorithm.kl_place == "reward"
-
-    @property
-    def chooses_tokens(self) -> bool:
-        """Whether the correction chooses among all tokens of an update, which takes their log-probabilities."""
-        return CORRECTIONS[self.correction].tau is not None
-
-    @property
-    def asks_prox(self) -> bool:
-        """Whether the correction looks at π_prox, which takes a forward pass before several updates."""
-        return not CORRECTIONS[self.correction].interpolated
 
     def mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
         """The tokens trained on.
@@ -186,11 +176,6 @@ class Objective:
             return len(batch) * self.budget
         return max(int(batch.mask.sum()), 1)
 
-    def correct(self, batch: Batch, logp: Tensor, prox: Tensor) -> Correction:
-        """The correction of `batch`, given log π_θ and log π_prox of its tokens, [B, T] each."""
-        known = batch.behaviour, batch.mask, batch.ages, batch.advantages
-        return correct(self.correction, logp, prox, *known, **self.bounds)
-
     def loss(self, batch: Batch, logp: Tensor, entropy: Tensor, denominator: float) -> PolicyTerms:
         """What a micro-batch adds to the policy's loss.
 
@@ -203,7 +188,8 @@ class Objective:
         assert batch.advantages is not None
         held = recent(mask, batch.ages, self.bounds.get("max_age"))
         prox = logp.detach() if batch.prox is None else batch.prox
-        correction = batch.correction or self.correct(batch, logp, prox)
+        known = batch.behaviour, mask, batch.ages, batch.advantages
+        correction = correct(self.correction, logp, prox, *known, **self.bounds)
         clip = {"eps_low": chosen.eps_low, "eps_high": chosen.eps_high}
         if chosen.dual_clip is not None:
             clip["dual_clip"] = chosen.dual_clip

@@ -18,7 +18,6 @@ class AlgorithmSettings:
         correction_cap: Weights above are cut down to it; unset: as published. Kinds with a weight only.
         correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
         correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
-        correction_tau: m2po: the second moment that the tokens trained on may have; unset: as published.
         correction_delta: dppo: how far a token's probability may move; opsm: how far a response's mean log-probability
             may fall; unset: as published.
         correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
@@ -40,7 +39,6 @@ class AlgorithmSettings:
     correction_cap: PositiveUnbounded[float] | None = None
     correction_low: NotNegative[float] | None = None
     correction_high: PositiveUnbounded[float] | None = None
-    correction_tau: NotNegative[float] | None = None
     correction_delta: NotNegative[float] | None = None
     correction_max_age: NotNegative[int] | None = None
     eps_low: NotNegativeUnbounded[float] | None = None
@@ -57,6 +55,6 @@ class AlgorithmSettings:
     @property
     def correction_bounds(self) -> dict[str, float]:
         """The bounds that are set, by the names `corrections.correct` gives them."""
-        names = ("cap", "low", "high", "tau", "delta", "max_age")
+        names = ("cap", "low", "high", "delta", "max_age")
         bounds = {name: getattr(self, f"correction_{name}") for name in names}
         return {name: value for name, value in bounds.items() if value is not None}

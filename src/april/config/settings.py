@@ -345,8 +345,6 @@ class TrainingSettings:
         updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
         learning_rate: Peak learning rate of AdamW.
         critic_learning_rate: ppo: that of the critic.
-        ess_learning_rate: Multiply the learning rate of each update by the root of its effective sample size: smaller
-            steps where stale samples count very unequally (VCPO, arXiv 2602.17616).
         lr_schedule: How the learning rates go from their peaks to zero at the last step.
         warmup_steps: Steps of linear warm-up.
         betas: AdamW's decay rates.
@@ -373,7 +371,6 @@ class TrainingSettings:
     updates_per_step: Positive[int] = 1
     learning_rate: Positive[float] = 1e-6
     critic_learning_rate: Positive[float] = 1e-5
-    ess_learning_rate: bool = False
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NotNegative[int] = 0
     betas: tuple[float, float] = (0.9, 0.95)

@@ -191,7 +191,7 @@ class LocalLearner:
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
-        if batch.prox is None and self.settings.updates_per_step > 1 and self.objective.asks_prox:
+        if batch.prox is None and self.settings.updates_per_step > 1:
             signal = self.objective.carrying_signal(batch)
             batch = dataclasses.replace(batch, prox=self._score(self.logprobs, batch, signal))
         return batch
@@ -221,31 +221,24 @@ class LocalLearner:
         finite = all(map(math.isfinite, measured.values()))
         if not finite:
             self.skipped.skip(name, batch, samples, measured)
-        ess = sums.met.effective_sample_size
-        scale = math.sqrt(ess) if self.settings.ess_learning_rate else 1.0
         if finite and sums.tokens:
-            self._step_optimizers(scale, batch.lengths)
+            self._step_optimizers(batch.lengths)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
         means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
-        rate = scale * self.optimizer.param_groups[0]["lr"]
-        more = {"ess": ess, "lr": rate, "skipped_updates": float(not finite)}
+        rate = self.optimizer.param_groups[0]["lr"]
+        more = {"ess": sums.met.effective_sample_size, "lr": rate, "skipped_updates": float(not finite)}
         return means | measured | more, sums.met
 
     def _trained(self) -> tuple[Any, ...]:
         return (self.policy, self.critic) if self.critic else (self.policy,)
 
-    def _step_optimizers(self, scale: float, lengths: Sequence[int]) -> None:
-        """One step of each, the policy's at `scale` times its learning rate.
+    def _step_optimizers(self, lengths: Sequence[int]) -> None:
+        """One step of each.
 
         Each is tried again by itself if memory runs out: what another one has updated stays updated once.
         """
-        rate = self.optimizer.param_groups[0]["lr"]
-        set_learning_rate(self.optimizer, scale * rate)
-        try:
-            with self.update_share.of():
-                self.memory.fit(self.optimizer.step, lengths)
-        finally:
-            set_learning_rate(self.optimizer, rate)
+        with self.update_share.of():
+            self.memory.fit(self.optimizer.step, lengths)
         if self.critic_optimizer:
             self.memory.fit(self.critic_optimizer.step, lengths)
         self.masters.write()
@@ -257,10 +250,6 @@ class LocalLearner:
 
     def gradient(self, batch: Batch) -> Sums:
         """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
-        if self.objective.chooses_tokens:
-            now = self._score(self.logprobs, batch)
-            correction = self.objective.correct(batch, now, now if batch.prox is None else batch.prox)
-            batch = dataclasses.replace(batch, correction=correction)
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
         self.release_gradients()
         sums = Sums()
