@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from april.engines.replica import Replica
+from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
+
+REVIVAL_DELAY = 0.5
+"""Seconds before the first attempt to bring a lost replica back."""
 
 
 class State(Enum):
@@ -63,6 +67,7 @@ class Member:
     state: State = State.READY
     reason: str = ""
     """Why it is not ready."""
+    supervisor: Supervisor = field(default_factory=lambda: Supervisor(RestartPolicy(REVIVAL_DELAY)))
     failures: FailureRate = field(default_factory=FailureRate)
     given: int = 0
     """Samples that it was given."""
@@ -104,6 +109,10 @@ class Member:
             where = f" at {self.place}" if self.place else ""
             log.warning("%s%s is %s: %s", self.name, where, state.value, reason)
             self.losses += state is State.LOST
+        if state is State.READY:
+            self.supervisor.running()
+        elif state is State.GONE:
+            self.supervisor.give_up(reason)
         self.state, self.reason = state, reason
         self.failures = FailureRate()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from april.engines.member import Member, State
@@ -20,9 +19,6 @@ from april.engines.weights import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
-
-FIRST_DELAY, LONGEST_DELAY = 0.5, 30.0
-"""Seconds between attempts to bring a member back: twice as long after each."""
 
 
 class Versions:
@@ -54,8 +50,6 @@ class Versions:
         self.updated = False
         """Members hold weights that they were given, if only by name: an engine may share the trainer's own."""
         self._updating = asyncio.Lock()
-        self._changed = asyncio.Event()
-        """Set for a moment when there is reason to try again at once."""
 
     async def go_over(self, version: int, weights: Any) -> None:
         """See `EnginePool.update_weights`."""
@@ -151,26 +145,19 @@ class Versions:
             member.revival = asyncio.create_task(self._revive(member), name=f"revive {member.name}")
 
     async def _revive(self, member: Member) -> None:
-        delay = FIRST_DELAY
+        member.supervisor.died(member.reason)
         while not member.ready:
-            if await self._woken(delay):
-                delay = FIRST_DELAY
-            delay = min(2 * delay, LONGEST_DELAY)
+            await member.supervisor.back_off()
+            member.supervisor.starting()
             if await self._revived(member):
                 self._came_back()
                 return
-
-    async def _woken(self, seconds: float) -> bool:
-        """Wait so long; whether `wake` ended it before."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                return await self._changed.wait()
-        return False
+            member.supervisor.died(member.reason)
 
     def wake(self) -> None:
         """Try at once to bring lost members back."""
-        self._changed.set()
-        self._changed.clear()
+        for member in self._members:
+            member.supervisor.wake()
 
     async def _revived(self, member: Member) -> bool:
         """Whether the wait for a member is over: it is ready, or gone, or its weights are."""

@@ -31,6 +31,7 @@ from april.engines.servers.dialect import Dialect
 from april.engines.servers.launch import RESTARTS, STEADY
 from april.engines.servers.log_cause import exit_of
 from april.engines.servers.requests import ReadingSettings, RequestOrder
+from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
 
 log = logging.getLogger(__name__)
@@ -61,9 +62,7 @@ class Intake:
         """Why it does not run; None while it does."""
         self.life = 0
         """Grows with every start."""
-        self._restarts = restarts
-        self._deaths = 0
-        self._began = 0.0
+        self._supervisor = Supervisor(RestartPolicy(0.0, restarts, forgiven_after=STEADY))
         self._starting = asyncio.Lock()
         self._readers: dict[int, RemoteRequests] = {}
         self._keys = itertools.count()
@@ -79,13 +78,16 @@ class Intake:
         async with self._starting:
             if self.down is None:
                 return
-            if self._deaths > self._restarts:
-                raise ReplicaGoneError(f"{self.down}; it died {self._deaths} times in a row, and is not started again")
+            if self._supervisor.given_up:
+                deaths = self._supervisor.deaths
+                raise ReplicaGoneError(f"{self.down}; it died {deaths} times in a row, and is not started again")
             await self._end()
+            self._supervisor.starting()
             self.process = await LinkedProcess.start(
                 self.name, "april.engines.servers.intake_process", self._received, self._lost
             )
-            self.down, self._began = None, asyncio.get_running_loop().time()
+            self._supervisor.running()
+            self.down = None
             self.life += 1
 
     def add(self, reader: RemoteRequests) -> int:
@@ -146,8 +148,7 @@ class Intake:
     def _died(self, reason: str) -> None:
         if self.down is not None:  # it has been closed, or that is known
             return
-        steady = asyncio.get_running_loop().time() - self._began > STEADY
-        self._deaths = 1 if steady else self._deaths + 1
+        self._supervisor.died(reason)
         self.down = f"{self.name} {reason}"
         log.warning("%s; the streams it read go on elsewhere", self.down)
         self._calls.fail(self.down)

@@ -28,12 +28,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import aiohttp
 
 from april.engines.servers.address import is_loopback, reachable
 from april.engines.servers.log_cause import cause, exit_of, last_line
 from april.engines.servers.process import process_group
+from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
@@ -42,8 +44,8 @@ RESTARTS = 3
 """Deaths in a row, before it was ready, after which a server is not started again."""
 STEADY = 600.0
 """Seconds that a server has to run until its earlier deaths no longer count."""
-BACKOFF, LONGEST = 1.0, 30.0
-"""Seconds before a dead server is started again; twice as long after each further death in a row."""
+BACKOFF = 1.0
+"""Seconds before a dead server is started again, after its first death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +115,17 @@ class Server:
     """The leader of its process group, or that of the last one."""
     down: str | None = field(default=None, init=False)
     """Why it does not run; None while it does."""
-    given_up: bool = field(default=False, init=False)
-    """It died so often that it is not started again."""
+    supervisor: Supervisor = field(init=False)
     _said: int = field(default=0, init=False)
     """Where in its log this start begins."""
-    _was_ready: bool = field(default=False, init=False)
-    """It was ready in its current life, or in the latest one."""
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(RestartPolicy(BACKOFF, self.how.restarts, steady_after=STEADY))
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it died so often that it is not started again."""
+        return self.supervisor.given_up
 
     @property
     def name(self) -> str:
@@ -138,34 +145,32 @@ class Server:
         Raises:
             EngineError: it died, or was not ready in time, before it was ready for the first time.
         """
-        deaths, unready, clock = 0, 0, asyncio.get_running_loop().time
+        supervisor = self.supervisor
         while True:
-            began = clock()
+            supervisor.starting()
             try:
                 await self._live(started)
             except EngineError as error:
                 self.down = str(error)
                 if not started.is_set():
                     raise
-            deaths = 1 if clock() - began > STEADY else deaths + 1
-            unready = 0 if self._was_ready else unready + 1
-            if unready > self.how.restarts:
-                self.given_up = True
-                log.error("%s; it is not started again, for it died %d times before it was ready", self.down, unready)
+                delay = supervisor.died(self.down)
+            if delay is None:
+                deaths = supervisor.deaths
+                log.error("%s; it is not started again, for it died %d times before it was ready", self.down, deaths)
                 return
-            delay = min(BACKOFF * 2.0 ** min(deaths - 1, 60), LONGEST)
             log.warning("%s; it is started again in %g s", self.down, delay)
-            await asyncio.sleep(delay)
+            await supervisor.back_off()
 
-    async def _live(self, started: asyncio.Event) -> None:
-        """One life, which ends with an EngineError that says why."""
+    async def _live(self, started: asyncio.Event) -> NoReturn:
+        """Run the server once. Raise EngineError with the reason when it has ended."""
         self._said = self.log.stat().st_size
-        self._was_ready = False
         died = "died while starting"
         try:
             async with process_group(self.command, self.log, self.how.environment, self.how.api_key) as self.process:
                 if await self._ready():
-                    self.down, died, self._was_ready = None, "died", True
+                    self.down, died = None, "died"
+                    self.supervisor.running()
                     started.set()
                     await self.process.wait()
                     self.down = f"{self.name} died"
