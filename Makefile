@@ -66,35 +66,34 @@ test-cluster:
 # In an environment of its own, too: april's, and DeepSpeed.
 test-trl:
 	PYTHON=$(PYTHON) scripts/setup_trl.sh
-	$(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" tests/integrations/test_trl*.py
+	$(TEST_ENV) .frameworks/trl/bin/python -m pytest -m "slow or not slow" tests/integrations/trl
 
 # Sets up an environment of its own first, under .frameworks: verl needs older transformers than april is tested with.
 test-verl:
 	PYTHON=$(PYTHON) scripts/setup_verl.sh
-	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/test_verl.py tests/integrations/test_verl_agents.py \
-		tests/integrations/test_verl_replicas.py
+	$(TEST_ENV) .frameworks/verl/bin/python -m pytest tests/integrations/verl
 
 # Sets up an environment of its own first, too, without what of OpenRLHF needs CUDA.
 test-openrlhf:
 	PYTHON=$(PYTHON) scripts/setup_openrlhf.sh
-	$(TEST_ENV) .frameworks/openrlhf/bin/python -m pytest tests/integrations/test_openrlhf.py
+	$(TEST_ENV) .frameworks/openrlhf/bin/python -m pytest tests/integrations/openrlhf
 
 # As OpenRLHF's. SkyRL wants Python 3.12.
 test-skyrl:
 	PYTHON=$(PYTHON3_12) scripts/setup_skyrl.sh
-	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/test_skyrl.py
+	$(TEST_ENV) .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl
 
 # As OpenRLHF's.
 test-areal:
 	PYTHON=$(PYTHON) scripts/setup_areal.sh
-	$(TEST_ENV) .frameworks/areal/bin/python -m pytest tests/integrations/test_areal.py
+	$(TEST_ENV) .frameworks/areal/bin/python -m pytest tests/integrations/areal
 
 # As OpenRLHF's. slime is on no package index: from its source, which APRIL_SLIME_SOURCE names or the script gets.
 test-slime: export APRIL_SLIME_SOURCE ?= $(CURDIR)/.frameworks/slime-source
 test-slime:
 	PYTHON=$(PYTHON) scripts/setup_slime.sh
 	PYTHON=$(PYTHON) scripts/setup_sglang.sh
-	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/test_slime.py tests/servers/test_slime.py
+	$(TEST_ENV) .frameworks/slime/bin/python -m pytest tests/integrations/slime tests/servers/test_slime.py
 
 # As OpenRLHF's. Megatron-Bridge wants Python 3.12.
 test-megatron:

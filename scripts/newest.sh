@@ -12,7 +12,7 @@ tested=$(version)
 newest=$(version)
 log=$(mktemp)
 cd "$root" && APRIL_ANY_VERSION=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
-  "$env/bin/python" -m pytest -q -rfE --tb=short "tests/integrations/test_$name"*.py 2>&1 | tee "$log"
+  "$env/bin/python" -m pytest -q -rfE --tb=short "tests/integrations/$name" 2>&1 | tee "$log"
 failed=${PIPESTATUS[0]}
 broken=$(grep -E '^(FAILED|ERROR) ' "$log" | sed -E 's/^[A-Z]+ [^ ]*\.py(::)?//; s/ - .*//' | paste -sd ' ')
 [ "$failed" -eq 0 ] && broken=nothing

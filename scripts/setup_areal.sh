@@ -3,7 +3,7 @@
 # AReaL demands an older torch, and the packages of every agent framework that it has an example for; its trainer runs
 # with this torch, and without those.
 #   scripts/setup_areal.sh [DIR]
-#   .frameworks/areal/bin/python -m pytest tests/integrations/test_areal.py
+#   .frameworks/areal/bin/python -m pytest tests/integrations/areal
 source "$(dirname "$0")/environment.sh"
 environment "${1:-$root/.frameworks/areal}" scripts/setup_areal.sh
 $pip install torch==2.13.0

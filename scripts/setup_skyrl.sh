@@ -3,7 +3,7 @@
 # SkyRL itself demands flash-attn, vLLM and nixl, which need CUDA; its trainer and its FSDP2 worker do not. It wants
 # Python 3.12. Where pip finds no CPU build of torch for that, it takes the one with CUDA: larger, the same here.
 #   PYTHON=python3.12 scripts/setup_skyrl.sh [DIR]
-#   .frameworks/skyrl/bin/python -m pytest tests/integrations/test_skyrl.py
+#   .frameworks/skyrl/bin/python -m pytest tests/integrations/skyrl
 source "$(dirname "$0")/environment.sh"
 PYTHON=${PYTHON:-python3.12}
 environment "${1:-$root/.frameworks/skyrl}" scripts/setup_skyrl.sh

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A virtual environment with verl for machines without a GPU, to test april's integration in: .frameworks/verl by default.
 #   scripts/setup_verl.sh [DIR]
-#   .frameworks/verl/bin/python -m pytest tests/integrations/test_verl*.py
+#   .frameworks/verl/bin/python -m pytest tests/integrations/verl
 source "$(dirname "$0")/environment.sh"
 environment "${1:-$root/.frameworks/verl}" scripts/setup_verl.sh
 $pip install torch==2.13.0

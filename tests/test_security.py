@@ -55,8 +55,8 @@ ALLOWED = {
 
 
 TRUSTED = {
-    "integrations/slime.py": "TRUSTED",  # slime has run the same code by then
-    "integrations/trl_async.py": "args.trust_remote_code",  # TRL's setting, False where nobody sets it
+    "integrations/slime/rollouts.py": "TRUSTED",  # slime has run the same code by then
+    "integrations/trl/async_grpo.py": "args.trust_remote_code",  # TRL's setting, False where nobody sets it
 }
 """What decides there whether code that a model brings is run."""
 

@@ -30,7 +30,7 @@ from pass_server import SGLangPasses
 from passes import BOUND, GROUP, LONGEST, OVER, STEPS, N, Passes, Steps, measure
 
 from april.integrations.areal import PPOTrainer
-from tests.integrations.areal_trainer import configuration, prepare, rank, rows
+from tests.integrations.areal.trainer import configuration, prepare, rank, rows
 
 SECONDS = 0.03
 ARMS = "april_2N areal_2N synchronous april_4N areal_4N areal_N"

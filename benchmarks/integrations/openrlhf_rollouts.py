@@ -41,10 +41,10 @@ from overlap_real import children
 from passes import BOUND, GROUP, LOGPROB, LONGEST, OVER, STEPS, N, Passes, Steps, measure
 
 from april.integrations.openrlhf import PPOTrainer, Settings
-from april.integrations.openrlhf_engine import RolloutActor, undecorated
+from april.integrations.openrlhf.vllm_actor import RolloutActor, undecorated
 from tests import tiny
+from tests.integrations.openrlhf.test_trainer import arguments
 from tests.integrations.restart import own_ray
-from tests.integrations.test_openrlhf import arguments
 
 TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""

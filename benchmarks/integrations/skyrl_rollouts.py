@@ -38,7 +38,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from april.integrations.settings import Settings
 from april.integrations.skyrl import Experiment, Trainer
 from tests.integrations.restart import own_ray
-from tests.integrations.skyrl_trainer import configuration, prepare
+from tests.integrations.skyrl.trainer import configuration, prepare
 
 TURNS = ("synchronous", "april_2N", "april_4N")
 """Arms whose trainer and engine take turns."""
@@ -139,7 +139,7 @@ def run(folder: Path, arm: str, ticks: int, seed: int) -> Steps:
 
 
 def main() -> None:
-    skyrl_gym.register(id="length", entry_point="tests.integrations.skyrl_trainer:Length")
+    skyrl_gym.register(id="length", entry_point="tests.integrations.skyrl.trainer:Length")
     with tempfile.TemporaryDirectory() as name, own_ray(STAND_INS):
         folder = Path(name)
         prepare(folder)

@@ -44,8 +44,10 @@ from slime.utils.http_utils import init_http_client
 
 from april.engines.servers.launch import Launch, Server, launch_sglang
 from april.integrations import slime as plugin
+from april.integrations.slime.rollouts import SlimeRollouts
+from april.integrations.slime.servers import OneVersion
 from tests import tiny
-from tests.integrations.slime_source import prompt_file, slime_arguments
+from tests.integrations.slime.source import prompt_file, slime_arguments
 
 N, OVER, G, SLOTS = 8, 16, 4, 64
 LONGEST, MEDIAN, SIGMA = 768, 60, 1.0
@@ -72,7 +74,7 @@ def as_long_as_planned() -> None:
         return await generate(args, sample, sampling_params)
 
     sglang_rollout.generate = planned
-    body = plugin.OneVersion.body
+    body = OneVersion.body
 
     def planned_body(self: Any, stream: Any, salt: str) -> dict[str, Any]:
         group, _, index = stream.sample_id.partition(".")
@@ -80,8 +82,8 @@ def as_long_as_planned() -> None:
         stream.budget = LENGTHS[int(group) * G + int(index)] - before
         return body(self, stream, salt)
 
-    plugin.OneVersion.body = planned_body
-    plugin.SlimeRollouts._stop_tokens = lambda self: ()
+    OneVersion.body = planned_body
+    SlimeRollouts._stop_tokens = lambda self: ()
 
 
 def processor_seconds_of_all() -> float:

@@ -49,7 +49,7 @@ from verl.workers.rollout.replica import TokenOutput
 from april.integrations.verl import AprilTrainer
 from april.simulation.hardware import GPUS, MODELS, roofline
 from tests import tiny
-from tests.integrations.verl_trainer import (
+from tests.integrations.verl.trainer import (
     BEGUN,
     TinyReplica,
     TinyServers,

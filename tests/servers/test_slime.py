@@ -1,6 +1,6 @@
 """april in slime, with slime's real router, on a real SGLang server.
 
-Beside slime's source (see tests/integrations/slime_source.py), the interpreter of these tests needs SGLang itself.
+Beside slime's source (see tests/integrations/slime/source.py), the interpreter of these tests needs SGLang itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from tests.integrations.slime_source import need_slime, prompt_file, slime_arguments
+from tests.integrations.slime.source import need_slime, prompt_file, slime_arguments
 
 SOURCE = need_slime()
 
@@ -36,6 +36,8 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from april import EngineError  # noqa: E402
 from april.engines.servers.launch import Launch, Server, launch_sglang  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
+from april.integrations.slime import servers  # noqa: E402
+from april.integrations.slime.data_source import state_path  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.servers.conftest import ENVIRONMENT, python_of  # noqa: E402
 
@@ -89,7 +91,7 @@ def args(models: list[Path], server: Server, tmp_path: Path, monkeypatch: pytest
         *("--hf-checkpoint", str(models[0]), "--prompt-data", str(data), "--label-key", "label", "--num-rollout", "9"),
         *("--rollout-batch-size", str(N), "--n-samples-per-prompt", str(G), "--over-sampling-batch-size", str(OVER)),
         *("--partial-rollout", "--rollout-max-response-len", "100", "--global-batch-size", str(N * G)),
-        *("--custom-rm-path", "tests.integrations.slime_source.length_parity", "--micro-batch-size", "1"),
+        *("--custom-rm-path", "tests.integrations.slime.source.length_parity", "--micro-batch-size", "1"),
         *("--rollout-external-engine-addrs", server.url, "--sglang-device", "cpu", "--rollout-seed", "5"),
         *("--rollout-function-path", "april.integrations.slime.rollout"),
         *("--data-source-path", "april.integrations.slime.DataSource"),
@@ -226,7 +228,7 @@ def test_what_waits_is_part_of_slimes_checkpoint(routed: Namespace, server: Serv
     for saved in range(6):
         check(plugin.rollout(routed, saved, source).samples, seen)
         source.save(saved)
-        state = json.loads(plugin.state_path(routed.save, saved).read_text())
+        state = json.loads(state_path(routed.save, saved).read_text())
         buffered = state["scheduler"]["state"]["buffer"]["groups"]
         waiting = {group["prompt"]["id"]: [response_ids(sample) for sample in group["samples"]] for group in buffered}
         begun = [s for group in buffered for s in group["samples"] if s["finish"] is None and s["segments"]]
@@ -274,7 +276,7 @@ def test_a_batch_that_was_handed_over_early_is_part_of_slimes_checkpoint(
     for output in (first, handed, plugin.rollout(routed, 2, again)):
         check(output.samples, seen)
     source.save(1)
-    assert json.loads(plugin.state_path(routed.save, 1).read_text())["ahead"] is None, "it has been trained on"
+    assert json.loads(state_path(routed.save, 1).read_text())["ahead"] is None, "it has been trained on"
 
 
 def test_evaluation_is_slimes_own(routed: Namespace, server: Server) -> None:
@@ -291,8 +293,8 @@ def test_evaluation_is_slimes_own(routed: Namespace, server: Server) -> None:
 
 def test_filter_hook_and_group_rewards_are_slimes(routed: Namespace) -> None:
     routed.group_rm, routed.reward_key = True, "parity"
-    routed.custom_rm_path = "tests.integrations.slime_source.group_lengths"
-    routed.rollout_sample_hook_path = ["tests.integrations.slime_source.note_length"]
+    routed.custom_rm_path = "tests.integrations.slime.source.group_lengths"
+    routed.rollout_sample_hook_path = ["tests.integrations.slime.source.note_length"]
     routed.dynamic_sampling_filter_path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     source = plugin.DataSource(routed)
     seen: set[int] = set()
@@ -317,7 +319,7 @@ def test_without_partial_rollout_nothing_waits(routed: Namespace, server: Server
 
 
 def test_a_router_without_servers_is_one_clear_line(args: Namespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "REGISTRATION", 0.0)
+    monkeypatch.setattr(servers, "REGISTRATION", 0.0)
     args.sglang_router_ip, args.sglang_router_port = _start_router(args)
     init_http_client(args)
     with pytest.raises(EngineError, match=r"slime's router at .* knows of no server"):
@@ -342,8 +344,8 @@ def test_the_rollout_function_passes_slimes_contract_tests(routed: Namespace, tm
             **os.environ,
             "APRIL_SLIME_CONTRACT": str(saved),
             "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-            "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": "tests.integrations.slime_source.contract_rollout",
-            "SLIME_CONTRACT_EVAL_FUNCTION_PATH": "tests.integrations.slime_source.contract_rollout",
+            "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": "tests.integrations.slime.source.contract_rollout",
+            "SLIME_CONTRACT_EVAL_FUNCTION_PATH": "tests.integrations.slime.source.contract_rollout",
             "SLIME_CONTRACT_DATA_SOURCE_PATH": "april.integrations.slime.DataSource",
         },
         cwd=SOURCE,

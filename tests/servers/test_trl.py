@@ -15,10 +15,10 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from april.engines.servers.launch import Server
 from april.integrations.trl import PartialRollouts
-from april.integrations.trl_async import AsyncGRPOTrainer
+from april.integrations.trl.async_grpo import AsyncGRPOTrainer
 from tests import tiny
-from tests.integrations.trl_on_cpu import without_a_gpu
-from tests.integrations.trl_trainer import TEMPLATE, Reward, Watched, rows
+from tests.integrations.trl.on_cpu import without_a_gpu
+from tests.integrations.trl.trainer import TEMPLATE, Reward, Watched, rows
 from tests.servers.conftest import Kind
 
 AGREES = 1e-3

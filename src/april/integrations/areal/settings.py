@@ -1,0 +1,72 @@
+"""AReaL's settings that april reads, and those that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal.api.alloc_mode import ModelAllocation
+from areal.api.cli_args import PPOConfig
+from areal.utils.environ import is_single_controller
+
+from april.integrations.settings import Settings, at, refuse
+from april.rollout.params import RolloutParams
+
+TEXT = "april stops at token ids and never looks at text: leave it out"
+
+
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+    "rollout._version": ("v1", "april has been run with v1: choose it"),
+    "rollout.use_lora": (False, "april has not been run with AReaL's adapters: set it to false"),
+    "rollout.return_routed_experts": (False, "april does not record routed experts: set it to false"),
+    "dynamic_bs": (False, "april replaces groups that a filter turns away: set it to false"),
+    "gconfig.stop": (None, TEXT),
+    "gconfig.min_new_tokens": (0, "april does not forbid a response to end: leave it out"),
+    "gconfig.frequency_penalty": (0.0, "log-probabilities would not be those that tokens are drawn with: leave it out"),
+    "gconfig.ignore_eos": (False, "april's responses end with the model's end token: set it to false"),
+    "gconfig.use_beam_search": (False, "a beam is no sample of the policy: set it to false"),
+}
+"""Settings under which AReaL would do something else."""
+
+
+def params_of(config: PPOConfig, settings: Settings) -> RolloutParams:
+    """How many groups are under way, and how old they may be.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    return settings.params(
+        config.train_dataset.batch_size,
+        config.gconfig.n_samples,
+        {
+            "rollout_batch_size": "train_dataset.batch_size",
+            "n_samples_per_prompt": "gconfig.n_samples",
+            "over_sampling_batch_size": "over_sampling_batch_size",
+            "max_staleness": "rollout.max_head_offpolicyness",
+        },
+    )
+
+
+def check(config: PPOConfig, settings: Settings) -> None:
+    """Refuse settings under which rollouts would not be what they say, each by name.
+
+    Raises:
+        ValueError: names the setting and the remedy.
+    """
+    refuse(UNSUPPORTED, lambda name, default: at(config, name, default))
+    if is_single_controller():
+        raise ValueError(
+            "AREAL_SPMD_MODE is not set: april's rollouts are in the process that trains; start the script by "
+            "`python -m areal.infra.launcher.local`"
+        )
+    if ModelAllocation.from_str(config.rollout.backend, name="rollout").backend != "sglang":
+        raise ValueError(f"rollout.backend = {config.rollout.backend}: april has been run with SGLang: choose sglang")
+    ranks = ModelAllocation.from_str(config.actor.backend, name="actor").parallel.dp_size
+    if ranks != 1:
+        raise ValueError(f"actor.backend = {config.actor.backend}: april has been run with one rank: set d1")
+    if config.actor.recompute_logprob and not config.actor.use_decoupled_loss:
+        raise ValueError(
+            "actor.recompute_logprob = True: it forgets the policies that tokens were drawn with; set it to false, or "
+            "set actor.use_decoupled_loss"
+        )
+    params_of(config, settings)

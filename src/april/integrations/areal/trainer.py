@@ -1,0 +1,88 @@
+"""AReaL's trainer, whose training batches come from april."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from areal.api.cli_args import PPOConfig
+from areal.engine import RemoteSGLangEngine
+from areal.trainer import rl_trainer
+
+from april.integrations.areal.rollouts import Prompts, Rollouts
+from april.integrations.areal.settings import check
+from april.integrations.settings import Settings
+
+
+class Engine(RemoteSGLangEngine):  # type: ignore[misc]
+    """AReaL's engine, whose training batches come from april."""
+
+    def __init__(self, config: Any, rollouts: Rollouts) -> None:
+        super().__init__(config)
+        self.rollouts = rollouts
+
+    def prepare_batch(
+        self,
+        dataloader: Any,
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        should_accept_fn: Any = None,
+        group_size: int = 1,
+        dynamic_bs: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """See `Rollouts.batch`. As with AReaL's own, the workflow of the first call is that of all."""
+        resolved = self._engine._resolve_workflow(workflow, workflow_kwargs)
+        accept = self._engine._resolve_should_accept_fn(should_accept_fn)
+        return self.rollouts.batch(self._engine.addresses, self.get_version(), resolved, accept)
+
+    def pause(self) -> None:
+        self.rollouts.pause()
+        super().pause()
+
+    def resume(self) -> None:
+        self.rollouts.resume(self.get_version())
+        super().resume()
+
+    def destroy(self) -> None:
+        self.rollouts.close()
+        super().destroy()
+
+
+class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
+    """AReaL's trainer with april's rollouts. `rollout.max_head_offpolicyness` is the staleness bound.
+
+    Args:
+        over_sampling_batch_size: groups under way (N'), or "auto": chosen from what is observed.
+
+    Raises:
+        ValueError: names a setting that is not supported.
+    """
+
+    def __init__(
+        self, config: PPOConfig, *datasets: Any, over_sampling_batch_size: Any = "auto", **others: Any
+    ) -> None:
+        settings = Settings(
+            over_sampling_batch_size=over_sampling_batch_size, max_staleness=config.rollout.max_head_offpolicyness
+        )
+        check(config, settings)
+        self.rollouts = Rollouts(config, settings)
+        try:
+            super().__init__(config, *datasets, **others)
+        except BaseException:
+            self.rollouts.close()
+            raise
+
+    def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
+        dataloader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
+        if dataset_config is self.config.train_dataset:
+            self.rollouts.prompts = Prompts(dataloader, self.rollouts)
+            return self.rollouts.prompts
+        return dataloader
+
+    def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:
+        if is_eval:
+            return super()._init_rollout(rollout_config, is_eval, lora_path)
+        engine = Engine(copy.deepcopy(rollout_config), self.rollouts)
+        engine.initialize(train_data_parallel_size=self.actor_alloc.parallel.dp_size)
+        return engine

@@ -1,0 +1,243 @@
+"""OpenRLHF with active partial rollouts: `python -m april.integrations.openrlhf` in place of
+`python -m openrlhf.cli.train_ppo_ray`, with the same flags.
+
+Invariants:
+- a step trains on `--rollout.batch_size` complete groups, each next to each other, every sample with its own prompt and
+  label; groups that OpenRLHF's filter turns away are replaced;
+- a sample is scored once, by OpenRLHF's own executor, while others generate;
+- prompts come from OpenRLHF's dataloader in its order, each once an episode; what it has given is under way here,
+  trained on, or turned away, and OpenRLHF's checkpoint holds it;
+- the engines have one set of weights from the moment that OpenRLHF has brought them there to the next time;
+- evaluation sees and changes nothing of the buffer.
+
+Three names of OpenRLHF's are replaced where it looks for them: its vLLM actor, its trainer, and in that its generator.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from openrlhf.trainer.ppo_utils import samples_generator
+from openrlhf.trainer.ray import vllm_engine
+from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+from april.engines.pool import EnginePool
+from april.integrations.openrlhf.settings import check, params_of
+from april.integrations.openrlhf.vllm_actor import replicas
+from april.integrations.saved import opened, stamped
+from april.integrations.settings import Settings
+from april.integrations.versions import Versions
+from april.rollout.disk import as_json
+from april.rollout.engine import Engine
+from april.rollout.event_loop import EventLoop
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.step import Step
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
+
+FORMAT = 1
+
+
+class Finished:
+    """A finished response, where OpenRLHF's executor asks an engine to generate one."""
+
+    def __init__(self, sample: Sample) -> None:
+        ids = sample.response_ids
+        logprobs = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, sample.logprobs, strict=True)]
+        reason = "length" if sample.finish is FinishReason.LENGTH else "stop"
+        self.output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:
+        return SimpleNamespace(outputs=[self.output])
+
+
+class Prompts(Iterator[Prompt]):
+    """OpenRLHF's prompts, episode after episode without a break."""
+
+    def __init__(self, dataloader: Any, encode: Any) -> None:
+        self.dataloader = dataloader
+        self.encode = encode
+        self.drawn = 0
+        self._rows: Iterator[Any] | None = None
+
+    def __next__(self) -> Prompt:
+        if self._rows is None:
+            self._rows = iter(self.dataloader)
+        row = next(self._rows, None)
+        if row is None:
+            self._rows = iter(self.dataloader)
+            row = next(self._rows)
+        _, (prompt,), (label,), (images,) = row
+        if images is not None:
+            raise ValueError("a prompt has images: april's prompts are text")
+        self.drawn += 1
+        made: Prompt = self.encode(prompt, label)
+        return made
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the dataloader is in OpenRLHF's checkpoint."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.drawn, self._rows = state["drawn"], None
+
+
+class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
+    """OpenRLHF's, with a scheduler between its prompts and its engines."""
+
+    def __init__(self, settings: Settings, generate_kwargs: Mapping[str, Any], **parts: Any) -> None:
+        super().__init__(**parts)
+        check(self.args, settings)
+        self.generate_kwargs = dict(generate_kwargs)
+        self.updated = True
+        """OpenRLHF has brought new weights to the engines since the last rollout."""
+        self._executor = SingleTurnAgentExecutor(getattr(self.args.reward, "remote_url", None))
+        self._steps = 0
+        """Steps taken in this episode."""
+        self._loop = EventLoop("april rollouts")
+        self._loop.run(self._set_up(settings))
+
+    async def _set_up(self, settings: Settings) -> None:
+        self.prompts = Prompts(self.prompts_dataloader, self._encode)
+        self.scheduler = RolloutScheduler(
+            EnginePool(list[Engine](replicas(self.vllm_engines))),
+            self.prompts,
+            self._score,
+            params_of(self.args, settings),
+            sampling=self._sampling(self.generate_kwargs),
+            dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
+            seed=self.args.train.seed,
+        )
+        self._versions = Versions(self.scheduler)
+        self.step: Step | None = None
+        """The last one."""
+
+    def _sampling(self, kwargs: Mapping[str, Any]) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=kwargs.get("max_new_tokens") or kwargs["max_len"],
+            temperature=kwargs.get("temperature", 1.0),
+            top_p=kwargs.get("top_p", 1.0),
+            top_k=max(kwargs.get("top_k", -1), 0),
+        )
+
+    def _encode(self, prompt: str, label: Any) -> Prompt:
+        """As OpenRLHF's executor tokenizes it, and shortens it where it would leave a response no room."""
+        ids = self.tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
+        room = self.generate_kwargs["max_len"] - (self.generate_kwargs.get("max_new_tokens") or 1)
+        return Prompt(tuple(ids[-room:]), metadata={"prompt": prompt, "label": label})
+
+    async def _respond(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
+        """What OpenRLHF's executor makes of a finished sample: its reward above all."""
+        kwargs = self.generate_kwargs
+        params = SimpleNamespace(max_tokens=kwargs.get("max_new_tokens"), logprobs=1)
+        response: dict[str, Any] = await self._executor.execute(
+            prompt=prompt.metadata["prompt"],
+            label=prompt.metadata["label"],
+            sampling_params=params,
+            max_length=kwargs["max_len"],
+            hf_tokenizer=self.tokenizer,
+            llm_engine=Finished(sample),
+        )
+        assert response["observation_tokens"] == [*sample.prompt_ids, *sample.response_ids]
+        return response
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
+        response = await self._respond(prompt, sample)
+        said = {name: response[name] for name in ("reward", "scores", "extra_logs")}
+        if self._executor.reward_endpoints and said["reward"] is None:
+            raise RuntimeError("OpenRLHF's executor got no reward (its log says why)")
+        info = json.loads(as_json(said))
+        value = info["reward"][0] if isinstance(info["reward"], list) else info["reward"]
+        return Reward(0.0 if value is None else float(value), info)
+
+    def _keep(self, group: Group) -> bool:
+        """OpenRLHF's filter by the mean score of a group."""
+        scores = [_number(sample.reward_info["scores"]) for sample in group.samples]
+        low, high = self.args.algo.dynamic_filtering_range
+        return bool(low < sum(scores) / len(scores) < high)
+
+    def _experiences(self, groups: Sequence[Group], kwargs: Mapping[str, Any]) -> list[Any]:
+        """As OpenRLHF makes them of its engines' responses."""
+        made = []
+        for group in groups:
+            for sample in group.samples:
+                prompt = len(sample.prompt_ids)
+                response = {
+                    "prompt": group.prompt.metadata["prompt"],
+                    "label": group.prompt.metadata["label"],
+                    "images": None,
+                    "mm_train_inputs": None,
+                    "observation_tokens": [*sample.prompt_ids, *sample.response_ids],
+                    "action_ranges": [(prompt, prompt + sample.length)],
+                    "rollout_log_probs": [0.0] * prompt + sample.logprobs.tolist(),
+                    "truncated": sample.finish is FinishReason.LENGTH,
+                    "reward": _number(sample.reward_info["reward"]),
+                    "scores": _number(sample.reward_info["scores"]),
+                    "extra_logs": {k: _number(v) for k, v in sample.reward_info["extra_logs"].items()},
+                }
+                made.append(self._process_response_into_experience(response, **kwargs))
+        return made
+
+    def _awake(self, what: str) -> None:
+        if self.args.vllm.enable_sleep:
+            vllm_engine.batch_vllm_engine_call(self.vllm_engines, what)
+
+    def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
+        """A step's samples, the % of groups that the filter kept, prompts begun, and whether the episode is over."""
+        before = self.prompts.drawn
+        self._awake("wake_up")
+        try:
+            self._loop.run(self._catch_up())
+            step = self._loop.run(self.scheduler.collect())
+        finally:
+            self._awake("sleep")
+        self._versions.taken = True
+        self.step = step
+        self._steps += 1
+        over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
+        if over:
+            self._steps = 0
+        kept = 100 * len(step.groups) / (len(step.groups) + len(step.rejections))
+        share = kept if self.args.algo.dynamic_filtering_enable else None
+        return self._experiences(step.groups, generate_kwargs), share, self.prompts.drawn - before, over
+
+    async def _catch_up(self) -> None:
+        if self.updated:
+            await self._versions.catch_up()
+            self.updated = False
+
+    def _generate_vllm(
+        self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
+    ) -> tuple[list[Any], int, bool]:
+        """Evaluation: complete groups of exactly the prompts that come next."""
+        prompts, labels, _, over = samples_generator._collect_prompt_batch(dataloader_iter, num_prompts)
+        count = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
+        asked = [self._encode(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        groups = self._loop.run(self._evaluate(asked, count, self._sampling(generate_kwargs)))
+        return self._experiences(groups, generate_kwargs), len(asked), over
+
+    async def _evaluate(self, prompts: Sequence[Prompt], count: int, sampling: SamplingParams) -> list[Group]:
+        await self._catch_up()
+        groups = await self.scheduler.evaluate(prompts, count, sampling)
+        for group in groups:
+            for sample in group.samples:
+                reward = await self._score(group.prompt, sample)
+                sample.reward, sample.reward_info = reward.value, reward.info
+        return groups
+
+    def state_dict(self) -> str:
+        """The buffer, for OpenRLHF's checkpoint."""
+        state = self.scheduler.state_dict()
+        return as_json(stamped(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
+
+    def load_state_dict(self, saved: str) -> None:
+        state = opened(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
+        self.scheduler.load_state_dict(state["scheduler"])
+        self._steps, self._versions.taken, self.updated = state["steps"], state["taken"], True
+
+
+def _number(value: Any) -> Any:
+    return value[0] if isinstance(value, list) else value

@@ -1,0 +1,58 @@
+"""april's flags beside OpenRLHF's, and OpenRLHF's flags that april refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from april.integrations.settings import Settings, at, refuse
+from april.rollout.params import RolloutParams
+
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+    "train.async_enable": (
+        False,
+        "april carries unfinished samples over steps of its synchronous trainer: leave it out",
+    ),
+    "train.partial_rollout_enable": (False, "that is what april does: leave it out"),
+    "train.agent_func_path": (None, "april generates one turn a sample: leave it out"),
+    "data.max_images_per_prompt": (0, "april's prompts are text: leave it out"),
+}
+"""Settings under which OpenRLHF would do something else."""
+
+
+SPELLING = "--april.{}"
+
+
+def params_of(args: Any, settings: Settings) -> RolloutParams:
+    """How many groups are under way, and how old they may be.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    return settings.params(
+        args.rollout.batch_size,
+        args.rollout.n_samples_per_prompt,
+        {"rollout_batch_size": "--rollout.batch_size", "n_samples_per_prompt": "--rollout.n_samples_per_prompt"},
+        SPELLING,
+    )
+
+
+def check(args: Any, settings: Settings) -> None:
+    """Refuse settings under which rollouts would not be what they say, each by name.
+
+    Raises:
+        ValueError: names the setting and the remedy.
+    """
+    refuse(UNSUPPORTED, lambda name, default: at(args, name, default), "--{} = {}")
+    generated = getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size
+    if generated != args.rollout.batch_size:
+        raise ValueError(
+            f"--rollout.vllm_generate_batch_size = {generated}: april has its own (--april.over_sampling_batch_size); "
+            "leave it out"
+        )
+    if args.algo.advantage.is_correction_level == "off":
+        raise ValueError(
+            "--algo.advantage.is_correction_level off: some tokens are of older policies, which only the correction "
+            "accounts for: set it to token, or another"
+        )
+    params_of(args, settings)

@@ -1,0 +1,83 @@
+"""OpenRLHF's trainer with april's rollouts, and the start module that installs it."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from dataclasses import fields
+from typing import Any
+
+import ray
+from openrlhf.trainer import ppo_trainer
+from openrlhf.trainer.ray import vllm_engine
+
+from april.integrations.openrlhf.samples_generator import SamplesGenerator
+from april.integrations.openrlhf.settings import SPELLING
+from april.integrations.openrlhf.vllm_actor import RolloutActor, undecorated
+from april.integrations.settings import Settings
+
+
+class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
+    """OpenRLHF's trainer with april's generator, which is part of its checkpoints."""
+
+    samples_generator: Any
+
+    def __init__(self, settings: Settings, *args: Any, **generate_kwargs: Any) -> None:
+        super().__init__(*args, **generate_kwargs)
+        own = self.samples_generator
+        self.samples_generator = SamplesGenerator(
+            settings,
+            generate_kwargs,
+            strategy=own.strategy,
+            prompts_dataloader=own.prompts_dataloader,
+            eval_dataloader=own.eval_dataloader,
+            tokenizer=own.tokenizer,
+            vllm_engines=own.vllm_engines,
+        )
+
+    def broadcast_to_vllm(self) -> None:
+        super().broadcast_to_vllm()
+        self.samples_generator.updated = True
+
+    def init_checkpoint_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = super().init_checkpoint_states()
+        if "april" in states:
+            self.samples_generator.load_state_dict(states["april"])
+        return states
+
+    def save_logs_and_checkpoints(
+        self, global_step: int, logs_dict: dict[str, Any] | None = None, client_states: dict[str, Any] | None = None
+    ) -> None:
+        logs = {
+            **(logs_dict or {}),
+            **{f"april/{name}": v for name, v in self.samples_generator.step.metrics().items()},
+        }
+        states = {**(client_states or {}), "april": self.samples_generator.state_dict()}
+        super().save_logs_and_checkpoints(global_step, logs, states)
+
+
+class Standing:
+    """Stands where OpenRLHF looks for its trainer's actor class."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        return ray.remote(PPOTrainer).remote(self.settings, *args, **kwargs)
+
+
+def install(settings: Settings) -> None:
+    """Have OpenRLHF make april's actors and trainer in this process."""
+    vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
+    ppo_trainer.PPOTrainer = Standing(settings)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m april.integrations.openrlhf", allow_abbrev=False, add_help=False)
+    for field in fields(Settings):
+        parser.add_argument(SPELLING.format(field.name), dest=field.name, default=field.default)
+    own, theirs = parser.parse_known_args()
+    install(Settings.read(vars(own), SPELLING))
+    sys.argv[1:] = theirs
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)

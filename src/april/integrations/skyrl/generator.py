@@ -1,0 +1,296 @@
+"""SkyRL with active partial rollouts: `trainer.override_entrypoint=april.integrations.skyrl` behind
+`python -m skyrl.train.entrypoints.main_base`, with the same settings.
+
+Invariants:
+- a step trains on `trainer.train_batch_size` complete groups, each next to each other, every sample with its own prompt
+  and reward;
+- a sample is scored once, by SkyRL's own agent loop and environment, while others generate;
+- prompts come from SkyRL's dataloader in its order, each once an epoch; what it has given is under way here, trained
+  on, or turned away, and SkyRL's checkpoint holds it;
+- between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight;
+- evaluation is SkyRL's own and neither sees nor changes the buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import skyrl_gym
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.generators.base import (
+    TRAINING_PHASE_EVAL,
+    GeneratorInput,
+    GeneratorOutput,
+    TrajectoryID,
+)
+from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
+
+from april.engines.pool import EnginePool
+from april.engines.servers.dialect import local_vocab_size
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.vllm import VLLM
+from april.integrations.adapter import RolloutAdapter
+from april.integrations.rows import Rows
+from april.integrations.saved import opened, stamped
+from april.integrations.settings import Settings
+from april.integrations.skyrl.settings import check, params_of
+from april.integrations.versions import Versions
+from april.rollout.disk import as_json
+from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.step import Step
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
+
+FORMAT = 1
+
+
+class Prompts:
+    """SkyRL's training dataloader: its loop gets its batches here, and april what it begins beyond them.
+
+    Args:
+        dataloader: SkyRL's own.
+        size: rows of a batch.
+    """
+
+    def __init__(self, dataloader: Any, size: int) -> None:
+        self.rows = Rows(dataloader)
+        self.size = size
+        self._steps = 0
+        """Batches that the loop has had of this epoch."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        while self._steps < len(self):
+            self._steps += 1
+            yield [next(self.rows) for _ in range(self.size)]
+        self._steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self._steps % len(self), "rows": self.rows.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]
+        self.rows.load_state_dict(state["rows"])
+
+
+class Unnamed(VLLM):
+    """vLLM whose weights SkyRL counts itself."""
+
+    async def label(self) -> str | None:
+        return None
+
+
+class SkyRLServer(ServerEngine):
+    """One of SkyRL's servers, which SkyRL gives weights."""
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """SkyRL has brought the weights there already."""
+        self.version = version
+        self._name_weights()
+
+
+class Finished:
+    """A finished response, where SkyRL's agent loop asks its servers to generate one."""
+
+    def __init__(self, sample: Sample, client: Any) -> None:
+        self.sample = sample
+        self.asked = 0
+        self._client = client
+
+    async def generate(self, asked: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked > 1:
+            raise RuntimeError("the environment goes on after the first turn: april generates one turn a sample")
+        (prompt,) = asked["prompt_token_ids"]
+        if tuple(prompt) != tuple(self.sample.prompt_ids):
+            raise RuntimeError("the environment's init says another prompt than the first time: it has to say the same")
+        ids = list(self.sample.response_ids)
+        return {
+            "responses": await self._client.detokenize([ids]),
+            "response_ids": [ids],
+            "stop_reasons": ["length" if self.sample.finish is FinishReason.LENGTH else "stop"],
+            "response_logprobs": [self.sample.logprobs.tolist()],
+        }
+
+    async def finish_session(self, session_id: str) -> None:
+        """Nothing on a server is held for it."""
+
+
+class Generator(SkyRLGymGenerator):  # type: ignore[misc]
+    """SkyRL's generator, with a scheduler between its prompts and its servers."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, settings: Settings, **parts: Any) -> None:
+        check(cfg, settings)
+        super().__init__(**parts)
+        self.cfg = cfg
+        self.settings = settings
+        self.prompts: Prompts | None = None
+        """SkyRL's prompts, once its trainer has built its dataloader."""
+        self.adapter: RolloutAdapter | None = None
+        self.step: Step | None = None
+        """The last one."""
+        self._versions: Versions | None = None
+        self._weights: int | None = None
+        """SkyRL's count of weights when rollouts were last collected."""
+        self._saved: Mapping[str, Any] | None = None
+
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
+        """Whole groups, as many as were asked for; `input_batch` then says whose they are. Evaluation is SkyRL's."""
+        metadata = input_batch["batch_metadata"]
+        if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
+            return await super().generate(input_batch, disable_tqdm)
+        adapter = await self._connected()
+        step = await adapter.rollout([self._encode(row) for row in self._rows(input_batch)])
+        assert self._versions is not None
+        self.step = step
+        self._versions.taken = True
+        output = await self._assembled(step.groups, input_batch)
+        output["rollout_metrics"].update({f"april/{name}": value for name, value in step.metrics().items()})
+        return output
+
+    def _rows(self, batch: GeneratorInput) -> list[dict[str, Any]]:
+        """What SkyRL's dataset says of each prompt asked for, which comes once for each sample of its group."""
+        columns = zip(batch["prompts"], batch["env_classes"], batch["env_extras"], batch["trajectory_ids"], strict=True)
+        return [
+            {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": id.instance_id}
+            for prompt, env_class, extras, id in columns
+            if id.repetition_id == 0
+        ]
+
+    def _extra(self) -> Iterator[Prompt]:
+        assert self.prompts is not None, "SkyRL's trainer has no dataloader"
+        return map(self._encode, self.prompts.rows)
+
+    def _encode(self, row: Mapping[str, Any]) -> Prompt:
+        """As SkyRL's agent loop begins: what the environment makes of the prompt, in the chat template."""
+        given = {**row, "env_class": row["env_class"] or self.cfg.environment.env_class}
+        try:
+            as_json(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {row['uid']} of data.train_data cannot be part of a checkpoint: {error}") from None
+        config = getattr(self.skyrl_gym_cfg, given["env_class"], {})
+        extras = {**copy.deepcopy(given["env_extras"]), "max_turns": self.max_turns}
+        env = skyrl_gym.make(given["env_class"], env_config=config, extras=extras)
+        history, _ = env.init(copy.deepcopy(given["prompt"]))
+        env.close()
+        ids = self.tokenizer.apply_chat_template(
+            history,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **self.generator_cfg.chat_template_kwargs,
+        )
+        if len(ids) > self.generator_cfg.max_input_length:
+            raise ValueError(
+                f"row {row['uid']} of data.train_data: a prompt of {len(ids)} tokens where generator.max_input_length "
+                f"= {self.generator_cfg.max_input_length}: raise it, or lower trainer.max_prompt_length"
+            )
+        return Prompt(tuple(ids), metadata=given)
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
+        """What SkyRL's agent loop makes of a finished response."""
+        row = prompt.metadata
+        loop = copy.copy(self)
+        loop.inference_engine_client = Finished(sample, self.inference_engine_client)
+        output = await SkyRLGymGenerator.agent_loop(
+            loop,
+            copy.deepcopy(row["prompt"]),
+            row["env_class"],
+            copy.deepcopy(row["env_extras"]),
+            self.generator_cfg.sampling_params.max_generate_length,
+            self.generator_cfg.max_input_length,
+            trajectory_id=TrajectoryID(row["uid"], sample.index),
+        )
+        kept = ("response_ids", "reward", "stop_reason", "loss_mask", "rollout_logprobs", "env_metrics")
+        info = json.loads(as_json({name: getattr(output, name) for name in kept}))
+        return Reward(float(np.sum(info["reward"])), info)
+
+    def _keep(self, group: Group) -> bool:
+        """SkyRL's filter: the group's rewards are not all the same."""
+        return len(group.samples) == 1 or len({sample.reward for sample in group.samples}) > 1
+
+    async def _assembled(self, groups: Sequence[Group], batch: GeneratorInput) -> GeneratorOutput:
+        """What SkyRL's generator makes of the outputs of its agent loop."""
+        outputs: dict[str, TrajectoryOutput] = {}
+        names = ("prompts", "env_classes", "env_extras", "trajectory_ids")
+        columns: dict[str, list[Any]] = {name: [] for name in names}
+        for group in groups:
+            row = group.prompt.metadata
+            for sample in group.samples:
+                id = TrajectoryID(str(group.id), sample.index)
+                outputs[id.to_string()] = TrajectoryOutput(prompt_ids=list(sample.prompt_ids), **sample.reward_info)
+                values = (row["prompt"], row["env_class"], copy.deepcopy(row["env_extras"]), id)
+                for column, value in zip(columns.values(), values, strict=True):
+                    column.append(value)
+        batch.update(columns)
+
+        async def finished(*_: Any, trajectory_id: TrajectoryID, **__: Any) -> TrajectoryOutput:
+            return outputs[trajectory_id.to_string()]
+
+        generator = copy.copy(self)
+        generator.agent_loop = finished
+        return await SkyRLGymGenerator.generate(generator, batch, disable_tqdm=True)
+
+    async def _connected(self) -> RolloutAdapter:
+        """The buffer, with SkyRL's servers and the weights they hold."""
+        if self.adapter is None:
+            self.adapter = await self._begin()
+            self._versions = Versions(self.adapter.scheduler)
+            if self._saved is not None:
+                self.adapter.load_state_dict(self._saved["scheduler"])
+                self._versions.taken = self._saved["taken"]
+        assert self._versions is not None
+        weights = self.inference_engine_client.weight_version
+        if weights != self._weights:
+            await self._versions.catch_up()
+            self._weights = weights
+        return self.adapter
+
+    async def _begin(self) -> RolloutAdapter:
+        drawn = self.generator_cfg.sampling_params
+        vocab_size = local_vocab_size(self.cfg.trainer.policy.model.path)
+        servers = [
+            await SkyRLServer.connect(url, Unnamed, vocab_size=vocab_size, stream_interval="auto")
+            for url in self.inference_engine_client.server_urls
+        ]
+        filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
+        return RolloutAdapter(
+            EnginePool(servers),
+            params_of(self.cfg, self.settings),
+            extra=self._extra(),
+            reward=self._score,
+            sampling=SamplingParams(
+                max_tokens=drawn.max_generate_length,
+                temperature=drawn.temperature,
+                top_p=drawn.top_p,
+                top_k=max(drawn.top_k, 0),
+                min_p=drawn.min_p,
+                stop_token_ids=(self.tokenizer.eos_token_id,),
+            ),
+            dynamic_filter=self._keep if filters else None,
+            seed=self.cfg.trainer.seed,
+        )
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """The buffer, for SkyRL's checkpoint; None before the first rollout."""
+        if self.adapter is None or self._versions is None:
+            return self._saved
+        return stamped(FORMAT, taken=self._versions.taken, scheduler=self.adapter.state_dict())
+
+    def load_state_dict(self, saved: Mapping[str, Any], where: str) -> None:
+        """Go on from `state_dict`, before the first rollout.
+
+        Raises:
+            ValueError: another april made it.
+        """
+        self._saved = opened(saved, FORMAT, where)
+
+    async def close(self) -> None:
+        if self.adapter is not None:
+            await self.adapter.close()
+            await self.adapter.scheduler.engine.close()

@@ -1,0 +1,112 @@
+"""SkyRL's trainer with april's rollouts, and the entrypoint that starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from skyrl.backends.skyrl_train.utils.io import io
+from skyrl.train.config import SkyRLTrainConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils import validate_cfg
+from skyrl.train.utils.utils import initialize_ray
+
+from april.integrations.settings import Settings
+from april.integrations.skyrl.generator import Generator, Prompts
+from april.integrations.skyrl.settings import check
+from april.rollout.disk import as_json
+
+STATE = "april.json"
+"""The file of a checkpoint of SkyRL's that holds the buffer."""
+
+
+class Trainer(RayPPOTrainer):  # type: ignore[misc]
+    """SkyRL's trainer, whose checkpoints hold the buffer."""
+
+    generator: Generator
+    train_dataloader: Any
+
+    def _build_train_dataloader_and_compute_training_steps(self) -> None:
+        super()._build_train_dataloader_and_compute_training_steps()
+        if self.train_dataloader is not None:
+            self.train_dataloader = Prompts(self.train_dataloader, self.cfg.trainer.train_batch_size)
+            self.generator.prompts = self.train_dataloader
+
+    async def train(self) -> None:
+        try:
+            await super().train()
+        finally:
+            await self.generator.close()
+
+    def save_checkpoints(self) -> str:
+        state = self.generator.state_dict()
+        if state is not None:
+            folder = os.path.join(self.cfg.trainer.ckpt_path, f"global_step_{self.global_step}")
+            io.makedirs(folder, exist_ok=True)
+            with io.open_file(os.path.join(folder, STATE), "w") as file:
+                file.write(as_json(state))
+        path: str = super().save_checkpoints()
+        return path
+
+    def load_checkpoints(self) -> tuple[int, str]:
+        step, folder = super().load_checkpoints()
+        path = os.path.join(folder, STATE) if folder else ""
+        if path and io.exists(path):
+            with io.open_file(path, "r") as file:
+                self.generator.load_state_dict(json.loads(file.read()), path)
+        return step, folder
+
+
+class Experiment(BasePPOExp):  # type: ignore[misc]
+    """SkyRL's experiment with april's generator and trainer, for an entrypoint of your own in place of `BasePPOExp`."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        check(cfg, self.settings)
+        super().__init__(cfg)
+
+    def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Generator:
+        own = super().get_generator(cfg, tokenizer, inference_engine_client)
+        return Generator(
+            cfg,
+            self.settings,
+            generator_cfg=cfg.generator,
+            skyrl_gym_cfg=cfg.environment.skyrl_gym,
+            inference_engine_client=inference_engine_client,
+            tokenizer=tokenizer,
+            policy_model_name=own.policy_model_name,
+        )
+
+    def get_trainer(self, **parts: Any) -> Trainer:
+        return Trainer(**parts)
+
+
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
+def run(cfg: SkyRLTrainConfig, settings: Settings) -> None:
+    """As SkyRL's own entrypoint: not on the head node."""
+    Experiment(cfg, settings).run()
+
+
+def read(arguments: Sequence[str]) -> tuple[SkyRLTrainConfig, Settings]:
+    """SkyRL's configuration of a command line, and april's settings of it (`april.over_sampling_batch_size=192`).
+
+    Raises:
+        ValueError: names the setting.
+    """
+    own = [argument for argument in arguments if argument.startswith("april.")]
+    theirs = [a for a in arguments if not a.startswith(("april.", "trainer.override_entrypoint="))]
+    settings = Settings.read(dict(argument.removeprefix("april.").split("=", 1) for argument in own))
+    return SkyRLTrainConfig.from_cli_overrides(theirs), settings
+
+
+def main() -> None:
+    cfg, settings = read(sys.argv[1:])
+    validate_cfg(cfg)
+    check(cfg, settings)
+    initialize_ray(cfg)
+    ray.get(run.remote(cfg, settings))

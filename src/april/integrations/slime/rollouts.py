@@ -1,0 +1,306 @@
+"""slime with active partial rollouts: `--rollout-function-path april.integrations.slime.rollout` and
+`--data-source-path april.integrations.slime.DataSource`.
+
+Invariants:
+- a rollout is exactly `rollout_batch_size` complete groups, each together, every sample with its own prompt and label;
+- a sample is scored once, by slime's own reward models and hooks, with the tokens and log-probabilities it was drawn
+  with; what slime's data source gave out is either waiting here, handed to training, or turned away by its filter;
+- after a rollout nothing runs on slime's servers, so its cache flushes and weight updates find them idle;
+- the buffer is saved and restored with slime's checkpoint, beside the state of its data source; so is a batch that was
+  handed over for a later rollout than the one that the checkpoint is of (slime's `train_async.py` is one ahead);
+- evaluation is slime's own and neither sees nor changes the buffer.
+
+slime updates the servers' weights and starts and stops the servers; april streams from each of them directly, because
+the router in front of them passes no control calls on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import (
+    MetricGatherer,
+    call_dynamic_filter,
+    should_drop_dynamic_filter_output,
+)
+from slime.rollout.rm_hub import async_rm, batched_async_rm
+from slime.rollout.sample_hooks import apply_rollout_sample_hooks
+from slime.utils.misc import load_function
+from slime.utils.processing_utils import load_tokenizer
+from slime.utils.types import Sample as SlimeSample
+from transformers import AutoConfig, GenerationConfig
+
+from april.engines.servers.interval import StreamInterval
+from april.integrations.saved import opened, stamped
+from april.integrations.slime.samples import differs, mark_begun, sampled, scored
+from april.integrations.slime.servers import connect
+from april.integrations.slime.settings import check_settings, params_of
+from april.integrations.support_sets import Kept
+from april.rollout.disk import as_json
+from april.rollout.engine import Engine
+from april.rollout.sampling import SamplingParams
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
+
+log = logging.getLogger(__name__)
+
+FORMAT = 4
+
+TRUSTED = True
+"""Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups that were handed over for a rollout, at a policy version."""
+
+    rollout_id: int
+    version: int
+    groups: list[Group]
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any] | None) -> Batch | None:
+        """What `to_dict` made."""
+        if saved is None:
+            return None
+        return cls(saved["rollout_id"], saved["version"], [Group.from_dict(group) for group in saved["groups"]])
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rollout_id": self.rollout_id,
+            "version": self.version,
+            "groups": [group.to_dict() for group in self.groups],
+        }
+
+
+def kept_of(args: Namespace, saved: Mapping[str, Any] | None) -> Kept | None:
+    """The tokens that were kept, where slime trains on them; as they were saved.
+
+    Raises:
+        ValueError: those of the unfinished samples are not known.
+    """
+    wanted, known = args.rollout_top_p != 1, saved and saved["kept"]
+    if saved is not None and wanted != (known is not None):
+        was = "1" if known is None else "not 1"
+        raise ValueError(
+            f"--rollout-top-p {args.rollout_top_p}: the unfinished samples of slime's checkpoint were begun while it "
+            f"was {was}: set it as it was"
+        )
+    return Kept(known) if wanted else None
+
+
+class SlimeRollouts:
+    """The buffer between slime's calls: the scheduler's groups.
+
+    slime's samples of a prompt are its metadata, and what slime's hooks and reward models made of a finished one beside
+    its tokens is the `slime` in what its reward says.
+
+    Args:
+        args: slime's.
+        data_source: gives out new groups of samples by `get_samples(1)`.
+        state: of `state_dict`, to go on from.
+    """
+
+    def __init__(self, args: Namespace, data_source: Any, state: Mapping[str, Any] | None = None) -> None:
+        check_settings(args)
+        self.args = args
+        self.data_source = data_source
+        self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=TRUSTED)
+        self.drawn = 0
+        self._scheduler: RolloutScheduler | None = None
+        self._label: str | None = None
+        self._interval = StreamInterval("auto")
+        self._saved = opened(state, FORMAT, "slime's checkpoint") if state else None
+        self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
+        self._kept = kept_of(args, self._saved)
+        self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
+        self._gatherer = MetricGatherer()
+        self._rejected: list[list[SlimeSample]] = []
+
+    async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """`rollout_batch_size` complete groups, scored, as slime trains on them.
+
+        After a restart, first those that had been handed over for this rollout and not trained on.
+        """
+        again = self._scheduler is None and self._batch is not None and self._batch.rollout_id == rollout_id
+        metrics = {} if again else await self._generate(rollout_id)
+        assert self._batch is not None
+        groups = [self._hand_over(group, self._batch.version) for group in self._batch.groups]
+        if self.args.rollout_sample_filter_path is not None:
+            load_function(self.args.rollout_sample_filter_path)(self.args, groups)
+        if self.args.rollout_all_samples_process_path is not None:
+            process = load_function(self.args.rollout_all_samples_process_path)
+            process(self.args, [*groups, *self._rejected], self.data_source)
+        return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
+
+    async def _generate(self, rollout_id: int) -> dict[str, Any]:
+        """A new batch; returns april's metrics of it."""
+        engine, label = await connect(self.args, self._kept, self._interval)
+        try:
+            scheduler = await self._go_on(engine, label)
+            self._gatherer, self._rejected = MetricGatherer(), []
+            step = await scheduler.collect()
+            for group in scheduler.buffer:
+                mark_begun(group, rollout_id)
+            if self._kept is not None:
+                self._kept.leave({sample.id for g in (*scheduler.buffer, *step.groups) for sample in g.samples})
+        finally:
+            await engine.close()
+        self._batch = Batch(rollout_id, step.version, step.groups)
+        return {f"rollout/april/{name}": value for name, value in step.metrics().items()}
+
+    async def state_dict(self, rollout_id: int) -> dict[str, Any]:
+        """The buffer as JSON types. Between calls, on slime's event loop, where rewards may still be computed.
+
+        Args:
+            rollout_id: the last one that has been trained on; a batch of a later one is saved too.
+        """
+        batch = self._batch
+        ahead = batch.to_dict() if batch is not None and batch.rollout_id > rollout_id else None
+        if self._scheduler is None:
+            return {**self._saved, "ahead": ahead} if self._saved is not None else {}
+        return stamped(
+            FORMAT,
+            drawn=self.drawn,
+            scheduler=self._scheduler.state_dict(),
+            ahead=ahead,
+            kept=None if self._kept is None else self._kept.state_dict(),
+        )
+
+    async def _go_on(self, engine: Engine, label: str | None) -> RolloutScheduler:
+        """Go on with this engine. Other weights than the last rollout's, or a restart, are a new policy version."""
+        same = self._scheduler is not None and label == self._label
+        if self._scheduler is None:
+            self._scheduler = self._begin(engine)
+            same = self._saved is None
+            if self._saved is not None:
+                self._restore(self._scheduler, self._saved)
+        scheduler = self._scheduler
+        scheduler.engine = engine
+        if same:
+            await scheduler.load_weights()
+        else:
+            await scheduler.update_weights()
+        self._label = label
+        return scheduler
+
+    def _begin(self, engine: Engine) -> RolloutScheduler:
+        args = self.args
+        return RolloutScheduler(
+            engine,
+            self.prompts(),
+            self._score_group if args.group_rm else self.score,
+            params_of(args),
+            sampling=SamplingParams(
+                max_tokens=args.rollout_max_response_len,
+                temperature=args.rollout_temperature,
+                top_p=args.rollout_top_p,
+                top_k=max(args.rollout_top_k, 0),
+                stop_token_ids=self._stop_tokens(),
+            ),
+            reward_scope="group" if args.group_rm else "sample",
+            dynamic_filter=self._keep if self._filter is not None else None,
+            seed=args.rollout_seed,
+        )
+
+    def _restore(self, scheduler: RolloutScheduler, state: Mapping[str, Any]) -> None:
+        scheduler.load_state_dict(state["scheduler"])
+        self.drawn = state["drawn"]
+
+    def _stop_tokens(self) -> tuple[int, ...]:
+        """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
+        path = self.args.hf_checkpoint
+        declared = [
+            self.tokenizer.eos_token_id,
+            AutoConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id,
+        ]
+        with suppress(OSError):
+            declared.append(GenerationConfig.from_pretrained(path, trust_remote_code=TRUSTED).eos_token_id)
+        ids = set(self.args.rollout_stop_token_ids or ())
+        for several in declared:
+            ids.update(several if isinstance(several, list) else [several])
+        return tuple(sorted(ids - {None}))
+
+    def prompts(self) -> Iterator[Prompt]:
+        """New groups of slime's data source, as prompts."""
+        while groups := self.data_source.get_samples(1):
+            (group,) = groups
+            if len(group) != self.args.n_samples_per_prompt:
+                raise ValueError(f"the data source gave a group of {len(group)}, not {self.args.n_samples_per_prompt}")
+            id, first = str(self.drawn), group[0]
+            if not isinstance(first.prompt, str):
+                raise ValueError(f"prompt {first.index} is a list of messages: set --apply-chat-template")
+            try:
+                metadata = json.loads(as_json({"slime": [sample.to_dict() for sample in group]}))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"prompt {first.index} cannot be part of a checkpoint: {error}") from None
+            given = first.tokens[: len(first.tokens) - first.response_length]
+            token_ids = given or self.tokenizer.encode(first.prompt, add_special_tokens=False)
+            self.drawn += 1
+            yield Prompt(tuple(token_ids), id, metadata)
+
+    async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
+        """slime's sample for a finished one of april's, after slime's hooks; its reward is still to come."""
+        theirs = sampled(prompt, sample)
+        theirs.response = self.tokenizer.decode(
+            sample.response_ids, skip_special_tokens=self.args.rollout_skip_special_tokens
+        )
+        return await apply_rollout_sample_hooks(self.args, theirs, evaluation=False)
+
+    async def score(self, prompt: Prompt, sample: Sample) -> Reward:
+        """What slime's reward model says of a finished sample."""
+        theirs = await self._finish(prompt, sample)
+        if theirs.reward is None:
+            theirs.reward = await async_rm(self.args, theirs)
+        return self._reward(prompt, sample, theirs)
+
+    async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        group = [await self._finish(prompt, sample) for sample in samples]
+        for theirs, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
+            theirs.reward = reward
+        return [self._reward(prompt, sample, theirs) for sample, theirs in zip(samples, group, strict=True)]
+
+    def _reward(self, prompt: Prompt, sample: Sample, theirs: SlimeSample) -> Reward:
+        """The value is for april's own figures; the reward that slime trains on stays as it is."""
+        before = sampled(prompt, sample).to_dict()
+        made = {name: value for name, value in theirs.to_dict().items() if differs(value, before.get(name))}
+        try:
+            value = float(theirs.get_reward_value(self.args))
+        except TypeError:  # a teacher's answer, say: slime makes a number of it once the rollout is over
+            value = 0.0
+        parts = theirs.reward if isinstance(theirs.reward, dict) else {}
+        return Reward(value, {**{name: part for name, part in parts.items() if isinstance(part, float)}, "slime": made})
+
+    def _keep(self, group: Group) -> bool:
+        """slime's dynamic sampling filter."""
+        assert self._scheduler is not None
+        samples = scored(group)
+        output = call_dynamic_filter(self._filter, self.args, samples)
+        dropped: bool = should_drop_dynamic_filter_output(
+            output,
+            remaining_batch_size=len(self._scheduler.buffer),
+            target_data_size=self.args.rollout_batch_size,
+        )
+        if dropped:
+            self._gatherer.on_dynamic_filter_drop(reason=output.reason)
+            self._rejected.append(samples)
+        return not dropped
+
+    def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
+        samples = scored(group)
+        if self._kept is not None:
+            for theirs, sample in zip(samples, group.samples, strict=True):
+                kept = self._kept.of(sample.id, len(sample.prompt_ids))
+                theirs.rollout_top_p_token_ids, theirs.rollout_top_p_token_offsets = kept
+        if self.args.mask_offpolicy_in_partial_rollout:
+            for theirs, sample in zip(samples, group.samples, strict=True):
+                current = (sample.versions == version).tolist()
+                theirs.loss_mask = [int(own and m) for own, m in zip(current, theirs.loss_mask, strict=True)]
+        return samples

@@ -1,0 +1,117 @@
+"""slime's SGLang servers, and their connection for one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+from slime.utils.http_utils import get
+
+from april.engines.pool import EnginePool
+from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.dialect import local_vocab_size
+from april.engines.servers.interval import StreamInterval
+from april.engines.servers.server import ServerEngine
+from april.engines.servers.sglang import SGLang
+from april.engines.servers.stream import Delta, Stream
+from april.integrations.support_sets import Kept
+from april.rollout.engine import Engine, EngineError
+from april.rollout.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
+
+
+REGISTRATION = 30.0
+"""Seconds that slime's router may take to know of a server: it answers before it does."""
+
+
+class OneVersion(SGLang):
+    """SGLang during one rollout, in which its weights must not change; who calls them what is slime's business."""
+
+    expected: str | None = None
+    """slime's name for the weights."""
+
+    def __init__(self, http: HTTPClient, kept: Kept | None = None) -> None:
+        super().__init__(http)
+        self._kept = kept
+
+    def inexact(self, sampling: SamplingParams) -> str | None:
+        return None if self._kept is None else super().inexact(sampling)
+
+    def body(self, stream: Stream, salt: str) -> dict[str, Any]:
+        body = super().body(stream, salt)
+        if self._kept is None:
+            # Without top-p slime's trainer scores a token among the whole vocabulary, whatever top-k left of it.
+            body.pop("return_sampling_mask", None)
+        return body
+
+    def read(self, event: bytes, stream: Stream) -> Delta | None:
+        delta = super().read(event, stream)
+        if delta is None:
+            return None
+        if delta.version not in (None, self.expected):
+            raise RequestError(f"its weights went from {self.expected!r} to {delta.version!r} during a rollout")
+        if self._kept is not None and delta.token_ids:
+            self._kept.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
+        return delta._replace(version=None, spans=())
+
+
+class SlimeServer(ServerEngine):
+    """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
+
+    _dialect: OneVersion
+
+    @property
+    def label(self) -> str | None:
+        """slime's name for the weights, a count that begins anew with every process."""
+        return self._label
+
+    async def learn(self) -> None:
+        before = self._label
+        await super().learn()
+        if before is not None and self._label != before:
+            now, self._label = self._label, before
+            raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
+        self._dialect.expected = self._label
+
+    async def update_weights(self, version: int, weights: Any = None) -> None:
+        """slime has seen to it already."""
+        self.version = version
+        self._name_weights()
+
+
+async def connect(args: Namespace, kept: Kept | None, interval: StreamInterval) -> tuple[Engine, str | None]:
+    """slime's servers as one engine, and its name for the weights they hold. Connected anew for every rollout:
+    slime replaces servers, and drops their caches, between rollouts."""
+    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
+    deadline = asyncio.get_running_loop().time() + REGISTRATION
+    while not (workers := (await get(f"{router}/workers"))["workers"]):
+        if asyncio.get_running_loop().time() >= deadline:
+            raise EngineError(f"slime's router at {router} knows of no server")
+        await asyncio.sleep(0.5)
+    split = [worker["url"] for worker in workers if worker.get("worker_type", "regular") != "regular"]
+    if split:
+        raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
+    vocab_size = local_vocab_size(args.hf_checkpoint)
+    dialect = partial(OneVersion, kept=kept)
+    found = await asyncio.gather(
+        *(
+            SlimeServer.connect(worker["url"], dialect, vocab_size=vocab_size, stream_interval=interval)
+            for worker in workers
+        ),
+        return_exceptions=True,
+    )
+    replicas = [replica for replica in found if isinstance(replica, SlimeServer)]
+    errors = [error for error in found if isinstance(error, BaseException)]
+    for error in errors:
+        log.warning("a server is left out of this rollout: %s", error)
+    labels = {replica.label for replica in replicas}
+    if len(labels) != 1:
+        await asyncio.gather(*(replica.close() for replica in replicas))
+        if labels:
+            raise EngineError(f"slime's servers hold different weights: {sorted(map(str, labels))}")
+        raise EngineError(f"none of slime's {len(workers)} servers answers") from next(iter(errors), None)
+    return replicas[0] if len(replicas) == 1 else EnginePool(replicas), labels.pop()

@@ -1,0 +1,64 @@
+"""The file that april adds to TRL's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from april.integrations.saved import opened, stamped
+from april.rollout.disk import write_whole
+
+logger = logging.getLogger(__name__)
+
+
+STATE = "april.json"
+"""The file of a TRL checkpoint that holds the buffer."""
+
+
+FORMAT = 1
+
+
+class Checkpoint(TrainerCallback):
+    """Puts the buffer into each checkpoint that TRL writes.
+
+    Args:
+        rollouts: has `state_dict`.
+    """
+
+    def __init__(self, rollouts: Any) -> None:
+        self.rollouts = rollouts
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        write_whole(checkpoint / STATE, json.dumps(stamped(FORMAT, **self.rollouts.state_dict())))
+
+
+def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> Mapping[str, Any] | None:
+    """What `Checkpoint` wrote into the checkpoint that TRL is to resume from; None if there is none."""
+    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+    if not checkpoint:
+        return None
+    path = Path(checkpoint) / STATE
+    if not path.exists():
+        logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
+        return None
+    return opened(json.loads(path.read_text()), FORMAT, path)
+
+
+def how_to_go_on(directory: Path, what: str) -> str:
+    """What has happened, and what to do, in one line."""
+    saved = sorted(directory.glob(f"checkpoint-*/{STATE}"), key=lambda path: int(path.parent.name.split("-")[1]))
+    again = (
+        f'start the job again with trainer.train(resume_from_checkpoint="{saved[-1].parent}")'
+        if saved
+        else "nothing was saved yet: start the job again from the beginning, and set save_steps lower"
+    )
+    return f"april: {what}: {again}"

@@ -1,0 +1,295 @@
+"""TRL's rollout worker and weight transfer, for its asynchronous trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import queue
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from trl.chat_template_utils import get_training_chat_template, is_chat_template_prefix_preserving
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from april.config.recipe import Recipe
+from april.config.settings import ModelSettings
+from april.integrations.trl.episodes import TRLEpisodes
+from april.integrations.trl.prompts import ShuffledRows, encoder
+from april.integrations.trl.settings import PartialRollouts, sampling_of
+from april.rollout.event_loop import EventLoop
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.training.engines import engine_of
+from april.training.policy import load_policy, stop_tokens
+from april.training.weights import transfer_of
+
+AHEAD = 2
+"""Batches handed over and not trained on: the one the trainer works on, and the next."""
+
+
+class AsyncRollouts:
+    """TRL's rollout worker and its weight transfer in one: `RolloutWorkerProtocol` and `WeightTransferProtocol`."""
+
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: Sequence[Any],
+        args: Any,
+        dataset: Any,
+        tokenizer: Any,
+        settings: PartialRollouts,
+        tools: Sequence[Callable[..., Any]] = (),
+    ) -> None:
+        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.weight_sync_steps
+        samples *= args.world_size
+        if samples % args.num_generations:
+            raise ValueError(
+                f"num_generations = {args.num_generations}: must divide the {samples} samples that are trained on "
+                "between two weight syncs"
+            )
+        if args.max_staleness < 1:
+            raise ValueError("max_staleness = 0: a batch is taken one sync ahead of training here; set it to 1 or more")
+        self.rollout_buffer: Any = queue.Queue()
+        self.metrics_queue: Any = queue.Queue()
+        self.tokenizer = tokenizer
+        self.reward_funcs = reward_funcs
+        batch_size = samples // args.num_generations
+        dtype: Any = args.dtype if args.dtype == "bfloat16" else "float32"
+        recipe = Recipe(model=ModelSettings(path=model, dtype=dtype, compute_dtype=dtype), engine=settings)
+        self.model, _ = load_policy(recipe.model)
+        stops = stop_tokens(self.model, tokenizer)
+        self.episodes: TRLEpisodes | None = None
+        if tools:
+            if settings.on_update == "redraft":
+                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
+            self.episodes = TRLEpisodes(_asked(tools, args, dataset, tokenizer, stops), True)
+        directory = Path(args.output_dir)
+        self._transfer = transfer_of(recipe, self.model, tokenizer, directory)
+        self._batches: deque[list[Group]] = deque()
+        """Handed over and not trained on: a checkpoint must not lose them."""
+        self._synced = False
+        self._offset = 1
+        """TRL's version of the weights minus the scheduler's."""
+        self._turn = asyncio.Condition()
+        self._producer: asyncio.Task[None] | None = None
+        self._progress = time.monotonic()
+        self._loop: EventLoop | None = EventLoop("april rollouts")
+        self._stack = AsyncExitStack()
+        try:
+            self.engine = self._run(self._stack.enter_async_context(engine_of(recipe, self.model, directory)))
+            encode = encoder(tokenizer, None, args.chat_template_kwargs or {})
+            sampling, episodes = sampling_of(args, stops), None
+            if self.episodes is not None:
+                encode, episodes = self.episodes.encode, self.episodes.episodes(self.engine.capacity.context_length)
+                sampling = replace(sampling, max_turns=self.episodes.most_calls + 1, observations_count=True)
+            self.scheduler = RolloutScheduler(
+                self.engine,
+                ShuffledRows(dataset, encode, args.seed),
+                self._score,
+                settings.params(batch_size, args.num_generations, args.max_staleness),
+                sampling=sampling,
+                episodes=episodes,
+                reward_scope="group",
+                seed=args.seed,
+                on_progress=self._beat,
+            )
+            self._run(self._stack.enter_async_context(self.scheduler))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        assert self._loop is not None, "the rollouts were stopped"
+        return self._loop.run(coroutine)
+
+    def _beat(self, scheduler: RolloutScheduler) -> None:
+        self._progress = time.monotonic()
+
+    def start(self) -> None:
+        """Begin to generate. TRL calls it after the first weight sync."""
+        self._run(self._start())
+
+    async def _start(self) -> None:
+        self._progress = time.monotonic()
+        self._producer = asyncio.create_task(self._produce(), name="produce rollouts")
+
+    async def _produce(self) -> None:
+        while True:
+            async with self._turn:
+                await self._turn.wait_for(lambda: len(self._batches) < AHEAD)
+                self._progress = time.monotonic()
+                step = await self.scheduler.take()
+                self._hand_over(step.groups)
+                if self.episodes is not None:
+                    self.episodes.keep(set())
+            self.metrics_queue.put({f"april/{name}": value for name, value in step.metrics().items()})
+
+    def _hand_over(self, groups: list[Group]) -> None:
+        self._batches.append(groups)
+        for group in groups:
+            for row in self._rows(group):
+                self.rollout_buffer.put(row)
+
+    def _rows(self, group: Group) -> Iterator[RolloutSample]:
+        """A group as TRL trains on it, with GRPO's advantages as TRL's own worker computes them."""
+        rewards = np.array([sample.reward for sample in group.samples], dtype=float)
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
+        calls = [_calls(sample) for sample in group.samples]
+        for sample, advantage, (made, failed) in zip(group.samples, advantages, calls, strict=True):
+            assert group.first_version is not None
+            prompt = len(sample.prompt_ids)
+            said = {f"rewards/{name}": value for name, value in sample.reward_info.items()}
+            if any(count for count, _ in calls):
+                said |= {"tools/call_frequency": float(made), "tools/failure_frequency": failed / max(made, 1)}
+            yield RolloutSample(
+                prompt=_messages(group.prompt.metadata["prompt"]),
+                completion=_messages(self._completion(group.prompt, sample), role="assistant"),
+                input_ids=np.array([*sample.prompt_ids, *sample.response_ids], dtype=np.int64),
+                completion_mask=np.concatenate([np.zeros(prompt, dtype=np.int64), sample.loss_mask.astype(np.int64)]),
+                old_log_probs=np.concatenate([np.zeros(prompt, dtype=np.float32), sample.logprobs]),
+                advantage=float(advantage),
+                model_version=group.first_version + self._offset,
+                group_id=group.id,
+                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **said},
+                enqueued_at=time.time(),
+            )
+
+    def _completion(self, prompt: Prompt, sample: Sample) -> Any:
+        if self.episodes is not None:
+            return self.episodes.conversation(sample)
+        text = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        conversation = not isinstance(prompt.metadata["prompt"], str)
+        return [{"role": "assistant", "content": text}] if conversation else text
+
+    async def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
+        """The sum of the reward functions for each sample, and what each gave; one that returns None does not count."""
+        row = prompt.metadata
+        given: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
+        given["completions"] = [self._completion(prompt, sample) for sample in samples]
+        given["completion_ids"] = [
+            [id for id, own in zip(sample.response_ids, sample.loss_mask, strict=True) if own] for sample in samples
+        ]
+        given["prompts"] = given.pop("prompt")
+        columns = await asyncio.gather(*(_call(function, given) for function in self.reward_funcs))
+        names = [getattr(function, "__name__", type(function).__name__) for function in self.reward_funcs]
+        said = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
+        counted = [{name: float(value) for name, value in each.items() if value is not None} for each in said]
+        return [Reward(sum(each.values()), each) for each in counted]
+
+    def stop(self) -> None:
+        """Stop generating, and the engine with it. TRL calls it when training ends."""
+        if self._loop is not None:
+            self._run(self._stop())
+            self._loop.close()
+            self._loop = None
+
+    async def _stop(self) -> None:
+        if self._producer is not None:
+            self._producer.cancel()
+            await asyncio.wait([self._producer])
+        await self._stack.aclose()
+
+    def update_model_version(self, model_version: int) -> None:
+        """TRL's number for the weights that the engine has now."""
+        self._offset = model_version - self.scheduler.version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what stopped the rollouts, or if nothing was sampled for so many seconds."""
+        producer = self._producer
+        if producer is not None and producer.done() and not producer.cancelled():
+            error = producer.exception()
+            raise RuntimeError(f"the rollouts have stopped: {error}") from error
+        silent = time.monotonic() - self._progress
+        if silent > stale_after_s and len(self._batches) < AHEAD:
+            raise RuntimeError(f"nothing was sampled for {silent:.0f} s (heartbeat_stale_after_s = {stale_after_s:g})")
+
+    def init_weight_transfer(self) -> None:
+        """Nothing to set up: weights are taken over in `send_weights`."""
+
+    def pause(self) -> None:
+        """Nothing to pause: `send_weights` waits for its turn."""
+
+    def resume(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take over the trainer's weights: a new policy version, but for the first time."""
+        self._run(self._take_over(iterator))
+
+    async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        async with self._turn, self.scheduler.paused():  # the embedded engine generates with `self.model`
+            self._transfer.withdraw()
+            own = dict(self.model.named_parameters())
+            with torch.no_grad():
+                for name, tensor in weights:
+                    own[name].copy_(tensor)
+            version = self.scheduler.version
+            if self._synced:
+                if self._batches:
+                    self._batches.popleft()
+                await self.scheduler.update_weights(self._transfer.offer(version + 1))
+            else:
+                await self.scheduler.load_weights(self._transfer.offer(version))
+                self._synced = True
+            self._turn.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffer, and the batches that were handed over and not trained on."""
+        state: dict[str, Any] = self._run(self._state())
+        return state
+
+    async def _state(self) -> dict[str, Any]:
+        async with self._turn, self.scheduler.paused():
+            batches = [[group.to_dict() for group in batch] for batch in self._batches]
+            return {"rollout": self.scheduler.state_dict(), "batches": batches}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`, before `start`."""
+        self.scheduler.load_state_dict(state["rollout"])
+        self._offset = 1 - self.scheduler.version
+        for batch in state["batches"]:
+            self._hand_over([Group.from_dict(saved) for saved in batch])
+
+
+def _asked(tools: Sequence[Callable[..., Any]], args: Any, dataset: Any, tokenizer: Any, stops: Sequence[int]) -> Any:
+    """What april's episodes ask a trainer of TRL's for, as its asynchronous one has it."""
+    exact, most = is_chat_template_prefix_preserving(tokenizer), args.max_tool_calling_iterations
+    return SimpleNamespace(
+        tools=list(tools),
+        environment_factories=None,
+        _multi_environment=False,
+        _standalone_tools=tools,
+        max_tool_calling_iterations=sys.maxsize if most is None else most,
+        processing_class=tokenizer,
+        chat_template=None if exact else get_training_chat_template(tokenizer),
+        chat_template_kwargs=args.chat_template_kwargs or {},
+        eos_token_ids=stops,
+        train_dataset=dataset,
+    )
+
+
+def _calls(sample: Sample) -> tuple[int, int]:
+    """Of tools, and how many of them failed."""
+    steps = [transition.info for transition in sample.transitions]
+    return sum(len(info.get("messages", ())) for info in steps), sum(info.get("failures", 0) for info in steps)
+
+
+def _messages(text: Any, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}] if isinstance(text, str) else text
+
+
+async def _call(function: Any, given: Mapping[str, Any]) -> Sequence[float | None]:
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        value: Sequence[float | None] = await function(**given)
+        return value
+    return await asyncio.to_thread(function, **given)

@@ -1,0 +1,245 @@
+"""What TRL's trainers share with april: how rollouts are generated for either, and what of them is in a checkpoint.
+
+Invariants:
+- the scheduler is in process 0, and has all groups of the job (`ranks.py`); every process gets as many rows as it
+  asked for, and TRL finds the rows of a group next to each other once it has gathered them;
+- the engine has the weights of the optimizer step that asks; a generation batch after an update is a new version.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate.utils import is_peft_model
+
+from april.config.recipe import Recipe
+from april.config.settings import ModelSettings
+from april.engines.job import Hands, JobEngine, JobOrder, Reply
+from april.engines.weights import SharedParameters
+from april.integrations.adapter import RolloutAdapter
+from april.integrations.ranks import Job
+from april.integrations.trl.episodes import Row, TRLEpisodes
+from april.integrations.trl.prompts import encoder, extra_rows
+from april.integrations.trl.settings import PartialRollouts, sampling_of
+from april.integrations.trl.whole_model import WholeModel
+from april.reporting.totals import Totals
+from april.rollout.engine import Engine
+from april.rollout.event_loop import EventLoop
+from april.rollout.trajectory import Group
+from april.training.engines import engine_of
+from april.training.lora import Adapters
+from april.training.weights import transfer_of
+
+logger = logging.getLogger(__name__)
+
+
+class TRLRollouts:
+    """The engine, the buffer, and the weights between them. It knows TRL's model and rows, not its trainer.
+
+    Every method but `close` is called by all processes of the job at the same time.
+    """
+
+    def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
+        args, model, tokenizer = trainer.args, trainer.model, trainer.processing_class
+        adapters = Adapters.of(model) if is_peft_model(model) else None
+        if adapters is not None:
+            model = model.get_base_model()
+        dtype: Any = str(model.dtype).removeprefix("torch.")
+        policy = ModelSettings(path=model.config._name_or_path, dtype=dtype, compute_dtype=dtype)
+        recipe = Recipe(model=policy, engine=settings)
+        directory = Path(args.output_dir)
+        self.job = Job()
+        self.episodes: TRLEpisodes | None = None
+        if trainer.tools or trainer.environment_factories:
+            if settings.on_update == "redraft":
+                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
+            self.episodes = TRLEpisodes(trainer, self.job.size == 1)
+        self.encode = (
+            self.episodes.encode
+            if self.episodes
+            else encoder(tokenizer, trainer.chat_template, trainer.chat_template_kwargs)
+        )
+        self.group_size: int = trainer.num_generations
+        self.whole: WholeModel | None = None
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            generates = settings.engine == "embedded"
+            computed = generates or settings.weight_transfer == "broadcast"
+            device = trainer.accelerator.device if computed else model.device
+            self.whole = WholeModel(model, self.job.leads or generates, device)
+            model = self.whole.copy
+        self.transfer = (
+            SharedParameters() if model is None else transfer_of(recipe, model, tokenizer, directory, adapters)
+        )
+        self.rows: Sequence[Row] = ()
+        """What the last call brought, in the order of the rows that TRL gets in this process."""
+        self.groups: Sequence[Group] = ()
+        """In process 0, the groups of the last call."""
+        self.metrics: list[dict[str, float]] = []
+        self.loaded: int | None = None
+        """The optimizer step whose weights the engine has; None if it has others, or nobody knows."""
+        self.trained: int | None = None
+        """The optimizer step at which groups were last collected for training."""
+        self._loop = EventLoop("april rollouts")
+        self._stack = AsyncExitStack()
+        self._hands: Hands | None = None
+        try:
+            merged = adapters is not None and settings.engine == "embedded"
+            self.engine = self._engine(recipe, adapters.merged_model() if adapters and merged else model, directory)
+            if self.job.leads:
+                assert self.engine is not None
+                batch_size = args.generation_batch_size // trainer.num_generations
+                sampling = sampling_of(args, tuple(sorted(trainer.eos_token_ids)))
+                episodes = None
+                if self.episodes is not None:
+                    turns = self.episodes.most_calls + 1
+                    sampling = replace(sampling, max_turns=turns, observations_count=True)
+                    episodes = self.episodes.episodes(self.engine.capacity.context_length)
+                self.adapter = RolloutAdapter(
+                    self.engine,
+                    settings.params(batch_size, trainer.num_generations, settings.max_staleness),
+                    extra=extra_rows(trainer.train_dataset, self.encode, args.seed),
+                    sampling=sampling,
+                    seed=args.seed,
+                    episodes=episodes,
+                )
+                self._loop.run(self._stack.enter_async_context(self.adapter))
+        except BaseException:
+            self.close()
+            raise
+
+    def _engine(self, recipe: Recipe, model: Any, directory: Path) -> Engine | None:
+        """What generates: servers, which process 0 alone drives, or the engines of all processes."""
+
+        def enter() -> Engine:
+            return self._loop.run(self._stack.enter_async_context(engine_of(recipe, model, directory)))
+
+        if self.job.size == 1:
+            return enter()
+        if recipe.engine.engine == "vllm-inproc":
+            raise ValueError(
+                f'engine = "vllm-inproc" in {self.job.size} processes: not run yet; use "embedded" or "vllm"'
+            )
+        if recipe.engine.engine != "embedded":
+            made: list[Engine] = []
+
+            def start() -> Sequence[None]:
+                made.append(enter())
+                return [None] * self.job.size
+
+            self.job.together(start, self._follow)
+            return made[0] if made else None
+        own = enter()
+        self._hands = Hands(own)
+        capacities = self.job.gather(own.capacity)
+        keeps = recipe.engine.on_update == "keep"
+        return JobEngine(self.job, self._hands, capacities, keeps) if self.job.leads else None
+
+    def _follow(self, order: JobOrder) -> Reply:
+        assert self._hands is not None, "there are no engines but the leader's"
+        offer = self.transfer.offer(order.version) if order.what == "update" else None
+        return self._loop.run(self._hands.obey(order, offer))
+
+    def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Collect a generation batch under the weights of optimizer step `step`, asking for this process's `rows`.
+
+        Args:
+            rows: each as often as its prompt has completions, as TRL gives them.
+        """
+        newer = self.trained is not None and not step == self.trained == self.loaded
+        self._gather(newer or step != self.loaded)
+        asked = [row for mine in self.job.gather(list(rows)) for row in mine]
+
+        def collect() -> list[list[Row]]:
+            if newer:
+                self._loop.run(self.adapter.update_weights(self.transfer.offer(self.adapter.version + 1)))
+                self.loaded = step
+            self._load(step)
+            collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in asked[:: self.group_size]]))
+            self.metrics.append(collected.metrics())
+            return self._dealt(collected.groups, [len(asked) // self.job.size] * self.job.size)
+
+        self.rows = self.job.together(collect, self._follow)
+        self.transfer.withdraw()  # from here on TRL trains
+        self.trained = self.loaded = step
+
+    def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Generate one completion for each of `rows`, which TRL repeats itself."""
+        self._gather(step != self.loaded)
+        asked = self.job.gather(list(rows))
+
+        def generate() -> list[list[Row]]:
+            self._load(step)
+            prompts = [self.encode(row) for mine in asked for row in mine]
+            return self._dealt(self._loop.run(self.adapter.evaluate(prompts)), [len(mine) for mine in asked])
+
+        self.rows = self.job.together(generate, self._follow)
+        self.loaded = step
+
+    def show(self, trainer: Any) -> None:
+        """Bring TRL the environments that the last call's completions were played with."""
+        if self.episodes is not None:
+            self._loop.run(self._show(self.episodes, trainer))
+
+    async def _show(self, episodes: TRLEpisodes, trainer: Any) -> None:
+        await episodes.show(trainer, self.rows)
+        if self.job.leads:
+            buffer = self.adapter.scheduler.buffer
+            episodes.keep({sample.id for group in buffer for sample in group.samples})
+
+    def _dealt(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
+        """The samples of `groups` as rows, so many for each process."""
+        self.groups = groups
+        rows = [(group.prompt.metadata, sample) for group in groups for sample in group.samples]
+        assert len(rows) == sum(counts)
+        stops = np.cumsum(counts).tolist()
+        return [rows[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+    def _gather(self, needed: bool) -> None:
+        if needed and self.whole is not None:
+            self.whole.gather()
+
+    def _load(self, step: int) -> None:
+        """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
+        if step != self.loaded:
+            self._loop.run(self.adapter.load_weights(self.transfer.offer(self.adapter.version)))
+            self.loaded = step
+
+    def take_metrics(self) -> dict[str, float]:
+        """In process 0, the metrics of the generation batches since the last call, aggregated as over a run (`Totals`).
+        Rates are left out if nothing was sampled."""
+        taken, self.metrics = self.metrics, []
+        measured = {name for metrics in taken for name in metrics}
+        totals = Totals.of(taken)
+        return {name: value for name, value in totals.values().items() if name in measured}
+
+    def state_dict(self) -> dict[str, Any]:
+        """In process 0: all there is, of the whole job. Nothing in it depends on the number of processes."""
+        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        assert self.engine is not None
+        self.engine.forget()
+        return {"trained": self.trained, "rollout": self.adapter.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Go on from what `state_dict` gave process 0; None: with no rollouts under way."""
+        found = self.job.scatter([state is not None and (state["trained"],)] * self.job.size)
+        if found:
+            (self.trained,), self.loaded = found, None
+        if state is not None and self.job.leads:
+            self.adapter.load_state_dict(state["rollout"])
+        if self.episodes is not None:
+            self._loop.run(self._keep_none(self.episodes))
+
+    async def _keep_none(self, episodes: TRLEpisodes) -> None:
+        episodes.keep(set())
+
+    def close(self) -> None:
+        if self._stack is not None:
+            stack, self._stack = self._stack, None  # type: ignore[assignment]
+            self._loop.run(stack.aclose())
+            self._loop.close()

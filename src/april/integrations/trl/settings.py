@@ -1,0 +1,171 @@
+"""How TRL's trainers generate rollouts with april, and TRL's settings that april refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from april.config.checking import check_engine
+from april.config.error import ConfigError
+from april.config.settings import EngineSettings
+from april.integrations.settings import Settings
+from april.rollout.params import MAX_STALENESS, RolloutParams
+from april.rollout.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PartialRollouts(EngineSettings):
+    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_num_seqs`,
+    `on_update`, `urls`, …).
+
+    Args:
+        over_sampling_batch_size: Prompts under way (N'); auto: chosen every generation batch from what was observed.
+        max_staleness: The most generation batches between a group's first token and the update that trains on it.
+    """
+
+    over_sampling_batch_size: int | Literal["auto"] = "auto"
+    max_staleness: int = MAX_STALENESS
+
+    def __post_init__(self) -> None:
+        try:
+            check_engine(self)
+        except ConfigError as error:
+            raise ValueError(f"PartialRollouts: {error}") from None
+        if self.weight_transfer == "adapters":
+            raise ValueError(
+                "PartialRollouts: weight_transfer = \"adapters\": TRL's adapters may scale otherwise than april's, and "
+                'are merged here: "disk" or "broadcast"'
+            )
+
+    def params(self, batch_size: int, group_size: int, bound: int) -> RolloutParams:
+        """How many groups of TRL's batches are under way, and how old they may be.
+
+        Raises:
+            ValueError: fewer than a batch, or more than the bound allows.
+        """
+        settings = Settings(over_sampling_batch_size=self.over_sampling_batch_size, max_staleness=bound)
+        names = {"rollout_batch_size": "N (prompts a batch)", "n_samples_per_prompt": "num_generations"}
+        return settings.params(batch_size, group_size, names, "{}", redraft=self.on_update == "redraft")
+
+
+def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
+    """How TRL's arguments say that tokens are drawn; either of its trainers'."""
+    return SamplingParams(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        min_p=args.min_p or 0.0,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+def partial_rollouts_of(given: Any) -> PartialRollouts:
+    if given is not None and not isinstance(given, PartialRollouts):
+        raise ValueError(f"partial_rollouts is a {type(given).__name__}: pass PartialRollouts(...)")
+    return given or PartialRollouts()
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet, before anything is loaded."""
+    if arguments.get("rollout_func") is not None:
+        raise ValueError(
+            "rollout_func: it returns whole completions, which april could not interrupt; leave it out (tools and "
+            "environment_factory do what it is there for), or use trl.GRPOTrainer"
+        )
+    if (dataset := arguments.get("train_dataset")) is not None:
+        check_rows(dataset, prompts=arguments.get("environment_factory") is None)
+    if (args := arguments.get("args")) is not None:
+        check_arguments(args)
+        if args.generation_kwargs:
+            raise ValueError("generation_kwargs: april does not know them; leave them out")
+        if args.remove_unused_columns:
+            raise ValueError("remove_unused_columns = True: it takes the answers out of the rows; leave it at False")
+        if args.use_transformers_continuous_batching:
+            logger.warning(
+                "use_transformers_continuous_batching = True is ignored: april's engine generates, with continuous "
+                "batching of its own"
+            )
+
+
+def check_arguments(args: Any) -> None:
+    """Settings of either trainer under which rollouts would not be what TRL's own would be."""
+    if args.repetition_penalty != 1.0:
+        raise ValueError(
+            f"repetition_penalty = {args.repetition_penalty}: april draws from the policy itself; leave it at 1"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs in one process: start a process for each, by accelerate launch (GRPOTrainer), or show "
+            "it one, by CUDA_VISIBLE_DEVICES=0"
+        )
+
+
+def refuse_model(trainer: Any) -> None:
+    kind, adapters = trainer.accelerator.distributed_type.value, getattr(trainer.model, "peft_config", {})
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED") and not trainer.accelerator.is_fsdp2:
+        raise ValueError(
+            f"{kind}: april's GRPOTrainer takes DDP, FSDP2 (--fsdp_version 2) and DeepSpeed; choose one of them"
+        )
+    if adapters and (trainer.accelerator.is_fsdp2 or trainer.is_deepspeed_enabled):
+        raise ValueError(f"{kind}: adapters that are sharded are not merged yet; use DDP, or train without peft_config")
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        raise ValueError(
+            "processing_class: april's GRPOTrainer handles text; images and other modalities are not supported yet"
+        )
+    for name, config in adapters.items():
+        if config.peft_type != "LORA" or config.use_dora or config.modules_to_save:
+            raise ValueError(
+                f"peft_config: adapter {name!r} ({config.peft_type.value}) is more than low-rank matrices: april only "
+                "merges LoRA without use_dora and modules_to_save"
+            )
+
+
+def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
+    """`use_vllm` as it is written: april drives that server."""
+    if args.vllm_mode != "server":
+        raise ValueError(
+            f'vllm_mode = "{args.vllm_mode}": april drives a vLLM server (vllm_mode="server"), or vLLM in this process '
+            'by PartialRollouts(engine="vllm-inproc") without use_vllm'
+        )
+    if args.vllm_structured_outputs_regex is not None:
+        raise ValueError("vllm_structured_outputs_regex: april draws from the policy itself; leave it out")
+    if settings.engine not in ("embedded", "vllm") or settings.urls:
+        raise ValueError(
+            f"use_vllm = True names the server already: leave engine = {settings.engine!r} and urls out of "
+            "PartialRollouts"
+        )
+    host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
+    url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
+    return replace(settings, engine="vllm", urls=(url,))
+
+
+def check_rows(dataset: Any, prompts: bool = True) -> None:
+    """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from.
+
+    Args:
+        prompts: each row must have one.
+    """
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise ValueError(f"train_dataset is a {type(dataset).__name__}: pass a datasets.Dataset or IterableDataset")
+    first = next(iter(dataset), None)
+    if first is None:
+        raise ValueError("train_dataset: it has no rows")
+    if prompts and "prompt" not in first:
+        raise ValueError(f'train_dataset: there is no column "prompt", only {", ".join(first) or "none"}')
+    for column, value in first.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise ValueError(
+                f"train_dataset: column {column!r} holds a {type(value).__name__}, which cannot be saved with a "
+                "checkpoint; turn it into text or numbers, or remove the column"
+            ) from None

@@ -1,0 +1,159 @@
+"""TRL's `GRPOTrainer` with active partial rollouts.
+
+Invariants:
+- a training batch is N complete groups; the loss, the reward functions and the logs see the prompt and the columns of
+  the row that a completion belongs to, never those of the row that the dataloader asked for;
+- the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them; with
+  `use_vllm` and its importance sampling correction, that correction does;
+- evaluation generates for exactly the rows asked for, past the buffer;
+- several processes are one job: one scheduler, one bound, one set of books, one `april.json` in a checkpoint;
+- a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
+
+Of TRL's private interface `_generate_and_score_completions` is overridden, to give it the rows and to add the
+log-probabilities to what it returns; for tools and environments also `_tool_call_loop` and `_calculate_rewards`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import trl
+from torch import Tensor
+
+from april.algorithms.corrections import Diagnostics, correct, diagnostics
+from april.integrations.ranks import last_words
+from april.integrations.trl.checkpoint import Checkpoint, how_to_go_on, read_state
+from april.integrations.trl.episodes import completion
+from april.integrations.trl.rollouts import TRLRollouts
+from april.integrations.trl.settings import (
+    PartialRollouts,
+    partial_rollouts_of,
+    refuse_arguments,
+    refuse_model,
+    server_of,
+)
+from april.reporting.alarms import Alarms
+
+__all__ = ["GRPOTrainer", "PartialRollouts"]
+
+logger = logging.getLogger(__name__)
+
+
+class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
+    """TRL's trainer; everything `trl.GRPOTrainer` takes, and how rollouts are generated.
+
+    Args:
+        partial_rollouts: unset: the defaults of `PartialRollouts`, with the embedded engine.
+
+    Raises:
+        ValueError: a setting of TRL's does not go with partial rollouts; the message names it and the remedy.
+    """
+
+    def __init__(self, *args: Any, partial_rollouts: PartialRollouts | None = None, **kwargs: Any) -> None:
+        settings = partial_rollouts_of(partial_rollouts)
+        given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        refuse_arguments(given)
+        config: Any = given.get("args")
+        served = config is not None and config.use_vllm
+        if served:
+            settings = server_of(config, settings)
+            config.use_vllm = False  # TRL would set up a client and a process group of its own
+        super().__init__(*args, **kwargs)
+        if served:
+            self.args.use_vllm = self.use_vllm = True
+        refuse_model(self)
+        self.rollouts = TRLRollouts(self, settings)
+        self.rollout_func = self._completions
+        self._logprobs: Tensor | None = None
+        """Log-probabilities of the latest forward pass, which `_compute_loss` has no other way to return."""
+        self._drift = Diagnostics.none()
+        """How far this process's samples were from on-policy, over the updates since the last log."""
+        self._alarms = Alarms()
+        self.add_callback(Checkpoint(self.rollouts))
+        weakref.finalize(self, self.rollouts.close)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        training, rollouts = self.model.training, self.rollouts
+        if training:
+            rollouts.train(inputs, self.state.global_step)
+            inputs = [dict(row) for row, _ in rollouts.rows]
+        else:
+            rollouts.evaluate(inputs, self.state.global_step)
+        rollouts.show(self)
+        self._last_loaded_step = self.state.global_step  # with use_vllm: the server has these weights
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if training and not (self.use_vllm and self.vllm_importance_sampling_correction):
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        return output
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._logprobs = scores[0].detach()
+        return scores
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+        loss = super()._compute_loss(model, inputs)
+        behaviour = inputs.get("sampling_per_token_logps")
+        if self.model.training and behaviour is not None and self._logprobs is not None:
+            mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+            correction = correct("behaviour", self._logprobs, self._logprobs, behaviour, mask)
+            # Sums stay on the device until they are logged, so that no micro-batch waits for the GPU.
+            self._drift = diagnostics(correction, self._logprobs, behaviour, mask) + self._drift.to(mask.device)
+        return loss
+
+    def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        """TRL's `rollout_func`: what was just generated for this process, a row per sample."""
+        parts = [completion(sample) for _, sample in self.rollouts.rows]
+        assert len(parts) == len(prompts), "TRL asked for completions of other rows than it was given"
+        prompt_ids, completion_ids, logprobs, _ = map(list, zip(*parts, strict=True))
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def _tool_call_loop(self, *given: Any, **more: Any) -> Any:
+        """TRL's, after its generation: april's episodes are played already."""
+        assert self.rollouts.episodes is not None
+        return self.rollouts.episodes.played(self.rollouts.rows)
+
+    def _calculate_rewards(self, *given: Any, **more: Any) -> Any:
+        """TRL's, with the environments that the completions were played with."""
+        if self.rollouts.episodes is not None and self.environment_factories is not None:
+            self.environments = self.rollouts.episodes.environments
+        return super()._calculate_rewards(*given, **more)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As TRL's; a checkpoint brings back what waited when it was written.
+
+        Raises:
+            SystemExit: another process of the job has ended; the first to see it says how to go on.
+        """
+        job = self.rollouts.job
+        try:
+            with last_words(job, lambda what: how_to_go_on(Path(self.args.output_dir), what)):
+                state = read_state(resume_from_checkpoint, self.args.output_dir) if job.leads else None
+                self.rollouts.load_state_dict(state)
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL's, with april's metrics of the rollouts since the last call under `april/`.
+
+        `april/ess` and `april/kl_behaviour` are of the samples of process 0. The alarms of `april train` are logged as
+        warnings.
+        """
+        if self.model.training and self.rollouts.job.leads:
+            measured = self.rollouts.take_metrics()
+            taken, self._drift = self._drift.metrics(), Diagnostics.none()
+            if taken["tokens"]:
+                measured |= {"ess": taken["ess"], "kl_behaviour": taken["kl_k3"]}
+            for warning in self._alarms.observe({**logs, **measured}):
+                logger.warning(warning)
+            logs.update({f"april/{name}": value for name, value in measured.items()})
+        super().log(logs, start_time)
+
+    def close(self) -> None:
+        """Stop the engine, and the servers that april started. It happens by itself when the program ends."""
+        self.rollouts.close()

@@ -1,0 +1,319 @@
+"""verl's V1 trainer with active partial rollouts: `trainer.v1.trainer_mode=april`.
+
+Invariants:
+- a replica that dies ends the run once the step under way is completed by the others and saved;
+- a step trains on exactly `data.train_batch_size` complete groups, the oldest first; none is dropped for its age;
+- a prompt leaves verl's dataloader when its group is begun, and TransferQueue when its group is trained on or turned
+  away; its trajectories are put there, by verl's own code, when its group is handed to training;
+- after a step is sampled nothing runs on verl's replicas;
+- every token keeps the log-probability it was drawn with and the weights that drew it;
+- what is unfinished is part of verl's checkpoint, and a resumed run goes on from the last token;
+- validation is verl's own and neither sees nor changes the buffer.
+
+Three classes, registered from outside: the trainer mode, which brings the other two along, a sampler, and an agent-loop
+manager.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import transfer_queue as tq
+from ray.exceptions import ActorDiedError
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils import tensordict_utils as tu
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+
+from april.integrations.saved import opened, stamped
+from april.integrations.verl.agent_loops import MOST_TURNS, AgentLoops
+from april.integrations.verl.replicas import ReplicaEngine, capacity_of
+from april.integrations.verl.settings import params_of
+from april.rollout.environment import saved
+from april.rollout.event_loop import EventLoop
+from april.rollout.sampling import SamplingParams
+from april.rollout.scheduler import RolloutScheduler
+from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample
+
+log = logging.getLogger(__name__)
+
+OF_LOOP = "agent_loop"
+"""What is kept of an agent loop's output, among what a sample's reward says."""
+
+FORMAT = 4
+
+SINGLE_TURN = "single_turn_agent"
+
+
+class AprilRolloutManager(AgentLoopManagerTQ):
+    """verl's agent-loop manager, whose training prompts go to april's scheduler. Validation goes to verl's own workers.
+
+    Prompts are made into tokens, samples scored and trajectories written by verl's agent-loop worker, of which one
+    lives here.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.worker = AgentLoopWorkerTQ.__ray_actor_class__(
+            self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
+        )
+        if self.worker.processor is not None:
+            raise ValueError("actor_rollout_ref.model: a model with a processor takes more than text, april does not")
+        self.loop = EventLoop("april")
+        self.rows: dict[str, dict[str, Any]] = {}
+        """What verl's dataset says of each prompt under way, by its uid."""
+        self._sampling_params = {
+            "temperature": self.rollout_config.temperature,
+            "top_p": self.rollout_config.top_p,
+            "top_k": self.rollout_config.top_k,
+            "repetition_penalty": 1.0,
+            "logprobs": True,
+        }
+        self._agent = self.rollout_config.agent.default_agent_loop
+        self.loops: AgentLoops | None = None
+        """There are none where every sample is one turn."""
+        if self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable:
+            self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
+        self._queue: deque[Prompt] = deque()
+        self._refill: Callable[[int], int] | None = None
+        self._abort: Callable[[], Any] | None = None
+        self._lost: Callable[[ActorDiedError], int] | None = None
+        self._builder = create_continuous_token_builder(
+            self.worker.tokenizer,
+            hf_model_type=self.worker.hf_model_type,
+            chat_template_kwargs=self.config.data.get("apply_chat_template_kwargs", {}),
+        )
+        self.scheduler = self._schedule()
+
+    def attach(
+        self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
+    ) -> None:
+        """What the trainer gives.
+
+        Args:
+            refill: fetches so many prompts from the dataloader and gives them to `generate_sequences`.
+            abort: ends every request on every replica.
+            lost: lets go of a replica that has died; how many are left.
+        """
+        self._refill, self._abort, self._lost = refill, abort, lost
+
+    def generate_sequences(self, prompts: TensorDict) -> None:
+        if tu.get(prompts, "validate", False):
+            super().generate_sequences(prompts)
+            return
+        for i in range(len(prompts)):
+            row = row_of(prompts, i)
+            agent = row.setdefault("agent_name", self._agent)
+            if self.loops is None and agent != SINGLE_TURN:
+                raise ValueError(
+                    f"data: a prompt asks for the agent loop {agent!r}: set "
+                    "actor_rollout_ref.rollout.multi_turn.enable=true"
+                )
+            self.rows[row["uid"]] = row
+            self._queue.append(self._prompt(row))
+
+    def collect(self, global_steps: int) -> dict[str, float]:
+        """Have a batch of complete groups in TransferQueue, ready to be sampled."""
+        return self.loop.run(self._collect(global_steps))
+
+    async def _collect(self, global_steps: int) -> dict[str, float]:
+        # verl counts steps from 1 and updates the weights after each: step k samples with the weights of step k - 1.
+        while self.scheduler.version < global_steps - 1:
+            await self.scheduler.update_weights()
+        step = await self.scheduler.collect()
+        # One after another: verl takes rows in the order they came, and a group's belong together.
+        for group in step.groups:
+            await self._hand_over(group)
+        for left_out in step.quarantined:
+            log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
+        kept = {group.prompt.id for group in [*step.groups, *self.scheduler.buffer]}
+        if rejected := [uid for uid in self.rows if uid not in kept and not any(p.id == uid for p in self._queue)]:
+            await tq.async_kv_clear(keys=rejected, partition_id="train")
+        for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
+            del self.rows[uid]
+        if self.loops is not None:
+            self.loops.keep({sample.id for group in self.scheduler.buffer for sample in group.samples})
+        return {f"training/april/{name}": value for name, value in step.metrics().items()}
+
+    async def _hand_over(self, group: Group) -> None:
+        """Write the group's trajectories, and then say that they are there."""
+        row = self._row(group.prompt)
+        await asyncio.gather(
+            *(
+                self.worker._agent_loop_postprocess(self._output(sample), False, session_id=sample.index, **row)
+                for sample in group.samples
+            )
+        )
+        await tq.async_kv_put(key=group.prompt.id, partition_id="train", tag={"status": "finished"})
+
+    def _row(self, prompt: Prompt) -> dict[str, Any]:
+        """What verl's worker is told of a prompt beside the loop's name."""
+        return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
+
+    def _output(self, sample: Sample) -> AgentLoopOutput:
+        begins = sample.transitions[0].tokens if sample.transitions else 0
+        """Tokens of the response that are the prompt: an agent loop writes it."""
+        info = dict(sample.reward_info)
+        of_loop = info.pop(OF_LOOP, {})
+        versions = sample.versions[begins:].tolist()
+        own = [version for version in versions if version != ENVIRONMENT]
+        fields = {
+            "turn_scores": [],
+            "tool_rewards": [],
+            **of_loop.get("extra_fields", {}),
+            "global_steps": own[-1],
+            "min_global_steps": own[0],
+            "max_global_steps": own[-1],
+            "policy_versions": versions,
+        }
+        if self.reward_loop_worker_handles is not None and sample.reward is not None:
+            fields.setdefault("reward_extra_info", info)
+        return AgentLoopOutput(
+            prompt_ids=[*sample.prompt_ids, *sample.response_ids[:begins]],
+            response_ids=sample.response_ids[begins:],
+            response_mask=of_loop.get("response_mask", sample.loss_mask[begins:].astype(int).tolist()),
+            response_logprobs=sample.logprobs[begins:].tolist(),
+            reward_score=sample.reward if self.reward_loop_worker_handles is not None else None,
+            multi_modal_data={},
+            num_turns=of_loop.get("num_turns", 2 * max(sample.turns, 1)),
+            metrics=AgentLoopMetrics(**of_loop.get("metrics", {})),
+            extra_fields=fields,
+        )
+
+    async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
+        """The agent loop's own reward, verl's reward workers', or 0 where a colocated reward model scores the batch
+        later."""
+        output, info = self._output(sample), {}
+        if self.loops is not None and (returned := await self.loops.output(prompt, sample)) is not None:
+            of_loop = {
+                "response_mask": returned.response_mask,
+                "num_turns": returned.num_turns,
+                "metrics": returned.metrics.model_dump(),
+                "extra_fields": returned.extra_fields,
+            }
+            info[OF_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
+            output.response_mask, output.reward_score = returned.response_mask, returned.reward_score
+            output.extra_fields.update(returned.extra_fields)
+        if self.reward_loop_worker_handles is None:
+            return Reward(0.0, info)
+        await self.worker._compute_score([output], kwargs={"session_id": sample.index, **self._row(prompt)})
+        return Reward(float(output.reward_score), {**output.extra_fields.get("reward_extra_info", {}), **info})
+
+    def _prompt(self, row: Mapping[str, Any]) -> Prompt:
+        if self.loops is not None:
+            return Prompt((), row["uid"])
+        limit = self.rollout_config.prompt_length
+        token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
+        # verl keeps the end of a longer prompt; data.filter_overlong_prompts leaves them out.
+        return Prompt(tuple(token_ids[-limit:]), row["uid"])
+
+    def _prompts(self) -> Iterator[Prompt]:
+        while True:
+            if not self._queue:
+                assert self._refill is not None, "attach comes first"
+                self._refill(1)
+            yield self._queue.popleft()
+
+    def _keep(self, group: Group) -> bool:
+        """verl's filter of groups that carry no signal (algorithm.filter_groups)."""
+        metric = self.config.algorithm.filter_groups.metric
+        if metric == "reward":
+            values = [sample.reward for sample in group.samples]
+        else:
+            values = [sample.reward_info[metric] for sample in group.samples]
+        return len(values) == 1 or len(set(values)) > 1
+
+    async def _abort_all(self) -> None:
+        assert self._abort is not None, "attach comes first"
+        await self._abort()
+
+    def _lose(self, error: ActorDiedError) -> int:
+        assert self._lost is not None, "attach comes first"
+        return self._lost(error)
+
+    def _schedule(self) -> RolloutScheduler:
+        rollout = self.rollout_config
+        filters = self.config.algorithm.get("filter_groups")
+        gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
+        capacity, calls, replicas = capacity_of(rollout, gpus)
+        if self.loops is not None and capacity.context_length < rollout.prompt_length + rollout.response_length:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.max_model_len = {rollout.max_model_len}: prompt and turns of an agent loop "
+                f"take up to {rollout.prompt_length + rollout.response_length} tokens; raise it"
+            )
+        engine = ReplicaEngine(
+            self.llm_client,
+            capacity,
+            self._sampling_params,
+            self._abort_all,
+            calls,
+            replicas,
+            self._lose,
+        )
+        return RolloutScheduler(
+            engine,
+            self._prompts(),
+            self._score,
+            params_of(self.config),
+            sampling=SamplingParams(
+                max_tokens=rollout.response_length,
+                temperature=rollout.temperature,
+                top_p=rollout.top_p,
+                top_k=max(rollout.top_k, 0),
+                max_turns=0 if self.loops is None else MOST_TURNS,
+                observations_count=self.loops is not None,
+            ),
+            dynamic_filter=self._keep if filters is not None and filters.get("enable") else None,
+            seed=rollout.get("seed", 0),
+            episodes=None if self.loops is None else self.loops.episodes(capacity.context_length),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buffer. The prompts' rows are in TransferQueue's own checkpoint."""
+        return self.loop.run(self._state())
+
+    async def _state(self) -> dict[str, Any]:
+        return stamped(
+            FORMAT,
+            queue=[prompt.id for prompt in self._queue],
+            sampling=self._sampling_params,
+            scheduler=self.scheduler.state_dict(),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> int:
+        """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
+
+        Raises:
+            ValueError: the state is of another april.
+        """
+        opened(state, FORMAT, "verl's checkpoint")
+        self._sampling_params.update(state["sampling"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
+        if uids:
+            batch = tq.kv_batch_get(keys=uids, partition_id="train")
+            tags = tq.kv_list("train")["train"]
+            for i, uid in enumerate(uids):
+                row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
+                row.setdefault("agent_name", self._agent)
+                self.rows[uid] = row
+            self._queue.extend(self._prompt(self.rows[uid]) for uid in state["queue"])
+        return len(uids)
+
+
+def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
+    """Row `i` of a batch of verl's dataset, as its agent loops are given it."""
+    row = {}
+    for name, column in batch.items():
+        if isinstance(column, NonTensorData):
+            row[name] = column.data
+        elif isinstance(column, NonTensorStack):
+            row[name] = column[i].data
+        else:
+            row[name] = column[i]
+    return row

@@ -1,0 +1,83 @@
+"""april's settings in verl's configuration, and verl's settings that april refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from april.integrations.settings import Settings, refuse
+from april.rollout.params import RolloutParams
+
+SAMPLER = {"path": f"pkg://{__package__}", "name": "AprilReplayBuffer"}
+
+
+MANAGER = f"{__package__}.AprilRolloutManager"
+
+
+SPELLING = "trainer.v1.april.{}"
+
+
+UNSUPPORTED = {
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": (
+        False,
+        "april does not record routed experts: set it to false",
+    ),
+    "actor_rollout_ref.rollout.disaggregation.enabled": (
+        False,
+        "prefill and decode on separate servers are not supported: set it to false",
+    ),
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (MANAGER, "april brings its own: leave it out"),
+    "trainer.v1.sampler.custom_sampler.name": (SAMPLER["name"], "april brings its own: leave it out"),
+    "trainer.v1.april.parameter_sync_step": (
+        1,
+        "the replicas sleep while the policy is trained, so its weights go to them after every step: leave it out; "
+        "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
+    ),
+}
+"""Settings under which verl would do something else."""
+
+
+def check_config(config: DictConfig) -> None:
+    """Refuse what april would have to ignore.
+
+    Raises:
+        ValueError: names the setting.
+    """
+
+    def value_of(name: str, only: Any) -> Any:
+        value = OmegaConf.select(config, name)
+        return only if value is None else value
+
+    refuse(UNSUPPORTED, value_of)
+    if config.algorithm.adv_estimator == "remax":
+        raise ValueError(
+            "algorithm.adv_estimator = remax: its greedy baselines are another kind of rollout: choose another one"
+        )
+    params_of(config)
+
+
+def params_of(config: DictConfig) -> RolloutParams:
+    """How many groups are under way, and how old they may be: `trainer.v1.april`.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    own = config.trainer.v1.get("april", {}).items()
+    given = {name: value for name, value in own if name != "parameter_sync_step"}
+    if given.get("over_sampling_batch_size", "") is None:  # as if it were not there; no bound is max_staleness = null
+        del given["over_sampling_batch_size"]
+    params = Settings.read(given, SPELLING).params(
+        config.data.train_batch_size,
+        config.actor_rollout_ref.rollout.n,
+        {
+            "rollout_batch_size": "data.train_batch_size",
+            "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
+        },
+        SPELLING,
+    )
+    if "over_sampling_batch_size" in given:
+        return params
+    twice = 2 * params.rollout_batch_size
+    return replace(params, over_sampling_batch_size=min(twice, params.largest_target or twice))

@@ -1,0 +1,188 @@
+"""AReaL's own trainer, FSDP2 engine, workflow, evaluation, recovery and logs, on a CPU, with its optimizer steps.
+
+What stands in: SGLang's servers (`model_server.py`). scripts/setup_areal.sh makes an environment for it; run this file
+with that environment's Python.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("areal", reason="AReaL is not installed here: scripts/setup_areal.sh")
+
+import torch
+from areal.workflow.rlvr import RLVRWorkflow
+
+from april.integrations.areal.settings import check
+from april.integrations.settings import Settings
+from april.rollout.rewards import RewardError
+from april.rollout.trajectory import Sample
+from tests import tiny
+from tests.integrations.areal.trainer import (
+    BATCH,
+    GROUP,
+    Trainer,
+    TwoTurns,
+    accept,
+    configuration,
+    half,
+    prepare,
+    rank,
+    reward,
+)
+from tests.integrations.model_server import SGLangServer
+from tests.integrations.restart import begun_in, goes_on, once_an_epoch
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`run(changed settings)` trains in `tmp_path`, on two servers, and returns the trainer."""
+    prepare(tmp_path)
+    servers: list[SGLangServer] = []
+
+    def trained(
+        workflow: type = RLVRWorkflow, accept: Any = None, evaluate: bool = False, score: Any = reward, **changed: Any
+    ) -> Trainer:
+        while servers:  # a restart finds servers with the first weights
+            servers.pop().close()
+        servers.extend(SGLangServer(tmp_path / "model") for _ in range(2))
+        for name, value in rank().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("AREAL_LLM_SERVER_ADDRS", ",".join(server.address for server in servers))
+        config = configuration(tmp_path, **changed)
+        trainer = Trainer(config, servers)
+        told = {"reward_fn": score, "gconfig": config.gconfig, "tokenizer": config.tokenizer_path}
+        try:
+            trainer.train(
+                workflow=workflow,
+                workflow_kwargs=told,
+                dynamic_filter_fn=accept,
+                eval_workflow=RLVRWorkflow if evaluate else None,
+                eval_workflow_kwargs=told,
+            )
+        finally:
+            trainer.close()
+        return trainer
+
+    yield trained
+    for server in servers:
+        server.close()
+
+
+def samples(trainer: Trainer) -> list[Sample]:
+    return [sample for step in trainer.steps for group in step.groups for sample in group.samples]
+
+
+def prompts(trainer: Trainer) -> list[tuple[int, str]]:
+    """The number of each group trained on, and the answer to its prompt."""
+    groups = [group for step in trainer.steps for group in step.groups]
+    return [(group.id, group.prompt.metadata["row"]["answer"]) for group in groups]
+
+
+def sequence(trajectory: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+    return trajectory["input_ids"][i][trajectory["attention_mask"][i].bool()].long()
+
+
+def logprobs(weights: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    """Of each token but the first."""
+    policy = tiny.model()
+    policy.load_state_dict(weights)
+    with torch.no_grad():
+        scores = policy(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    return scores.gather(-1, ids[1:, None])[:, 0]
+
+
+def test_areals_trainer_trains_on_whole_groups_of_partial_rollouts(run: Any) -> None:
+    trainer = run(total_train_epochs=2)
+    assert len(trainer.steps) == 8, "four steps of four prompts an epoch"
+    older = 0
+    for version, (step, batch) in enumerate(zip(trainer.steps, trainer.batches, strict=True)):
+        assert [len(group.samples) for group in step.groups] == [GROUP] * BATCH == [len(t["rewards"]) for t in batch]
+        # AReaL deals them out to its ranks, by their length.
+        dealt = {tuple(sequence(trajectory, 0).tolist()): trajectory for trajectory in batch}
+        for group in step.groups:
+            trajectory = dealt[(*group.prompt.token_ids, *group.samples[0].response_ids)]
+            for i, sample in enumerate(group.samples):
+                ids, mask = sequence(trajectory, i), trajectory["loss_mask"][i].bool()
+                assert ids.tolist() == [*sample.prompt_ids, *sample.response_ids]
+                assert tiny.tokenizer().decode(ids).startswith(f"{group.prompt.metadata['row']['answer']}?")
+                assert trajectory["rewards"][i] == sample.length % 3 == sample.reward
+                versions = trajectory["versions"][i][mask]
+                assert versions.tolist() == sample.versions.tolist()
+                drawn = trajectory["logprobs"][i][mask]
+                every = [logprobs(weights, ids)[-sample.length :] for weights in trainer.weights[: version + 1]]
+                named = torch.stack(every)[versions.long(), torch.arange(sample.length)]
+                torch.testing.assert_close(drawn, named, rtol=1e-4, atol=1e-4)
+                older += int((versions < version).sum())
+        assert step.metrics()["staleness_max"] <= 5
+    assert older > 0, "no sample was carried over an update: the test saw nothing"
+    first, last = trainer.weights[0], trainer.weights[-1]
+    assert any(not torch.equal(first[name], last[name]) for name in first), "the policy was not trained"
+    assert len(prompts(trainer)) == 32
+    once_an_epoch(prompts(trainer))
+
+
+def test_a_restart_goes_on_from_the_last_token(run: Any, tmp_path: Path) -> None:
+    first = run(total_train_steps=2)
+    (path,) = tmp_path.rglob("dataloader_info.pkl")
+    (info,) = pickle.loads(path.read_bytes())
+    begun = begun_in(info["april"]["scheduler"]["state"]["buffer"]["groups"])
+    second = run()
+    assert (len(first.steps), len(second.steps)) == (2, 2), "the epoch's four steps"
+    goes_on(begun, samples(first), samples(second))
+    assert second.steps[0].version == 2
+    once_an_epoch([*prompts(first), *prompts(second)])
+
+
+def test_evaluation_changes_nothing_of_what_waits(run: Any) -> None:
+    trainer = run(evaluate=True, evaluator__freq_steps=1, total_train_steps=2)
+    asked = sum(server.asked for server in trainer.servers)
+    assert asked > sum(len(group.samples) for step in trainer.steps for group in step.groups) + 2 * 6 * GROUP
+    assert len(trainer.waiting) == 4
+    assert trainer.waiting[::2] == trainer.waiting[1::2]
+
+
+def test_areals_filter_replaces_groups(run: Any) -> None:
+    trainer = run(accept=accept, score=half, total_train_steps=3, total_train_epochs=3)
+    assert len(trainer.steps) == 3
+    for step in trainer.steps:
+        assert all(len({sample.reward for sample in group.samples}) > 1 for group in step.groups)
+    # Twelve odd prompts are more than an epoch has: its even ones, all but the last few, were turned away.
+    assert trainer.rejected > 0
+
+
+def test_a_workflow_of_two_turns_is_named(run: Any) -> None:
+    with pytest.raises(RewardError, match="the workflow asks for another turn"):
+        run(workflow=TwoTurns)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"dynamic_bs": True}, "dynamic_bs = True: april replaces groups"),
+        ({"gconfig__stop": ["x"]}, r"gconfig.stop = \['x'\]: april stops at token ids"),
+        ({"gconfig__frequency_penalty": 0.5}, "gconfig.frequency_penalty = 0.5: log-probabilities"),
+        ({"rollout__backend": "vllm:d1"}, "rollout.backend = vllm:d1: april has been run with SGLang"),
+        ({"actor__backend": "fsdp:d2"}, "actor.backend = fsdp:d2: april has been run with one rank"),
+        ({"actor__use_decoupled_loss": False, "actor__recompute_logprob": True}, "actor.recompute_logprob = True: it"),
+        ({"train_dataset__batch_size": 9}, "over_sampling_batch_size = 7 is less than train_dataset.batch_size = 9"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Any, message: str
+) -> None:
+    monkeypatch.setenv("AREAL_SPMD_MODE", "1")
+    with pytest.raises(ValueError, match=message) as caught:
+        check(configuration(tmp_path, **changed), Settings(over_sampling_batch_size=7))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_single_controller_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AREAL_SPMD_MODE", raising=False)
+    with pytest.raises(ValueError, match=r"^AREAL_SPMD_MODE is not set: .*areal.infra.launcher.local"):
+        check(configuration(tmp_path), Settings())

@@ -1,0 +1,226 @@
+"""slime's plug-ins without a server: what they refuse, and slime's own tests of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.slime.source import need_slime, prompt_file, slime_arguments
+
+SOURCE = need_slime()
+
+from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E402
+from slime.utils.types import Sample  # noqa: E402
+
+from april import FinishReason, Group, SamplingParams  # noqa: E402
+from april.integrations import slime as plugin  # noqa: E402
+from april.integrations.slime.rollouts import FORMAT, SlimeRollouts  # noqa: E402
+from april.integrations.slime.samples import mark_begun, scored  # noqa: E402
+from april.rollout.disk import as_json  # noqa: E402
+from tests import tiny  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.save(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def args(model: Path, tmp_path: Path) -> Namespace:
+    data = prompt_file(tmp_path / "prompts.jsonl", 10)
+    return slime_arguments(
+        *("--hf-checkpoint", str(model), "--prompt-data", str(data), "--label-key", "label", "--num-rollout", "3"),
+        *("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--rollout-num-gpus", "1"),
+        save=str(tmp_path / "checkpoint"),
+        load=str(tmp_path / "checkpoint"),
+    )
+
+
+def test_the_data_source_is_slimes_with_its_own_checkpoint(args: Namespace) -> None:
+    source = plugin.DataSource(args)
+    assert isinstance(source, SlimeDataSource)
+    first = source.get_samples(3)
+    source.save(0)
+    again = plugin.DataSource(args)
+    again.load(0)
+    assert [s.index for group in again.get_samples(1) for s in group] == [6, 7]
+    assert [group[0].prompt for group in first] == [f"prompt {i} of many: " for i in range(3)]
+
+
+def test_a_group_put_back_is_begun_again(args: Namespace) -> None:
+    source = plugin.DataSource(args)
+    (group,) = source.get_samples(1)
+    group[0].status = Sample.Status.ABORTED
+    source.add_samples([group])
+    assert source.get_samples(2)[0] is group
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("rollout_stop", ["###"], "--rollout-stop-token-ids"),
+        ("custom_generate_function_path", "my.generate", "one turn a sample"),
+        ("use_rollout_routing_replay", True, "routed experts"),
+        ("multimodal_keys", {"image": "image"}, "text"),
+        ("buffer_filter_path", "slime.rollout.data_source.pop_first", "the buffer is april's"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused_at_the_start(
+    args: Namespace, setting: str, value: object, remedy: str
+) -> None:
+    setattr(args, setting, value)
+    with pytest.raises(ValueError, match=f"--{setting.replace('_', '-')}.*{remedy}"):
+        plugin.DataSource(args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"april_max_stalenes": 3},
+            r"april_max_stalenes \(--custom-config-path\): april has no such setting, only april_over",
+        ),
+        ({"april_max_staleness": "three"}, r"april_max_staleness \(--custom-config-path\) = three: give a number"),
+        (
+            {"april_over_sampling_batch_size": "many"},
+            r"april_over_sampling_batch_size \(--custom-config-path\) = many: give a number, or auto",
+        ),
+        (
+            {"april_over_sampling_batch_size": 1},
+            r"april_over_sampling_batch_size \(--custom-config-path\) = 1 is less than --rollout-batch-size = 2",
+        ),
+        (
+            {"over_sampling_batch_size": 5, "april_max_staleness": 1},
+            r"--over-sampling-batch-size = 5 cannot keep april_max_staleness \(--custom-config-path\) = 1: with --",
+        ),
+    ],
+)
+def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
+    args: Namespace, settings: dict[str, object], message: str
+) -> None:
+    for name, value in {"partial_rollout": True, **settings}.items():
+        setattr(args, name, value)
+    with pytest.raises(ValueError, match=message):
+        plugin.DataSource(args)
+
+
+@pytest.mark.parametrize(("kept", "top_p"), [(None, 0.9), ({}, 1.0)])
+def test_what_top_p_kept_must_be_known_of_a_checkpoints_samples(
+    args: Namespace, kept: dict[str, object] | None, top_p: float
+) -> None:
+    args.rollout_top_p = top_p
+    saved = {"format": FORMAT, "ahead": None, "kept": kept}
+    with pytest.raises(ValueError, match=f"--rollout-top-p {top_p}: the unfinished samples .* set it as it was"):
+        SlimeRollouts(args, plugin.DataSource(args), saved)
+
+
+def test_what_holds_for_evaluation_alone_is_said(args: Namespace, caplog: pytest.LogCaptureFixture) -> None:
+    plugin.DataSource(args)
+    assert "holds for evaluation only" not in caplog.text
+    args.sglang_server_concurrency, args.use_distributed_post = 64, True
+    plugin.DataSource(args)
+    assert "--sglang-server-concurrency holds for evaluation only" in caplog.text
+    assert "--use-distributed-post holds for evaluation only" in caplog.text
+
+
+def finished_group(rollouts: SlimeRollouts) -> Group:
+    """A group of a prompt of theirs, whose sample has ended."""
+    group = Group.start(0, next(rollouts.prompts()), 1, SamplingParams(max_tokens=2), seed=0)
+    group.samples[0].extend((5, 6), (-1.0, -2.0), 0, FinishReason.STOP)
+    return group
+
+
+async def rewarded(rollouts: SlimeRollouts) -> Group:
+    """The same, scored, and restored from a checkpoint."""
+    group = finished_group(rollouts)
+    (sample,) = group.samples
+    reward = await rollouts.score(group.prompt, sample)
+    sample.reward, sample.reward_info = reward.value, reward.info
+    return Group.from_dict(json.loads(as_json(group.to_dict())))
+
+
+async def test_a_reward_that_is_no_number_stays_slimes_and_is_saved(args: Namespace) -> None:
+    """As a teacher's answer in on-policy distillation, of which slime makes a number after the rollout."""
+    args.custom_rm_path = "tests.integrations.slime.source.teacher"
+    group = await rewarded(SlimeRollouts(args, plugin.DataSource(args)))
+    (theirs,) = scored(group)
+    assert group.samples[0].reward == 0
+    assert theirs.reward == {"logprobs": [-0.5, -0.25]}
+
+
+async def test_what_hooks_and_reward_models_make_of_a_sample_is_saved_with_it(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime.source.length_parity"
+    args.rollout_sample_hook_path = ["tests.integrations.slime.source.note_length"]
+    group = await rewarded(rollouts := SlimeRollouts(args, plugin.DataSource(args)))
+    (theirs,) = scored(group)
+    assert theirs.tokens == [*group.prompt.token_ids, 5, 6]
+    assert theirs.response == rollouts.tokenizer.decode([5, 6])
+    assert (theirs.rollout_log_probs, theirs.loss_mask, theirs.label) == ([-1.0, -2.0], [1, 1], "0")
+    assert (theirs.reward, theirs.metadata) == (0.0, {"row": 0, "hooked": 2})
+    assert set(group.samples[0].reward_info["slime"]) == {"reward", "metadata", "response"}, "not tokens once more"
+
+
+async def test_a_sample_says_which_rollout_began_it(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime.source.length_parity"
+    rollouts = SlimeRollouts(args, plugin.DataSource(args))
+    group = Group.start(0, next(rollouts.prompts()), 2, SamplingParams(max_tokens=2), seed=0)
+    group.samples[0].extend((5,), (-1.0,), 0)
+    mark_begun(group, 3)
+    group = Group.from_dict(json.loads(as_json(group.to_dict())))
+    mark_begun(group, 4)
+    for sample in group.samples:
+        sample.extend((6,), (-1.0,), 0, FinishReason.STOP)
+        reward = await rollouts.score(group.prompt, sample)
+        sample.reward, sample.reward_info = reward.value, reward.info
+    begun, fresh = scored(Group.from_dict(json.loads(as_json(group.to_dict()))))
+    assert begun.metadata["start_rollout_id"] == 3
+    assert "start_rollout_id" not in fresh.metadata
+
+
+async def test_a_reward_that_no_checkpoint_could_hold_fails_at_once(args: Namespace) -> None:
+    args.custom_rm_path = "tests.integrations.slime.source.unsaveable"
+    rollouts = SlimeRollouts(args, plugin.DataSource(args))
+    group = finished_group(rollouts)
+    with pytest.raises(TypeError, match="a set cannot be part of a checkpoint"):
+        await rollouts.score(group.prompt, group.samples[0])
+
+
+# slime's contract tests put stubs for modules that are not imported yet; here they are, so they run on the real ones.
+REAL = "import ray, sglang_router, transformers"
+
+
+def run_python(script: str, cwd: Path = SOURCE, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, cwd=cwd)
+
+
+def test_the_data_source_passes_slimes_contract_tests() -> None:
+    contract = SOURCE / "tests" / "plugin_contracts" / "test_plugin_path_loading_contracts.py"
+    done = run_python(
+        f"{REAL}, pytest; raise SystemExit(pytest.main(['-q', '{contract}']))",
+        SLIME_CONTRACT_DATA_SOURCE_PATH="april.integrations.slime.DataSource",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_rollout_functions_signature_is_slimes() -> None:
+    from slime.rollout.sglang_rollout import generate_rollout
+
+    assert inspect.signature(plugin.rollout).parameters.keys() == inspect.signature(generate_rollout).parameters.keys()
+    assert inspect.signature(plugin.rollout).parameters["evaluation"].default is False
+
+
+def test_a_slime_that_lacks_what_april_needs_gives_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "slime").mkdir()
+    (tmp_path / "slime" / "__init__.py").touch()
+    done = run_python("import april.integrations.slime", cwd=tmp_path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: april's integration was written for slime 0.3.1")
+    assert "slime.rollout" in last

@@ -1,0 +1,117 @@
+"""What each process of a sharded job does: `accelerate launch ... tests.integrations.trl.sharded_job FOLDER HOW [URL]`,
+of an SGLang server that generates in the place of the processes' own engines.
+
+accelerate 1.15 heeds `--use_fsdp` where it finds accelerators, and trains whole models (DDP) on a CPU without a word.
+It is told here that it has found some; all else is its own, on gloo. `--use_deepspeed` it heeds. DeepSpeed would
+compile a kernel for small messages between the processes of a node before its first one; here gloo sends them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.tensor import DTensor
+from trl import GRPOConfig
+
+from april.integrations.trl import PartialRollouts
+from tests import tiny
+from tests.integrations.trl.trainer import Reward, Watched, rows
+
+FOLDER, HOW = Path(sys.argv[1]), sys.argv[2]
+ENGINE: dict[str, Any] = {"engine": "sglang", "urls": tuple(sys.argv[3:])} if sys.argv[3:] else {"max_num_seqs": 8}
+
+
+class Compared(Watched):
+    """Keeps how far the log-probabilities that tokens were drawn with are from the sharded policy's own, for tokens of
+    its version and for older ones."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.differences: list[tuple[float, float]] = []
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        assert sharded(self), f"{HOW} was asked for, and the policy is whole in each process"
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        with torch.no_grad():
+            own = self._get_per_token_logps_and_entropies(self.model, ids, mask, output["completion_ids"].shape[1])[0]
+        kept = output["completion_mask"].bool()
+        difference = (output["old_per_token_logps"] - own)[kept].abs()
+        fresh = torch.cat([torch.tensor(sample.versions == len(self.differences)) for _, sample in self.rollouts.rows])
+        self.differences.append(tuple(max([0.0, *difference[which].tolist()]) for which in (fresh, ~fresh)))
+        return output
+
+
+def sharded(trainer: Any) -> bool:
+    """Whether parameters, or under ZeRO-2 the optimizer's state, are a share of them in each process."""
+    if HOW == "fsdp2":
+        return all(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    partitioned = all(hasattr(parameter, "ds_tensor") for parameter in trainer.model.parameters())
+    return trainer.deepspeed.zero_optimization_stage() == int(HOW[-1]) and partitioned == (HOW == "zero3")
+
+
+def trainer(model: Any) -> Compared:
+    args = GRPOConfig(
+        output_dir=str(FOLDER),
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=60,
+        learning_rate=1e-2,
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        max_steps=4,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    assert args.device.type == "cpu"
+    if HOW == "fsdp2":
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return Compared(
+        model=model,
+        reward_funcs=Reward(),
+        args=args,
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+        partial_rollouts=PartialRollouts(over_sampling_batch_size=6, stream_interval=2, **ENGINE),
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    loaded = str(FOLDER / f"model-{os.environ['RANK']}")
+    tiny.model().save_pretrained(loaded)
+    if HOW != "fsdp2":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    seen = {}
+    for name, model, checkpoint in (
+        ("straight", tiny.model(), None),
+        ("resumed", loaded, str(FOLDER / "checkpoint-2")),  # ZeRO-3 loads it in shards
+    ):
+        trained = trainer(model)
+        trained.train(resume_from_checkpoint=checkpoint)
+        trained.close()
+        seen[name] = {
+            "batches": [[(s.group_id, s.index, s.response_ids) for _, s in batch] for batch, _ in trained.rows],
+            "differences": trained.differences,
+            "logs": [entry for entry in trained.state.log_history if "loss" in entry],
+        }
+    (FOLDER / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

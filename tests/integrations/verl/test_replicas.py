@@ -1,0 +1,185 @@
+"""Requests to verl's replicas: what is asked, what comes back, and what becomes of it around an abort."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_verl.sh")
+
+from verl.workers.config import RolloutConfig
+from verl.workers.rollout.replica import RolloutReplica, TokenOutput
+
+from april import Capacity, Chunk, EngineError, FinishReason, Group, Prompt, Sample, SamplingParams
+from april.integrations.verl.replicas import CALLS, ReplicaEngine, capacity_of
+
+
+@pytest.mark.parametrize(
+    ("settings", "slots"),
+    [
+        ({}, 16 * 64),
+        ({"tensor_model_parallel_size": 2}, 8 * 64),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 4}, 2 * 4 * 64),
+        ({"tensor_model_parallel_size": 2, "data_parallel_size": 4, "name": "sglang"}, 2 * 64),
+        ({"data_parallel_size": 16}, CALLS),
+    ],
+)
+def test_slots_are_those_of_every_rank_that_requests_reach(settings: dict[str, Any], slots: int) -> None:
+    one = {"name": "vllm", "tensor_model_parallel_size": 1, "max_num_seqs": 64}
+    config = RolloutConfig(prompt_length=10, response_length=20, **{**one, **settings})
+    capacity, calls, replicas = capacity_of(config, gpus=16)
+    assert capacity.slots % replicas == calls % replicas == 0
+    assert capacity.slots == slots
+    assert capacity.context_length == 30
+    assert calls >= slots
+
+
+class Gate:
+    """A client whose requests wait until the test answers them, and an abort that they do not hear of."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+        self.answers: list[asyncio.Future[TokenOutput]] = []
+
+    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> TokenOutput:
+        self.asked.append((prompt_ids, sampling_params["max_tokens"]))
+        self.answers.append(asyncio.Future())
+        return await self.answers[-1]
+
+    async def abort(self) -> None: ...
+
+
+def engine_of(client: Any, **settings: Any) -> ReplicaEngine:
+    async def abort() -> None: ...
+
+    return ReplicaEngine(client, Capacity(8, 100), {}, abort, patience=0.01, **settings)
+
+
+def samples(count: int) -> list[Sample]:
+    return Group.start(0, Prompt((1, 2, 3)), count, SamplingParams(max_tokens=5), seed=0).samples
+
+
+async def interrupted_in_vain() -> tuple[ReplicaEngine, Gate, Sample]:
+    """A sample whose request did not answer the interrupt."""
+    client = Gate()
+    engine = engine_of(client)
+    (sample,) = samples(1)
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    assert await engine.interrupt() == []
+    assert engine.running == 0
+    await engine.update_weights(3)
+    return engine, client, sample
+
+
+async def test_a_request_that_waits_at_a_closed_replica_is_not_asked_twice() -> None:
+    """An abort ends what runs. What arrives after it waits at the replica, and answers once generation goes on."""
+    engine, client, sample = await interrupted_in_vain()
+    client.answers[0].set_result(TokenOutput(token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="completed"))
+    await asyncio.sleep(0.01)
+    assert await engine.poll() == [], "an answer that nobody asked for now"
+    engine.submit(sample)
+    (chunk,) = await engine.poll()
+    assert chunk == Chunk(sample.id, [7, 8], [-1.0, -2.0], 3, FinishReason.STOP)
+    assert client.asked == [([1, 2, 3], 5)]
+
+
+@pytest.mark.parametrize("resubmitted_first", [False, True])
+async def test_an_answer_to_an_abort_that_comes_late_is_no_failure(resubmitted_first: bool) -> None:
+    """Its tokens count, with the weights that drew them, and the sample goes on after them."""
+    engine, client, sample = await interrupted_in_vain()
+    late = TokenOutput(
+        token_ids=[7, 8], log_probs=[-1.0, -2.0], stop_reason="aborted", extra_fields={"global_steps": 2}
+    )
+    if resubmitted_first:
+        engine.submit(sample)
+        client.answers[0].set_result(late)
+    else:
+        client.answers[0].set_result(late)
+        await asyncio.sleep(0.01)
+        engine.submit(sample)
+    assert await engine.poll() == [Chunk(sample.id, [7, 8], [-1.0, -2.0], 2)]
+    await asyncio.sleep(0)
+    assert client.asked[1:] == [([1, 2, 3, 7, 8], 3)]
+    client.answers[1].set_result(TokenOutput(token_ids=[9], log_probs=[-3.0], stop_reason="completed"))
+    assert await engine.poll() == [Chunk(sample.id, [9], [-3.0], 3, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_forgotten_sample_starts_from_its_own_tokens(named: bool) -> None:
+    engine, client, sample = await interrupted_in_vain()
+    engine.forget([sample.id] if named else None)
+    engine.submit(sample)
+    await asyncio.sleep(0)
+    assert client.asked == [([1, 2, 3], 5)] * 2
+    assert client.answers[0].cancelled()
+
+
+async def test_replicas_are_given_no_more_calls_than_leave_room_for_an_abort() -> None:
+    client = Gate()
+    engine = engine_of(client, calls=2)
+    first, second, third, fourth = samples(4)
+    for sample in (first, second, third, fourth):
+        engine.submit(sample)
+    await asyncio.sleep(0)
+    assert len(client.asked) == 2
+    client.answers[1].set_result(TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="completed"))
+    assert [chunk.sample_id for chunk in await engine.poll()] == [second.id]
+    await asyncio.sleep(0)
+    assert len(client.asked) == 3
+    for answer in client.answers[::2]:
+        answer.set_result(TokenOutput(token_ids=[8], log_probs=[-1.0], stop_reason="completed"))
+    assert {chunk.sample_id for chunk in await engine.interrupt()} == {first.id, third.id}
+    await asyncio.sleep(0.01)
+    assert len(client.asked) == 3, "a request was sent after the abort"
+    assert await engine.poll() == []
+
+
+async def test_an_abort_ends_every_request_so_some_samples_cannot_be_interrupted_without_the_others() -> None:
+    client = Gate()
+    engine = engine_of(client, calls=2)
+    mine = samples(3)
+    for sample in mine:
+        engine.submit(sample)
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="aborts all requests together: 1 samples in flight were not named"):
+        await engine.interrupt([mine[0].id])
+    assert await engine.interrupt([mine[2].id, "no such sample"]) == [], "it waited here"
+    for answer in client.answers:
+        answer.set_result(TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="aborted"))
+    chunks = await engine.interrupt([sample.id for sample in mine])
+    assert sorted(chunk.sample_id for chunk in chunks) == [mine[0].id, mine[1].id]
+    assert await engine.poll() == []
+
+
+@pytest.mark.parametrize("max_num_seqs", [256, 4096])
+def test_an_abort_finds_a_call_free_at_verls_replica(max_num_seqs: int) -> None:
+    replica = SimpleNamespace(config=SimpleNamespace(max_num_seqs=max_num_seqs))
+    assert RolloutReplica.max_concurrency.fget(replica) > max(CALLS, max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [
+        (TokenOutput(token_ids=[7], log_probs=None, stop_reason="completed"), "1 tokens and 0 log-probabilities"),
+        (TokenOutput(token_ids=[], log_probs=[], stop_reason="completed"), "without a token"),
+        (TokenOutput(token_ids=[7], log_probs=[-1.0], stop_reason="aborted"), "aborted"),
+        (RuntimeError("the replica died"), "the replica died"),
+    ],
+)
+async def test_a_request_that_fails_is_asked_again_by_the_scheduler(output: Any, error: str) -> None:
+    class Client:
+        async def generate(self, **_: Any) -> TokenOutput:
+            if isinstance(output, Exception):
+                raise output
+            return output
+
+    engine = engine_of(Client())
+    (sample,) = samples(1)
+    engine.submit(sample)
+    (chunk,) = await engine.poll()
+    assert error in chunk.error
+    assert chunk.finish is None

@@ -1,0 +1,172 @@
+"""verl's own training worker on machines without a GPU: its actor, FSDP2 engine, loss and optimizer, over gloo.
+
+verl has no platform for a CPU, but lets one be registered from outside. This one answers what is asked of a GPU, and
+its engines are those registered for CUDA (`VERL_ENGINE_DEVICE`). The replicas are those of `verl_trainer`, which get
+the weights that verl hands out.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry, set_platform
+
+
+def _nothing(*_: Any, **__: Any) -> int:
+    return 0
+
+
+ANSWERED = (
+    *("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved", "memory_stats"),
+    *("set_device", "empty_cache", "synchronize", "reset_peak_memory_stats", "manual_seed", "manual_seed_all"),
+    "ipc_collect",
+)
+MEMORY = SimpleNamespace(total_memory=2**34, name="CPU")
+
+
+@PlatformRegistry.register(platform="cpu")
+class CPU(PlatformBase):  # type: ignore[misc]
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = SimpleNamespace(
+        current_device=lambda: "cpu",
+        is_available=lambda: False,
+        device_count=lambda: 1,
+        get_device_properties=lambda *_: MEMORY,
+        get_device_name=lambda *_: "CPU",
+        mem_get_info=lambda *_: (2**34, 2**34),
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+        **dict.fromkeys(ANSWERED, _nothing),
+    )
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Any:
+        yield
+
+    def ray_resource_name(self) -> str:
+        return "CPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+
+os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+set_platform(CPU())
+
+import ray  # noqa: E402
+import transfer_queue as tq  # noqa: E402
+from verl.single_controller.base.decorator import Dispatch, register  # noqa: E402
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup  # noqa: E402
+from verl.workers.engine_workers import ActorRolloutRefWorker  # noqa: E402
+
+from april.integrations.verl import AprilTrainer  # noqa: E402
+from april.integrations.verl.manager import row_of  # noqa: E402
+from tests.integrations.verl.trainer import TinyTrainer  # noqa: E402
+
+ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+SETTINGS = (
+    *(f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.optim.lr=1e-2", f"{ACTOR}.use_torch_compile=false"),
+    *(f"{ACTOR}.ppo_mini_batch_size=3", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"),
+    *(f"{ACTOR}.fsdp_config.model_dtype=fp32", f"{ACTOR}.fsdp_config.use_torch_compile=false"),
+    f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}}",
+    *(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=3", f"{MODEL}.use_remove_padding=false"),
+    *(f"{MODEL}.enable_gradient_checkpointing=false", f"+{MODEL}.override_config={{attn_implementation:eager}}"),
+    *("algorithm.rollout_correction.rollout_is=token", "reward.custom_reward_function.name=compute_sum"),
+)
+"""Two ranks in float32, without what needs a GPU: flash attention and compiled kernels."""
+
+
+class Actor(ActorRolloutRefWorker):  # type: ignore[misc]
+    """One rank of verl's actor."""
+
+    def __init__(self, **settings: Any) -> None:
+        torch.set_num_threads(1)
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group(
+            "gloo", init_method=address, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        )
+        super().__init__(**settings)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """What verl would send to its replicas, of rank 0; the others help to gather it."""
+        named, _ = self.actor.engine.get_per_tensor_param()
+        weights = {name: tensor.detach().clone() for name, tensor in named}
+        assert all(type(tensor) is torch.Tensor for tensor in weights.values())
+        return weights if self.rank == 0 else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def shard(self) -> tuple[int, int]:
+        """Numbers of parameters: in this rank, and in all."""
+        own = [p.to_local().numel() for p in self.actor.engine.module.parameters()]
+        return sum(own), sum(p.numel() for p in self.actor.engine.module.parameters())
+
+
+class Workers:
+    """verl's worker group of two ranks; its weights go to the replica of the tests."""
+
+    ranks = 2
+    world_size = 1
+    """What the number of replicas follows from."""
+
+    def __init__(self, config: Any) -> None:
+        self.servers: list[Any] = []
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        """Of each version that replicas had."""
+        pool = RayResourcePool([self.ranks], use_gpu=False, max_colocate_count=1)
+        actor = RayClassWithInitArgs(cls=ray.remote(Actor), config=config.actor_rollout_ref, role="actor")
+        self.group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=actor, device_name="cpu")
+        self.group.init_model()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.group, name)
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        assert mode == "naive"
+        self.weights[global_steps] = self.group.whole_weights()[0]
+        return [server.set_weights.remote(global_steps, self.weights[global_steps]) for server in self.servers]
+
+
+class TrainingTrainer(TinyTrainer):
+    """`AprilTrainer` with verl's own training step. `metrics` keeps those of every step."""
+
+    def workers(self) -> Any:
+        return Workers(self.config)
+
+    def _step_once(self, metrics: dict[str, Any], timing: dict[str, Any], sample_batch_size: int) -> Any:
+        batch = AprilTrainer._step_once(self, metrics, timing, sample_batch_size)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
+        rows = [row_of(data, i) for i in range(len(batch.keys))]
+        self.batches.append([{**row, "tag": tag} for row, tag in zip(rows, batch.tags, strict=True)])
+        self.steps = [*getattr(self, "steps", []), dict(metrics)]
+        return batch
