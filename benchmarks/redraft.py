@@ -1,7 +1,7 @@
-"""What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted. And what drafts bring.
+"""What becomes of unfinished samples at a weight update: computed anew, kept, or redrafted.
 
 The quickstart recipe with N' = 1.5 N, trained as it stands but for `on_update`, a run of its own for each arm and seed.
-A fourth arm is the first with tokens drafted while samples decode. The runs of a seed take turns of a tenth of a second
+The runs of a seed take turns of a tenth of a second
 (`turns.py`). Reported of each: tokens trained on per processor second (start, training and rollouts, one thread),
 staleness, held-out accuracy, and of drafts how many tokens there were and how many the new weights kept. What is
 measured takes the place of what the file has of the same seeds, if that is of as many steps.
@@ -27,7 +27,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "recompute": {},
     "keep": {"on-update": "keep"},
     "redraft": {"on-update": "redraft"},
-    "drafts": {"draft-tokens": 8},
 }
 
 

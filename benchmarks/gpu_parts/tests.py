@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 from gpu_parts.bench import Bench
 from parts import ROOT, Figures
 
-FILES = ["tests/engines/test_embedded.py", "tests/engines/test_embedded_drafts.py"]
+FILES = ["tests/engines/test_embedded.py", "tests/engines/test_redraft.py"]
 TINY = [f"{FILES[0]}::test_interrupted_after_every_token"]
 
 

@@ -2,7 +2,7 @@
 
 Two servers on the same weights, one thread each, take turns: as many samples as slots, to their ends. What is compared
 is tokens for a second of the server's processes, so that others on the machine matter little; a ratio is of the same
-round. `draft_tokens` and the n-grams are a recipe's own.
+round.
 
     python benchmarks/servers/speculation.py [--sizes 1 7] [--slots 1 8 32]
 """
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 import aiohttp
-from drafts import widened
+import torch
 from serving import ROOT, save, spread, start
 
 from april.config.reading import load_recipe
@@ -38,11 +38,31 @@ from april.rollout.trajectory import Group, Prompt
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
-from april.training.engines import N_GRAMS
 from april.training.policy import load_policy, stop_tokens
 
 DRAFT_TOKENS = 4
+N_GRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def widened(model: torch.nn.Module, times: int) -> torch.nn.Module:
+    """The model with its hidden size repeated: every unit is there `times` times, and reads the mean of its copies."""
+    if times == 1:
+        return model
+    kind: Any = type(model)
+    config = type(model.config)(**model.config.to_dict())
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        setattr(config, name, times * getattr(config, name))
+    config.tie_word_embeddings = False
+    wide = kind(config).eval()
+    source = dict(model.state_dict())
+    with torch.no_grad():
+        for name, into in wide.state_dict().items():
+            weight = source[name].float()
+            repeats = [into.shape[i] // weight.shape[i] for i in range(weight.dim())]
+            reads_hidden = weight.dim() == 2 and not name.endswith("embed_tokens.weight")
+            into.copy_(weight.repeat(*repeats) / (times if reads_hidden else 1))
+    return wide.requires_grad_(False)
 
 
 def processor_seconds(server: Server) -> float:

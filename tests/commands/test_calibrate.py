@@ -20,7 +20,10 @@ April = Callable[..., subprocess.CompletedProcess[str]]
         (("--output", "."), "is a directory; name a file"),
         (("--output", "recipe.toml/x.json"), "nothing can be written to"),
         (("--repeats", "0"), "--repeats 0: must be at least 1"),
-        (("--draft-tokens", "4"), "engine.draft_tokens = 4: how many drafts are accepted depends on the policy"),
+        (
+            ("--engine", "vllm", "--server-args=-sc"),
+            "server_args names -sc: how many drafted tokens are accepted",
+        ),
     ],
 )
 def test_a_mistake_is_found_before_anything_is_measured(

@@ -226,8 +226,10 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
         (("--gpus", "1"), "131 GB for its part of the trainer's state and does not fit a h100"),
         (("--gpus", "1", "--engine", "vllm", "--overlap", "True"), "overlap takes a GPU for engines and one for"),
         (("--gpus", "4", "--training-gpus", "4"), "--training-gpus 4: must leave at least one of --gpus 4"),
-        (("--draft-tokens", "4"), "engine.draft_tokens = 4: how many drafts are accepted depends on the policy"),
-        (("--engine", "vllm", "--server-args=-sc"), "engine.server_args names -sc: how many drafts are accepted"),
+        (
+            ("--engine", "vllm", "--server-args=-sc"),
+            "server_args names -sc: how many drafted tokens are accepted",
+        ),
         (("--on-update", "redraft", "--over-sampling-batch-size", "8"), '"redraft" is not simulated'),
         (("--warm-up", "40"), "--warm-up 40"),
         (("--environment-seconds", "2"), "--turn-tokens: say how long a turn is"),

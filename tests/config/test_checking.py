@@ -12,11 +12,6 @@ from april.config.settings import EngineSettings
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "sglang", "draft_tokens": 4}, r'^draft_tokens = 4: it is for "embedded" and "vllm"'),
-        (
-            {"engine": "vllm", "urls": ("http://a:1",), "draft_tokens": 4},
-            "a running server speculates as it was started",
-        ),
         ({"engine": "sglang", "server_args": ("--speculative-algorithm", "NGRAM")}, "SGLang is not known to draw"),
     ],
 )

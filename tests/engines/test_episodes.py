@@ -23,8 +23,6 @@ from tests import tiny
 from tests.scheduling import scheduler_of
 from tests.talking import Numbers, World
 
-pytestmark = pytest.mark.usefixtures("drafts_whatever_they_cost")
-
 SAMPLING = SamplingParams(max_tokens=40, max_turns=6, stop_token_ids=tuple(range(20, 30)))
 CONTEXT = 96
 
@@ -107,7 +105,6 @@ def undisturbed(policy: Any) -> dict[int, Group]:
     interval=st.sampled_from([1, 3, 8]),
     target=st.integers(2, 6),
     memory=st.sampled_from([None, 100_000]),
-    draft_tokens=st.sampled_from([0, 6]),
 )
 @settings(max_examples=5, deadline=None)
 def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
@@ -119,11 +116,10 @@ def test_an_interrupted_episode_has_the_tokens_of_one_that_was_not(
     interval: int,
     target: int,
     memory: int | None,
-    draft_tokens: int,
 ) -> None:
     """In the middle of a turn, between turns and during an environment's step, under random schedules, with a KV cache
-    that is too small for all, and with drafts."""
-    engine = engine_of(policy, running, interval, kv_cache_bytes=memory, draft_tokens=draft_tokens)
+    that is too small for all."""
+    engine = engine_of(policy, running, interval, kv_cache_bytes=memory)
     found = collected(rollouts(Low(seed, slowness), engine, target), 3)
     assert len(found) == 6
     same(found, undisturbed)

@@ -35,7 +35,6 @@ COUNT = 9
     prefill_chunk=st.integers(1, 40),
     kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
     stream_interval=st.integers(1, 4),
-    draft_tokens=st.sampled_from([0, 3]),
 )
 def test_the_embedded_engine(schedule: list[Moment], **config: Any) -> None:
     done = samples()

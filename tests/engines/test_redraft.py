@@ -102,7 +102,6 @@ async def test_a_verified_response_takes_few_passes() -> None:
     kv_cache_bytes=st.sampled_from([1 << 24, 200_000, 110_000]),
     stream_interval=st.integers(1, 9),
     prefill_chunk=st.sampled_from([3, 17, 1024]),
-    draft_tokens=st.sampled_from([0, 4]),
 )
 def test_every_step_is_what_its_own_weights_draw(**config: Any) -> None:
     async def schedule() -> None:

@@ -181,7 +181,6 @@ def test_packed_tokens_stay_packed_and_make_the_same_response(chunks: list[tuple
 
 
 def test_redrafted_tokens_have_a_metric_of_their_own() -> None:
-    """`draft_tokens` is a setting of speculation."""
     group = Group.start(0, Prompt((1,)), 1, SamplingParams(max_tokens=4), seed=0)
     (sample,) = group.samples
     sample.extend([1, 2, 3], [-1.0] * 3, 0)

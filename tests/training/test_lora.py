@@ -91,18 +91,12 @@ def test_the_settings_are_the_adapters() -> None:
 
 async def test_the_engine_records_the_probabilities_of_the_trainer(tmp_path: Path) -> None:
     learner = LocalLearner(tiny.model(sharpness=3.0), settings(kl_coef=0.0), tiny.tokenizer(), tmp_path)
-    engine, drafting = EmbeddedEngine(learner.served), EmbeddedEngine(learner.served, draft_tokens=8)
+    engine = EmbeddedEngine(learner.served)
     for version in range(1, 4):
         learner.train(rollout(version), version)
-        for each in (engine, drafting):
-            await each.update_weights(version, learner.weights(version))
+        await engine.update_weights(version, learner.weights(version))
         samples = await architectures.run(engine, architectures.samples())
         architectures.assert_behaviour(learner.model, samples, tolerance=1e-4)
-        for _ in range(2):  # the second time all is drafted
-            drafted = await architectures.run(drafting, architectures.samples())
-            assert architectures.responses(drafted) == architectures.responses(samples)
-            architectures.assert_behaviour(learner.model, drafted, tolerance=1e-4)
-    assert drafting._drafter._costs._tried, "some passes had drafts"
     old = tiny.model(sharpness=3.0)
     with pytest.raises(AssertionError, match="sample"):
         architectures.assert_behaviour(old, samples, tolerance=1e-4)

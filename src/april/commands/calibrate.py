@@ -11,8 +11,8 @@ from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.rollout.engine import EngineError
 from april.simulation.cost_model import CostModel
-from april.simulation.drafts import refuse_drafts
 from april.simulation.idle_engine import calibrate_recipe
+from april.simulation.plan import refuse_speculation
 
 
 @dataclass(kw_only=True)
@@ -41,7 +41,7 @@ def run(args: list[str]) -> int:
     """`april calibrate RECIPE [OPTIONS] [FLAGS OF april train]`."""
     path, options, flags = read_options(CalibrateOptions, "april calibrate", args)
     recipe = read_recipe([path, *flags], "april calibrate")
-    refuse_drafts(recipe.engine)
+    refuse_speculation(recipe.engine)
     ready_for_output(options.output.parent)
     try:
         measured = asyncio.run(calibrate_recipe(recipe, options.longest, options.repeats))

@@ -376,16 +376,9 @@ def _engine_problems(engine: EngineSettings, on_cluster: bool = False) -> Iterat
 
 
 def _speculation_problems(engine: EngineSettings, min_p: float = 0.0) -> Iterator[str]:
-    drafts = f"engine.draft_tokens = {engine.draft_tokens}"
     asked = engine.speculative_option
-    if engine.draft_tokens and engine.engine in ("sglang", "vllm-inproc"):
-        yield f'{drafts}: it is for "embedded" and "vllm" (docs/engines.md, Speculation); remove it'
-    elif engine.draft_tokens and engine.urls:
-        yield f"{drafts} is set, and so is urls: a running server speculates as it was started; remove draft_tokens"
-    elif engine.draft_tokens and asked:
-        yield f"{drafts} is set, and server_args names {asked}: remove one of them"
-    if engine.engine == "vllm" and min_p and (asked or engine.draft_tokens):
-        yield f"rollout.min_p = {min_p:g}: vLLM takes none while it speculates; set 0, or remove {asked or drafts}"
+    if engine.engine == "vllm" and min_p and asked:
+        yield f"rollout.min_p = {min_p:g}: vLLM takes none while it speculates; set 0, or remove {asked}"
     if engine.engine == "sglang" and asked:
         yield (
             f"engine.server_args names {asked}: SGLang is not known to draw drafted tokens from the policy's "

@@ -208,10 +208,6 @@ class EngineSettings:
         gpu_memory_utilization: vllm-inproc: Share of the GPU's memory that vLLM takes for weights and KV cache at the
             start, and keeps while the trainer trains on the rest. Servers: server_args.
         enforce_eager: vllm-inproc: Without CUDA graphs, which take memory and time at the start. Servers: server_args.
-        draft_tokens: embedded, and vllm where april starts it: tokens that a forward pass may verify for a sample
-            besides drawing its next one. embedded: from what the other answers to its prompt said; no token changes,
-            log-probabilities by rounding. vllm: from its own text (n-grams), by rejection sampling, which changes no
-            distribution. 0: none.
         urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
         replicas: vllm, sglang: servers to start.
         gpus_per_replica: vllm, sglang: GPUs of each server that april starts, or of each engine on a cluster, across
@@ -243,7 +239,6 @@ class EngineSettings:
     own_process: bool = False
     gpu_memory_utilization: Share = 0.3
     enforce_eager: bool = False
-    draft_tokens: NotNegative[int] = 0
     urls: tuple[str, ...] = ()
     replicas: Processes = 1
     gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"

@@ -100,21 +100,6 @@ class CostModel:
         slots = slots or int(min(self.slots, max(self.kv_tokens / max(mean_kv_tokens, 1.0), 1)))
         return float(slots / (self.base(slots)[slots] + self.kv_token_seconds * slots * mean_kv_tokens))
 
-    def verification(self, batch: int, drafted: int, kv_tokens: float) -> float:
-        """Seconds of a pass that samples a token for each of `batch` samples, and verifies `drafted` more of each.
-
-        Args:
-            kv_tokens: of KV cache that a sample holds on average. Without a draft the pass is a decode step.
-        """
-        tokens = batch * (drafted + 1)
-        linear = float(self.base(tokens)[tokens])
-        attention = self.kv_token_seconds * batch * kv_tokens
-        if drafted:
-            linear = max(linear, tokens * self.prefill_token_seconds)
-            # A pair costs twice what it does in prefill, which counts n * n of them and computes half.
-            attention = max(attention, 2 * self.prefill_pair_seconds * tokens * kv_tokens)
-        return linear + attention
-
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
+from april.config.settings import EngineSettings
 from april.simulation.cluster import Cluster
-from april.simulation.drafts import refuse_drafts
 from april.simulation.price import MORE_STEPS, worth
 from april.simulation.run import Outcome, simulate
 from april.simulation.turns import Turns
@@ -114,6 +114,19 @@ def targets(recipe: Recipe) -> list[int]:
     return sorted(tried | ({own} if isinstance(own, int) else set()))
 
 
+def refuse_speculation(engine: EngineSettings) -> None:
+    """Refuse an engine that speculates: neither a simulated engine nor a measured cost model does.
+
+    Raises:
+        ConfigError: the options of the servers ask for speculative decoding.
+    """
+    if option := engine.speculative_option:
+        raise ConfigError(
+            f"engine.server_args names {option}: how many drafted tokens are accepted depends on the policy, which no "
+            "cost model knows (docs/simulation.md); use a recipe without this option"
+        )
+
+
 def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
     """What is simulated, by name, as settings of the scheduler: synchronous rollouts, then partial ones under the
     recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically; with `overlap` each of
@@ -127,7 +140,7 @@ def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
             'engine.on_update = "redraft" is not simulated: how much of a draft is kept depends on the policy; add '
             "--on-update recompute"
         )
-    refuse_drafts(recipe.engine)
+    refuse_speculation(recipe.engine)
     params = recipe.rollout_params(partial_rollout=True)
     policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 import os
 import secrets
@@ -38,9 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-N_GRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-"""How vLLM drafts where a recipe only says how much: what followed the last tokens where they stood before."""
 
 
 @asynccontextmanager
@@ -88,7 +84,6 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
-        draft_tokens=settings.draft_tokens,
         stop_token_ids=(),  # a recipe names them for each sample, and calibration wants none
     )
 
@@ -115,7 +110,6 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         kv_cache_bytes=settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
-        draft_tokens=settings.draft_tokens,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
     )
 
@@ -301,7 +295,7 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
 
 
 def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
-    """A server's size, its division among GPUs and its drafts by the recipe, as its own options."""
+    """Return the options of a server that a recipe decides: its size and its division among GPUs."""
     settings = recipe.engine
     arguments = ["--dtype", recipe.compute_dtype]
     arguments += ["--max-num-seqs" if vllm else "--max-running-requests", str(recipe.slots)]
@@ -309,6 +303,4 @@ def _limits(recipe: Recipe, vllm: bool, gpus: int) -> list[str]:
         arguments += ["--tensor-parallel-size" if vllm else "--tp-size", str(gpus)]
     if settings.context_length is not None:
         arguments += ["--max-model-len" if vllm else "--context-length", str(settings.context_length)]
-    if settings.draft_tokens:
-        arguments += ["--speculative-config", json.dumps({**N_GRAMS, "num_speculative_tokens": settings.draft_tokens})]
     return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,14 +9,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from april.config.recipe import Recipe
-from april.config.settings import EngineSettings
 from april.engines.servers.sglang import connect_sglang
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import EngineError
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt
-from april.training.engines import _limits
 
 EXTENSION = "april.engines.servers.vllm_worker.WorkerExtension"
 STANDARD = {"method": "ngram", "rejection_sample_method": "standard"}
@@ -98,11 +94,3 @@ async def test_sglang_is_refused_while_it_speculates() -> None:
     async with answering({"/model_info": {"model_path": "/nowhere"}, "/server_info": server}) as url:
         with pytest.raises(EngineError, match=r"speculates \(NGRAM\).*start it without --speculative-algorithm"):
             await connect_sglang(url, vocab_size=50)
-
-
-def test_a_recipe_says_how_much_its_servers_draft() -> None:
-    recipe = Recipe(engine=EngineSettings(engine="vllm", draft_tokens=3))
-    options = _limits(recipe, vllm=True, gpus=0)
-    drafts = json.loads(options[options.index("--speculative-config") + 1])
-    assert (drafts["method"], drafts["num_speculative_tokens"]) == ("ngram", 3)
-    assert "--speculative-config" not in _limits(Recipe(), vllm=True, gpus=0)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -21,7 +20,6 @@ import torch
 
 from april.engines.device_memory import free_bytes, is_out_of_memory, release_cached
 from april.engines.embedded.attention import ForwardPass
-from april.engines.embedded.drafts import Drafter
 from april.engines.embedded.kv_cache import KVCache, tier_lengths
 from april.engines.embedded.model import NamedTensors, ServedModel
 from april.engines.embedded.sampling import sample as draw_tokens
@@ -58,9 +56,6 @@ class EmbeddedEngine:
         on_update: what happens to the KV cache of interrupted samples when the weights change.
         prefill_chunk: tokens of prompts (and of resumed samples) per forward pass.
         dtype: compute in another type than the model's, on a copy of its parameters that `update_weights` refreshes.
-        draft_tokens: tokens that a pass may verify for a sample besides drawing its next one, from what the other
-            samples of its prompt said at such a place. No token changes; which passes a token shares with others does,
-            and with it the rounding of its log-probability. Fewer, or none, are tried where they do not pay; 0: none.
         stop_token_ids: tokens that end samples whose sampling parameters name none; by default the end-of-sequence
             tokens of the model's generation configuration.
         stream_interval: decode steps per `poll`. More than one makes fewer, longer chunks; a finished sample is handed
@@ -80,7 +75,6 @@ class EmbeddedEngine:
         on_update: KVPolicy = "recompute",
         prefill_chunk: int = 1024,
         dtype: torch.dtype | None = None,
-        draft_tokens: int = 0,
         stop_token_ids: Iterable[int] | None = None,
         stream_interval: int = 1,
     ) -> None:
@@ -91,8 +85,6 @@ class EmbeddedEngine:
         ):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-        if draft_tokens < 0:
-            raise ValueError(f"draft_tokens = {draft_tokens}: must be 0, for no drafts, or positive")
         if on_update not in ("recompute", "keep"):
             raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
         self._model = ServedModel(model, dtype)
@@ -101,9 +93,6 @@ class EmbeddedEngine:
         self._prefill_chunk = prefill_chunk
         self._interval = stream_interval
         self._unseen = 0
-        self._drafter = Drafter(draft_tokens)
-        # What a pass takes is compared with what others took, so on a processor what other programs do must not count.
-        self._clock = time.thread_time if self._model.device.type == "cpu" else time.perf_counter
         token_bytes = self._model.shape.bytes(self._model.dtype)
         budget = kv_cache_bytes
         if budget is None:
@@ -154,7 +143,6 @@ class EmbeddedEngine:
         # Budgets and stop tokens are the sequence's; rows that share the rest are drawn together.
         shared = replace(sample.sampling, max_tokens=1, stop_token_ids=())
         sequence.sampling = self._settings.setdefault(shared, shared)
-        self._drafter.follow(sequence)
 
     def _validate(self, sample: Sample, tokens: list[int], limit: int) -> None:
         context, vocabulary = self.capacity.context_length, self._model.vocabulary
@@ -271,25 +259,21 @@ class EmbeddedEngine:
         self.capacity = replace(self.capacity, kv_tokens=budget // shape.bytes(self._model.dtype))
         release_cached()
 
-    def _compute(self) -> tuple[list[tuple[Sequence, int]], ForwardPass, Drawn, float]:
+    def _compute(self) -> tuple[list[tuple[Sequence, int]], ForwardPass, Drawn]:
         """Run the model and draw tokens. Sequences change nothing but their rows."""
         self._sequences.admit()
         chunks = self._sequences.chunks(self._prefill_chunk)
-        began = self._clock()
-        decoding = self._sequences.decoding
-        prefilling = sum(size for _, size in chunks)
-        self._drafter.draft(decoding, prefilling, self._prefill_chunk)
+        self._sequences.draft(self._prefill_chunk - sum(size for _, size in chunks))
         step = ForwardPass(self._sequences.cache, chunks, self._model.device)
         logits = self._model.logits(step.tokens, step.positions, step, step.sampled)
         tokens = self._draw(step.sequences, logits) if step.sequences else ([], [])
-        return chunks, step, tokens, began
+        return chunks, step, tokens
 
-    def _advance(self, chunks: list[tuple[Sequence, int]], step: ForwardPass, tokens: Drawn, began: float) -> bool:
+    def _advance(self, chunks: list[tuple[Sequence, int]], step: ForwardPass, tokens: Drawn) -> bool:
         """Give sequences the keys, values and tokens that were computed for them."""
-        decoding = len(self._sequences.decoding)
         self._sequences.prefilled(chunks)
-        drawn = self._append(step.sequences, tokens) if step.sequences else {}
-        self._drafter.learn(drawn, decoding, sum(size for _, size in chunks), self._clock() - began)
+        if step.sequences:
+            self._append(step.sequences, tokens)
         return bool(step.sequences)
 
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Drawn:
@@ -311,19 +295,13 @@ class EmbeddedEngine:
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
         return tokens, logprobs
 
-    def _append(self, sequences: list[Sequence], tokens: Drawn) -> dict[Sequence, int]:
-        """Append what was drawn for each sequence, as far as its draft holds.
-
-        Returns:
-            tokens appended, of the sequences that had a draft.
-        """
+    def _append(self, sequences: list[Sequence], tokens: Drawn) -> None:
+        """Append to each sequence the tokens drawn for it, up to the first that differs from its draft."""
         verifying = any(sequence.draft or sequence.replay for sequence in sequences)
-        ended, drawn, results = [], {}, zip(*tokens, strict=True)
+        ended, results = [], zip(*tokens, strict=True)
         for sequence in sequences:
             if verifying:
-                count = sequence.verify(list(islice(results, 1 + len(sequence.draft))))
-                if sequence.draft:
-                    drawn[sequence] = count
+                sequence.verify(list(islice(results, 1 + len(sequence.draft))))
             else:
                 sequence.append(*next(results))
             if sequence.finish is not None:
@@ -333,4 +311,3 @@ class EmbeddedEngine:
             self._sequences.end(sequence)
         self._finished += ended
         self._sequences.decode_prefilled()
-        return drawn

@@ -42,7 +42,6 @@ class EmbeddedSettings:
     kv_cache_bytes: int | None = None
     prefill_chunk: int = 1024
     on_update: KVPolicy = "recompute"
-    draft_tokens: int = 0
     stream_interval: int = 1
 
     def load(self) -> EmbeddedEngine:
@@ -62,7 +61,6 @@ class EmbeddedSettings:
             kv_cache_bytes=self.budget(model.device),
             prefill_chunk=self.prefill_chunk,
             on_update=self.on_update,
-            draft_tokens=self.draft_tokens,
             stream_interval=self.stream_interval,
             stop_token_ids=(),  # as of the embedded engine of a recipe
         )

@@ -45,7 +45,7 @@ class Sequence(Resident):
         leader: sequence with the same prompt that is being prefilled, and whose keys and values this one waits for.
         pending: log-probabilities of the last tokens, which were not handed out yet.
         ahead: uniform numbers of the next tokens, which were looked at and not used yet.
-        draft: tokens that the next pass verifies, and `order`, the length of the run they were found by.
+        draft: tokens that the next pass verifies.
         replay: prompt and response under older weights, which are drafts as long as the response is the same; then
             empty.
     """
@@ -64,7 +64,6 @@ class Sequence(Resident):
     finish: FinishReason | None = None
     ahead: list[float] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
-    order: int = 0
     replay: list[int] = field(default_factory=list)
 
     @classmethod
@@ -139,12 +138,9 @@ class Sequence(Resident):
         elif length + 1 == self.limit:
             self.finish = FinishReason.LENGTH
 
-    def verify(self, drawn: Iterable[tuple[int, float]]) -> int:
-        """Append what was drawn at the next position and at the drafted ones, as far as it follows from the draft.
-
-        Returns:
-            how many tokens that was: up to the first that is not the drafted one, or that ends the response.
-        """
+    def verify(self, drawn: Iterable[tuple[int, float]]) -> None:
+        """Append the tokens drawn at the next position and at the drafted ones, up to the first that differs from the
+        draft or ends the response."""
         count = 0
         for token, logprob in drawn:
             self.append(token, logprob)
@@ -155,7 +151,7 @@ class Sequence(Resident):
         if self.replay and (end >= len(self.replay) or self.tokens[end - count :] != self.replay[end - count : end]):
             self.replay = []
         del self.ahead[:count]
-        return count
+        self.draft = []
 
     def take(self, version: int) -> Chunk:
         """What was sampled since the last time."""

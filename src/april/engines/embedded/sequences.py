@@ -136,6 +136,16 @@ class Sequences:
             tokens -= size
         return chunks
 
+    def draft(self, tokens: int) -> None:
+        """Draft at most `tokens` tokens for the next pass: of decoding sequences that repeat a response under newer
+        weights, what they contained before."""
+        for sequence in self.decoding:
+            if sequence.replay:
+                place = len(sequence.tokens)
+                count = min(sequence.room, sequence.left, tokens)
+                sequence.draft = sequence.replay[place : place + count]
+                tokens -= len(sequence.draft)
+
     def prefilled(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
         """Record what a pass has prefilled, and copy prompts that are ready to the sequences that wait for them."""
         for sequence, size in chunks:
