@@ -36,8 +36,8 @@ from record import save, spread
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
 from april.engines.pool import EnginePool
-from april.engines.servers.intake import Intake
 from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.stream_reader import StreamReader
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.journal import Journal
 
@@ -177,9 +177,11 @@ async def measure(kind: str, replicas: int, args: argparse.Namespace) -> dict[st
     async with playing(kind, replicas, rate, processes) as (urls, servers):
         settings = {"vocab_size": VOCABULARY, **json.loads(args.settings)}
         engines = [await CONNECT[kind](url, **settings) for url in urls]
-        intakes = [Intake(f"intake process {i}") for i in range(args.intakes if replicas > 1 or args.always else 0)]
+        intakes = [
+            StreamReader(f"stream reader {i}") for i in range(args.intakes if replicas > 1 or args.always else 0)
+        ]
         for engine_, intake in zip(engines, itertools.cycle(intakes), strict=False):
-            await engine_.read_in(intake)
+            await engine_.use_reader(intake)
         engine = EnginePool(engines, health_timeout=120.0)
         groups, size = replicas * SLOTS // 8, 8
         prompts = (Prompt((i, PROMPT, *range(2, PROMPT)), str(i)) for i in itertools.count())

@@ -38,7 +38,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from april.config.recipe import Recipe
 from april.engines.servers.weight_group import join
-from april.engines.weights import Meeting, Receiver
+from april.engines.weight_transfer import Meeting, Receiver
 from april.training.leader import Leader, dismissing, follow
 from april.training.rank_engine import RankEngine
 from april.training.rank_process import RENDEZVOUS

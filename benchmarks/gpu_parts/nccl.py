@@ -14,7 +14,7 @@ from record import spread
 
 from april.engines.servers import weight_group
 from april.engines.servers.broadcast import _buckets, _by_width
-from april.engines.weights import BUCKET_BYTES, Meeting
+from april.engines.weight_transfer import BUCKET_BYTES, Meeting
 
 TIMEOUT = timedelta(seconds=15)
 

@@ -14,7 +14,7 @@ from record import spread
 
 from april.engines.servers import weight_group
 from april.engines.servers.broadcast import BUCKET_BYTES
-from april.engines.weights import Meeting
+from april.engines.weight_transfer import Meeting
 
 if TYPE_CHECKING:  # the other processes start faster without it
     from node_parts.given import Given

@@ -1,6 +1,6 @@
 """april: active partial rollouts for reinforcement learning of language models (APRIL, arXiv 2509.18521)."""
 
-from april.engines.stream import StreamEngine
+from april.engines.stream_engine import StreamEngine
 from april.rollout.account import RejectionError
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission

@@ -28,7 +28,7 @@ from tests.config.problems import problems
         ),
         ({"cluster": {"address": "auto", "ranks": "nodes"}}, "trainer.processes = 1 trains in one process"),
         ({"cluster": {"address": "auto"}, "engine": {"server_host": "127.0.0.2"}}, "listen on their node's address"),
-        ({"cluster": {"address": "auto"}, "engine": {"intake_processes": 2}}, "reads all streams: remove it"),
+        ({"cluster": {"address": "auto"}, "engine": {"stream_readers": 2}}, "reads all streams: remove it"),
         ({"cluster": {"address": "auto"}, "engine": {"own_process": True}}, "apart from the trainer anyway: remove it"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from april.engines.child_environment import inherited
-from april.engines.servers.process import process_group
+from april.engines.servers.process_group import process_group
 
 TORCHRUN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from april.engines.embedded import EmbeddedEngine
 from april.engines.member import State
 from april.engines.pool import EnginePool
-from april.engines.stream import StreamEngine, Tokens
-from april.engines.weights import WithdrawnError
+from april.engines.stream_engine import StreamEngine, Tokens
+from april.engines.weight_transfer import WithdrawnError
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.params import FaultSettings, RolloutParams
@@ -110,7 +110,7 @@ class Machine(StreamEngine):
         if self.version == -1:
             raise EngineError(f"{self.name} was restarted")
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         await self._resumed.wait()
         if not self.alive:
             raise EngineError(f"{self.name} is dead")
@@ -504,7 +504,7 @@ async def test_an_update_fails_as_a_whole_and_is_undone() -> None:
         with pytest.raises(EngineError, match="not all replicas took up weights 2; failed: bad: bad does not take"):
             await pool.update_weights(2, "two")
         assert pool.version == 1
-        assert all(replica.state is State.TORN for replica in pool.members)
+        assert all(replica.state is State.STALE for replica in pool.members)
         samples = make_samples(4)
         submit(pool, samples)
         await run(pool, samples)
@@ -611,7 +611,7 @@ async def test_an_update_does_not_wait_for_a_lost_replica_that_is_being_started(
             super().__init__(name)
             self.starting, self.started = asyncio.Event(), asyncio.Event()
 
-        async def learn(self) -> None:
+        async def refresh(self) -> None:
             self.starting.set()
             await self.started.wait()
 
@@ -745,7 +745,7 @@ async def test_a_replica_whose_weights_have_been_trained_on_comes_back_with_the_
         await pool.update_weights(1, "gone")
         second.restart()
         async with asyncio.timeout(120):
-            while pool.members[1].state is not State.TORN:
+            while pool.members[1].state is not State.STALE:
                 await asyncio.sleep(0.01)
         await pool.update_weights(2, "two")
         assert (first.version, second.version) == (2, 2)
@@ -770,7 +770,7 @@ class Restarting(WrappedEngine):
 
     async def check(self) -> None: ...
 
-    async def learn(self) -> None: ...
+    async def refresh(self) -> None: ...
 
     async def abandon(self) -> list[Chunk]:
         return await self.engine.interrupt()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from april.engines.servers.broadcast import Broadcast, address_towards
-from april.engines.weights import InProcess, OnDisk, Receiver, Share, WithdrawnError, directory_of
+from april.engines.weight_transfer import InProcess, OnDisk, Receiver, Share, WithdrawnError, directory_of
 from april.rollout.engine import EngineError
 
 

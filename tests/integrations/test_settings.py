@@ -10,7 +10,7 @@ import pytest
 
 from april.integrations.rows import Rows
 from april.integrations.settings import Settings, at, refuse
-from april.integrations.versions import Versions
+from april.integrations.version_tracker import VersionTracker
 from april.rollout.params import MAX_STALENESS
 
 
@@ -99,7 +99,7 @@ async def test_weights_are_a_new_version_after_a_step_and_the_same_before_it() -
     async def load(weights: Any) -> None:
         said.append("load")
 
-    versions = Versions(SimpleNamespace(update_weights=update, load_weights=load))  # type: ignore[arg-type]
+    versions = VersionTracker(SimpleNamespace(update_weights=update, load_weights=load))  # type: ignore[arg-type]
     await versions.catch_up()
     versions.taken = True
     await versions.catch_up()

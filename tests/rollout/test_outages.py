@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Capacity, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams, Step, StreamEngine
-from april.engines.stream import Tokens
+from april.engines.stream_engine import Tokens
 from april.simulation.virtual_time import run
 from tests.scheduling import scheduler_of
 

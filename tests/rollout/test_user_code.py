@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from april import EnvStep, FinishReason, Group, Prompt, RolloutScheduler, Sample, StreamEngine, TokenIds
-from april.engines.stream import Tokens
+from april.engines.stream_engine import Tokens
 from april.environments.tools import BoundCall
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.engine import Capacity

@@ -8,7 +8,7 @@ import json
 import sys
 
 from april.engines.vllm_inproc import VLLMInProcess
-from april.engines.weights import InProcess, Tensors
+from april.engines.weight_transfer import InProcess, Tensors
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt
 

@@ -150,7 +150,7 @@ async def refuse_updates(engine):  # type: ignore[no-untyped-def]
     """Lead an engine's weight updates to where nobody takes them; calling what is returned leads them back.
 
     Its server is the other engine's too, and says what one of its own would: that it holds what it held."""
-    post, label = engine._http.post, engine._dialect.label
+    post, label = engine._http.post, engine._api.label
     held = await label()
 
     async def astray(path: str, body: object = None) -> object:
@@ -160,7 +160,7 @@ async def refuse_updates(engine):  # type: ignore[no-untyped-def]
         return held
 
     def lead_back() -> None:
-        engine._http.post, engine._dialect.label = post, label
+        engine._http.post, engine._api.label = post, label
 
-    engine._http.post, engine._dialect.label = astray, as_before
+    engine._http.post, engine._api.label = astray, as_before
     return lead_back

@@ -21,7 +21,7 @@ from april.algorithms import objective
 from april.config.reading import load_recipe
 from april.engines.servers import weight_group
 from april.engines.servers.launch import Server
-from april.engines.weights import Meeting
+from april.engines.weight_transfer import Meeting
 from april.reporting.progress import Progress
 from april.training.build import train
 from tests import tiny

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from april.engines.member import State
 from april.engines.pool import EnginePool
-from april.engines.weights import directory_of
+from april.engines.weight_transfer import directory_of
 from april.training.fleet import Fleet, bytes_of
 from tests.engines.test_pool import Machine, make_samples, submit
 

@@ -316,8 +316,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         yield f"engine.replicas = {engine.replicas}: on a cluster, cluster.replicas says how many"
     if engine.server_host != EngineSettings().server_host:
         yield "engine.server_host is set, but on a cluster servers listen on their node's address: remove it"
-    if engine.intake_processes != EngineSettings().intake_processes:
-        yield "engine.intake_processes is set, but on a cluster the trainer reads all streams: remove it"
+    if engine.stream_readers != EngineSettings().stream_readers:
+        yield "engine.stream_readers is set, but on a cluster the trainer reads all streams: remove it"
     if own.rewards == "nodes" and recipe.rollout.reward_workers == 0:
         yield 'cluster.rewards = "nodes", but rollout.reward_workers = 0 computes rewards in the trainer: remove one'
     if own.ranks == "nodes" and not recipe.trainer.sharded:

@@ -213,7 +213,7 @@ class EngineSettings:
         gpus_per_replica: vllm, sglang: GPUs of each server that april starts, or of each engine on a cluster, across
             which the model is split. 0: on the CPU. auto: one if there are any, or as many as server_args name. On one
             machine servers get GPUs that no other server and no training process has.
-        intake_processes: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
+        stream_readers: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
             to 1,024 samples in flight, which the trainer reads itself, else one for each 4,096.
         server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
         server_args: vllm, sglang: more options of the servers that april starts.
@@ -242,7 +242,7 @@ class EngineSettings:
     urls: tuple[str, ...] = ()
     replicas: Processes = 1
     gpus_per_replica: NotNegative[int] | Literal["auto"] = "auto"
-    intake_processes: ProcessesOrNone | Literal["auto"] = "auto"
+    stream_readers: ProcessesOrNone | Literal["auto"] = "auto"
     server_python: str | None = None
     server_args: tuple[str, ...] = ()
     server_host: str = "127.0.0.1"

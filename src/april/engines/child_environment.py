@@ -1,4 +1,4 @@
-"""The environment of processes that a rank starts and that are no ranks themselves: servers, engines, intakes.
+"""The environment of processes that a rank starts and that are no ranks themselves: servers, engines, readers.
 
 Invariant: none of them takes itself for a rank of the trainer's job, or meets at the store of its launcher.
 """

@@ -22,9 +22,9 @@ class State(Enum):
     READY = "ready"
     LOST = "lost"
     """Dead, hung, failing or restarted; attempts are made to bring it back."""
-    GONE = "gone"
+    DEAD = "dead"
     """Dead, and nobody starts it again."""
-    TORN = "torn"
+    STALE = "stale"
     """An update failed, here or elsewhere, so the weights it holds may not be the pool's."""
 
 
@@ -105,13 +105,13 @@ class Member:
         return len(self.samples) / self.replica.capacity.slots
 
     def become(self, state: State, reason: str = "") -> None:
-        if state in (State.LOST, State.GONE):
+        if state in (State.LOST, State.DEAD):
             where = f" at {self.place}" if self.place else ""
             log.warning("%s%s is %s: %s", self.name, where, state.value, reason)
             self.losses += state is State.LOST
         if state is State.READY:
             self.supervisor.running()
-        elif state is State.GONE:
+        elif state is State.DEAD:
             self.supervisor.give_up(reason)
         self.state, self.reason = state, reason
         self.failures = FailureRate()

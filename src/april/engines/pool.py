@@ -27,7 +27,7 @@ from april.engines.chunk_queue import ChunkQueue
 from april.engines.member import Member, State
 from april.engines.replica import replica_of
 from april.engines.routing import Router
-from april.engines.versions import Versions
+from april.engines.weight_sync import WeightSync
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
 from april.rollout.trajectory import Sample, Segment
 
@@ -72,7 +72,7 @@ class EnginePool:
         if not engines:
             raise ValueError("a pool needs at least one replica")
         self.members = [Member(replica_of(engine, index)) for index, engine in enumerate(engines)]
-        self._versions = Versions(self.members, self._came_back, health_timeout, update_timeout, patience)
+        self._weight_sync = WeightSync(self.members, self._came_back, health_timeout, update_timeout, patience)
         self._router: Router[Member] = Router(affinity)
         self._health_interval = health_interval
         self._health_timeout = health_timeout
@@ -96,11 +96,11 @@ class EnginePool:
         """Take in one more replica. It is brought to the current weights in the background, and gets work then."""
         member = Member(replica_of(engine, len(self.members)), state=State.LOST, reason="it has not been started yet")
         self.members.append(member)
-        self._versions.bring_back(member)
+        self._weight_sync.bring_back(member)
 
     def wake(self) -> None:
         """Something has changed that lost replicas may have waited for: try at once to bring them back."""
-        self._versions.wake()
+        self._weight_sync.wake()
 
     def fail(self, reason: EngineError) -> None:
         """The pool cannot go on: whoever polls next, or waits for an update, is told why."""
@@ -110,7 +110,7 @@ class EnginePool:
 
     @property
     def version(self) -> int:
-        return self._versions.version
+        return self._weight_sync.version
 
     @property
     def capacity(self) -> Capacity:
@@ -159,7 +159,7 @@ class EnginePool:
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._in_flight:
-            self._versions.require_hope()
+            self._weight_sync.require_hope()
             if self._defect is not None:
                 defect, self._defect = self._defect, None
                 raise defect
@@ -167,7 +167,7 @@ class EnginePool:
                 async with asyncio.timeout(None if self._ready else self._patience):
                     await self._queue.ready()
             except TimeoutError:
-                reasons = self._versions.reasons()
+                reasons = self._weight_sync.reasons()
                 raise EngineError(f"no replica was ready for {self._patience:g} s: {reasons}") from None
         return self._queue.take()
 
@@ -235,7 +235,7 @@ class EnginePool:
                 stays at its version: the other replicas are given their former weights back before they get work, and
                 the update may be tried again. Or the pool cannot go on.
         """
-        await self._unless_failed(self._versions.go_over(version, weights))
+        await self._unless_failed(self._weight_sync.update_all(version, weights))
         if self.members[0].replica.on_update == "recompute":
             self._router.forget_homes()
 
@@ -312,7 +312,7 @@ class EnginePool:
     def _require_current(self, member: Member, sample: Sample, chunk: Chunk) -> None:
         """See that tokens are of the weights that the replica was given, if it was given any. With "keep", those that a
         sample had when it was interrupted may come when it is resumed."""
-        if chunk.version == self.version or not chunk.token_ids or not self._versions.updated:
+        if chunk.version == self.version or not chunk.token_ids or not self._weight_sync.updated:
             return
         if member.replica.on_update == "recompute" or not sample.segments:
             raise ValueError(f"tokens of policy version {chunk.version} came where it was given {self.version}")
@@ -364,7 +364,7 @@ class EnginePool:
             else:
                 self._bereaved.add(sample.id)
                 self._place_or_fail(sample)
-        self._versions.bring_back(member)
+        self._weight_sync.bring_back(member)
         if not self._ready and self._in_flight:
             log.warning("no replica is ready; all samples wait for at most %g s (outage_limit)", self._patience)
 

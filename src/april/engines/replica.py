@@ -28,7 +28,7 @@ class Replica(Engine, Protocol):
         """
         ...
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         """See what it can hold, after it was lost. It has been forgotten what weights it holds.
 
         Raises:
@@ -53,7 +53,7 @@ class LocalReplica(WrappedEngine):
     async def check(self) -> None:
         """Nothing that could be dead."""
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         """Nothing that could have changed."""
 
     async def abandon(self) -> list[Chunk]:

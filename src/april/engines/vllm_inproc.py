@@ -21,7 +21,7 @@ from typing import Any
 
 from april.engines.chunk_queue import parted
 from april.engines.fit import require_fit
-from april.engines.weights import Tensors, directory_of
+from april.engines.weight_transfer import Tensors, directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample

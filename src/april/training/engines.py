@@ -195,30 +195,30 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     """Running servers by their URLs, or servers started here, as one pool: any of them may die and come back."""
     try:
         from april.engines.pool import EnginePool
-        from april.engines.servers.intake import Intake, processes_for
+        from april.engines.servers.stream_reader import StreamReader, processes_for
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, f'engine.engine = "{recipe.engine.engine}"')) from None
     settings = recipe.engine
     servers = [] if settings.urls else await _started(recipe, directory, stack, starting)
     places = [(url, None) for url in settings.urls] or [(server.url, server) for server in servers]
     engines: list[ServerEngine] = []
-    intakes: list[Intake] = []
+    readers: list[StreamReader] = []
 
-    async def end_intakes() -> None:
-        await asyncio.gather(*(intake.close() for intake in intakes))
+    async def close_readers() -> None:
+        await asyncio.gather(*(reader.close() for reader in readers))
 
-    stack.push_async_callback(end_intakes)  # after the engines whose streams they read
+    stack.push_async_callback(close_readers)  # after the engines whose streams they read
     for url, process in places:
         engine = await _connected(settings, url, os.environ.get(API_KEY), process)
         stack.push_async_callback(engine.close)
         engines.append(engine)
-    count = settings.intake_processes
+    count = settings.stream_readers
     if count == "auto":
         count = processes_for(sum(engine.capacity.slots for engine in engines), os.cpu_count() or 1)
-    intakes += [Intake(f"intake process {index}") for index in range(min(count, len(engines)))]
+    readers += [StreamReader(f"stream reader {index}") for index in range(min(count, len(engines)))]
     for index, engine in enumerate(engines):
-        if intakes:
-            await engine.read_in(intakes[index % len(intakes)])
+        if readers:
+            await engine.use_reader(readers[index % len(readers)])
     return EnginePool(engines, patience=recipe.rollout.outage_limit)
 
 

@@ -38,7 +38,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import RolloutSettings
 from april.engines.embedded.model import convert
-from april.engines.weights import WeightTransfer
+from april.engines.weight_transfer import WeightTransfer
 from april.rollout.step import Step
 from april.rollout.trajectory import Group, Sample
 from april.training.checkpoint import ADAPTER, TRAINING, load_state

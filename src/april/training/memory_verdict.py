@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.engines.weights import BUCKET_BYTES as SENT
+from april.engines.weight_transfer import BUCKET_BYTES as SENT
 from april.training.memory_plan import RESIDENT, MemoryPlan, planned
 from april.training.sharded import BUCKET_BYTES as GATHERED
 

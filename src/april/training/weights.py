@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from april.config.recipe import Recipe
-from april.engines.weights import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
+from april.engines.weight_transfer import InProcess, OnDisk, SharedParameters, TensorSource, WeightTransfer
 from april.training.lora import Adapters
 from april.training.policy import save_policy
 from april.training.stored_names import Parts, cut, stored_parts

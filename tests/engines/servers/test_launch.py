@@ -131,7 +131,7 @@ asyncio.run(main())
 
 
 async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("april.engines.servers.process.GRACE", 0.2)
+    monkeypatch.setattr("april.engines.servers.process_group.GRACE", 0.2)
     async with start(tmp_path, "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" + SERVER) as server:
         child = child_of(server.log)
     assert server.process.returncode == -9

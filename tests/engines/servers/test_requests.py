@@ -9,7 +9,17 @@ import pytest
 
 from april.engines.servers import vllm
 from april.engines.servers.vllm import connect_vllm
-from tests.engines.servers.test_intake import CONNECT, LONG, absorb, check, make_samples, playback, playing, run, submit
+from tests.engines.servers.test_stream_reader import (
+    CONNECT,
+    LONG,
+    absorb,
+    check,
+    make_samples,
+    playback,
+    playing,
+    run,
+    submit,
+)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from april.engines.servers.client import HTTPClient, RequestError, fault_of
 from april.engines.servers.launch import free_port
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Engine, Fault
-from tests.engines.servers.test_intake import check, playback, playing
+from tests.engines.servers.test_stream_reader import check, playback, playing
 from tests.scheduling import scheduler_of
 from tests.servers.proxy import GENERATE, FaultProxy
 
@@ -185,7 +185,7 @@ async def test_an_update_that_a_server_never_answers_ends_at_its_own_limit(caplo
         async def load(version: int, weights: Any, receiver: Any) -> None:
             await engine._http.post("/load")  # type: ignore[attr-defined]
 
-        engine._dialect.load = load  # type: ignore[attr-defined]
+        engine._api.load = load  # type: ignore[attr-defined]
         with caplog.at_level(logging.WARNING, "april"), pytest.raises(EngineError, match="did not take up weights 1"):
             await engine.update_weights(1)
         assert asyncio.get_running_loop().time() - began > 0.5, "not at the limit of other calls"

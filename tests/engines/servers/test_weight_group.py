@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from april.engines.servers import weight_group
 from april.engines.servers.broadcast import Broadcast
 from april.engines.servers.client import RequestError
-from april.engines.weights import Meeting, Receiver
+from april.engines.weight_transfer import Meeting, Receiver
 from april.rollout.engine import EngineError
 
 RECEIVER = """
@@ -28,7 +28,7 @@ import json, math, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from april.engines.servers.weight_group import join
-from april.engines.weights import Meeting
+from april.engines.weight_transfer import Meeting
 group, held = None, {}
 print("ready", flush=True)
 for line in sys.stdin:

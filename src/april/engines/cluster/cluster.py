@@ -83,7 +83,7 @@ class Cluster:
         try:
             async with asyncio.TaskGroup() as group:
                 began = time.monotonic()
-                opening = [group.create_task(replica.learn()) for replica in replicas]
+                opening = [group.create_task(replica.refresh()) for replica in replicas]
                 while (left := sum(not task.done() for task in opening)) and not any(
                     task.done() and task.exception() for task in opening
                 ):

@@ -36,7 +36,7 @@ class Placed:
         """The address of its node."""
         return self.site.node.address if self.site is not None else ""
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         """Begin a new life. It may be cancelled and called again: a model that is being loaded goes on loading."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._begin(), name=f"open {self.name}")

@@ -19,7 +19,7 @@ from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 
 
 class ClusterReplica(Placed, RemoteEngine):
-    """An engine that an actor hosts. `learn` starts it. Weights come as `StoredWeights`.
+    """An engine that an actor hosts. `refresh` starts it. Weights come as `StoredWeights`.
 
     Args:
         capacity: what it is expected to hold until it has said so.

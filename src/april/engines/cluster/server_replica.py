@@ -21,7 +21,7 @@ from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 
 
 class ServerReplica(Placed, WrappedEngine):
-    """A server that an actor keeps running. `learn` starts it, and connects to it.
+    """A server that an actor keeps running. `refresh` starts it, and connects to it.
 
     Args:
         connect: to a server by its address.
@@ -52,7 +52,7 @@ class ServerReplica(Placed, WrappedEngine):
 
     async def _open(self, site: Site, answer: Any) -> None:
         if self._connected and self.engine.url == answer:
-            await self.engine.learn()
+            await self.engine.refresh()
             return
         engine = await self._connect(answer)
         if self._connected:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from april.engines.cluster.head import await_patiently
-from april.engines.weights import TensorSource
+from april.engines.weight_transfer import TensorSource
 
 BUCKET = 1 << 28
 """Bytes that are put together, at least, but for the last ones."""

@@ -13,7 +13,7 @@ from april.engines.embedded.host import EmbeddedSettings
 from april.engines.embedded.remote import LOADING, RemoteEngine
 from april.engines.linked_process import LinkedProcess
 from april.engines.replica import ReplicaGoneError
-from april.engines.weights import directory_of
+from april.engines.weight_transfer import directory_of
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 
 NAME = "the process of the embedded engine"
@@ -65,7 +65,7 @@ class EngineProcess(RemoteEngine):
         if self._down is not None:
             raise EngineError(self._down)
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         if self._down is not None:
             raise ReplicaGoneError(self._down)
 

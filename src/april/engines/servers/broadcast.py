@@ -24,7 +24,7 @@ from torch import Tensor
 from april.engines.servers import weight_group
 from april.engines.servers.address import is_loopback
 from april.engines.servers.client import FAILURES, describe
-from april.engines.weights import BUCKET_BYTES, Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
+from april.engines.weight_transfer import BUCKET_BYTES, Bucket, Meeting, Offer, Receiver, Sending, Share, TensorSource
 from april.rollout.engine import EngineError
 
 GROUP = "april_weights"

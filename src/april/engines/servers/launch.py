@@ -34,7 +34,7 @@ import aiohttp
 
 from april.engines.servers.address import is_loopback, reachable
 from april.engines.servers.log_cause import cause, exit_of, last_line
-from april.engines.servers.process import process_group
+from april.engines.servers.process_group import process_group
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import EngineError
 

@@ -25,10 +25,10 @@ import aiohttp
 
 from april.engines.chunk_queue import ChunkQueue
 from april.engines.servers.client import FAILURES, HTTPClient, RequestError, describe, events, fault_of
-from april.engines.servers.dialect import Dialect
-from april.engines.servers.interval import Interval, StreamInterval
+from april.engines.servers.server_api import ServerAPI
 from april.engines.servers.stall import StallWatch
 from april.engines.servers.stream import Finish, Stream
+from april.engines.servers.stream_interval import Interval, StreamInterval
 from april.rollout.engine import Chunk, Fault, KVPolicy
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
@@ -74,7 +74,7 @@ class Requests:
 
     Args:
         http: the client they go through.
-        dialect: what the server speaks, once it has been described.
+        api: what the server speaks, once it has been described.
         why: says of an error why a request failed, in a line.
         queue: where chunks go; one of its own if not given.
     """
@@ -82,13 +82,13 @@ class Requests:
     def __init__(
         self,
         http: HTTPClient,
-        dialect: Dialect,
+        api: ServerAPI,
         settings: ReadingSettings,
         why: Callable[[BaseException], str] = describe,
         queue: ChunkQueue | None = None,
     ) -> None:
         self._http = http
-        self._dialect = dialect
+        self._api = api
         self._name = settings.name
         self.vocab_size = 0
         """Token ids from here on are nonsense."""
@@ -121,7 +121,7 @@ class Requests:
 
     def request(self, stream: Stream) -> tuple[str, dict[str, Any]]:
         """Where the server is asked to generate, and what."""
-        return self._dialect.generate_path, self._dialect.body(stream, self._salt)
+        return self._api.generate_path, self._api.body(stream, self._salt)
 
     def submit(self, order: RequestOrder) -> None:
         id = order.sample_id
@@ -248,10 +248,10 @@ class Requests:
                 await self._cancel(unfinished)
 
     async def _abort(self, streams: Sequence[Stream]) -> bool:
-        """As `Dialect.abort`."""
+        """As `ServerAPI.abort`."""
         ours = itertools.chain(self._streams.values(), self._frozen.values(), self._dropped.values())
         alone = {stream.request_id for stream in streams}.issuperset(s.request_id for s in ours if s.open)
-        return await self._dialect.abort([stream.request_id for stream in streams], alone)
+        return await self._api.abort([stream.request_id for stream in streams], alone)
 
     async def _freeze_streams(self) -> None:
         await self._cancel(stream for stream in self._streams.values() if not stream.sent)
@@ -259,8 +259,8 @@ class Requests:
             return
         try:
             async with asyncio.timeout(self._patience):
-                assert self._dialect.pausing is not None, "keep is refused without it"
-                await self._dialect.pausing.freeze()
+                assert self._api.pausing is not None, "keep is refused without it"
+                await self._api.pausing.freeze()
                 self._paused = True
                 await self._settle()
         except FAILURES as error:
@@ -303,8 +303,8 @@ class Requests:
                 stream.frozen = False
             for stream in self._streams.values():
                 stream.version = self._version
-            if self._dialect.pausing is not None:
-                await self._dialect.pausing.thaw()
+            if self._api.pausing is not None:
+                await self._api.pausing.thaw()
             self._paused = False
         await self._end(dropped)
         self._dropped.clear()
@@ -367,7 +367,7 @@ class Requests:
         async for data in content.iter_any():
             now = self._watch.heard()
             *lines, rest = (rest + data).split(b"\n")
-            finish = stream.take_in(events(lines), self._dialect.read, self._deliver)
+            finish = stream.take_in(events(lines), self._api.read, self._deliver)
             first = first or (now, stream.received, stream.events)
             if finish is not None:
                 began, tokens, count = first

@@ -2,7 +2,7 @@
 
 Invariants:
 - weights change only while nothing is in flight, and every request names the weights it is made under;
-- what becomes of the samples' requests is the business of `requests.py`, here or, through `intake.py`, elsewhere.
+- what becomes of the samples' requests is the business of `requests.py`, here or, through `reader.py`, elsewhere.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, call_limit, describe
-from april.engines.servers.dialect import Dialect
-from april.engines.servers.intake import Intake, RemoteRequests
-from april.engines.servers.interval import Interval, StreamInterval
 from april.engines.servers.launch import Server
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
-from april.engines.weights import Receiver
+from april.engines.servers.server_api import ServerAPI
+from april.engines.servers.stream_interval import Interval, StreamInterval
+from april.engines.servers.stream_reader import RemoteRequests, StreamReader
+from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.trajectory import Sample
 
@@ -33,7 +33,7 @@ class ServerEngine:
 
     Args:
         url: where the server listens, `http://host:port`.
-        dialect: what is spoken there, given the client to speak it with.
+        api: what is spoken there, given the client to speak it with.
         on_update: what happens to unfinished samples when the weights change (see `april.rollout.engine.KVPolicy`).
         vocab_size: of the model; asked of the server, or of the model directory it names, if not given.
         stall_timeout: seconds without a byte from the server, with samples in flight, after which their requests
@@ -52,7 +52,7 @@ class ServerEngine:
     def __init__(
         self,
         url: str,
-        dialect: Callable[[HTTPClient], Dialect],
+        api: Callable[[HTTPClient], ServerAPI],
         *,
         on_update: KVPolicy = "recompute",
         vocab_size: int | None = None,
@@ -78,30 +78,30 @@ class ServerEngine:
         self._update_timeout = update_timeout
         self._process = process
         self._http = HTTPClient(url, patience, api_key)
-        self._dialect = dialect(self._http)
-        if on_update == "keep" and self._dialect.pausing is None:
-            raise ValueError(f'on_update = "keep": {self._dialect.kind} cannot freeze requests; use "recompute"')
+        self._api = api(self._http)
+        if on_update == "keep" and self._api.pausing is None:
+            raise ValueError(f'on_update = "keep": {self._api.kind} cannot freeze requests; use "recompute"')
         self._reading = ReadingSettings(self.name, on_update, stall_timeout, patience, stream_interval, backlog)
-        self.requests: Requests | RemoteRequests = Requests(self._http, self._dialect, self._reading, self._why)
+        self.requests: Requests | RemoteRequests = Requests(self._http, self._api, self._reading, self._why)
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
     @classmethod
-    async def connect(cls, url: str, dialect: Callable[[HTTPClient], Dialect], **settings: Any) -> Self:
+    async def connect(cls, url: str, api: Callable[[HTTPClient], ServerAPI], **settings: Any) -> Self:
         """Connect to a running server and learn what it can hold.
 
         Raises:
             EngineError: no server answers, or it was started without something this engine needs.
         """
-        engine = cls(url, dialect, **settings)
+        engine = cls(url, api, **settings)
         try:
-            await engine.learn()
+            await engine.refresh()
         except BaseException:
             await engine.close()
             raise
         return engine
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         """Ask the server what it can hold, and see that nobody has left it paused.
 
         Raises:
@@ -111,14 +111,14 @@ class ServerEngine:
         if self._process is not None and self._process.given_up:
             raise ReplicaGoneError(self._process.down)
         try:
-            info = await self._dialect.describe(self._vocab_size or None)
-            if (pausing := self._dialect.pausing) is not None:
+            info = await self._api.describe(self._vocab_size or None)
+            if (pausing := self._api.pausing) is not None:
                 await pausing.thaw()
         except FAILURES as error:
-            raise EngineError(f"no {self._dialect.kind} server answers at {self.url}: {self._why(error)}") from error
+            raise EngineError(f"no {self._api.kind} server answers at {self.url}: {self._why(error)}") from error
         except (LookupError, TypeError, AttributeError) as error:
             raise EngineError(
-                f"what answers at {self.url} is not {self._dialect.kind} as april knows it, see docs/engines.md for "
+                f"what answers at {self.url} is not {self._api.kind} as april knows it, see docs/engines.md for "
                 f"the version it is written to: {describe(error)}"
             ) from error
         if not info.vocab_size:
@@ -130,7 +130,7 @@ class ServerEngine:
             await self.requests.open()
         self._name_weights()
 
-    async def read_in(self, intake: Intake) -> None:
+    async def use_reader(self, reader: StreamReader) -> None:
         """Have another process read this server's streams. Nothing may be in flight.
 
         Raises:
@@ -138,7 +138,7 @@ class ServerEngine:
         """
         assert not self.requests, "requests stay where they began"
         await self.requests.close()
-        self.requests = RemoteRequests(intake, self._http, self._dialect, self._reading, self._why)
+        self.requests = RemoteRequests(reader, self._http, self._api, self._reading, self._why)
         self.requests.vocab_size = self._vocab_size
         await self.requests.open()
         self._name_weights()
@@ -150,7 +150,7 @@ class ServerEngine:
     @property
     def name(self) -> str:
         """What messages call it."""
-        return f"{self._process.name if self._process else self._dialect.kind} at {self.url}"
+        return f"{self._process.name if self._process else self._api.kind} at {self.url}"
 
     @property
     def place(self) -> str:
@@ -170,7 +170,7 @@ class ServerEngine:
 
     def submit(self, sample: Sample) -> None:
         require_fit(sample, self.capacity.context_length, self._vocab_size, self.name)
-        if reason := self._dialect.inexact(sample.sampling):
+        if reason := self._api.unsupported_sampling(sample.sampling):
             raise ValueError(f"sample {sample.id}: {self!r} {reason}")
         self.requests.submit(RequestOrder.of(sample, self.capacity.context_length))
 
@@ -212,10 +212,10 @@ class ServerEngine:
 
     async def _load(self, version: int, weights: Any) -> None:
         receiver = functools.partial(Receiver, self.name, self.url, self._life)
-        await self._dialect.load(version, weights, receiver)
+        await self._api.load(version, weights, receiver)
         if self.on_update == "recompute":
-            await self._dialect.reset_caches()
-        self._label = await self._dialect.label()
+            await self._api.reset_caches()
+        self._label = await self._api.label()
 
     async def check(self) -> None:
         """See that the server lives and holds the weights it was last given.
@@ -226,7 +226,7 @@ class ServerEngine:
         try:
             async with asyncio.timeout(self._patience):
                 await self._http.get("/health")
-                label = await self._dialect.label()
+                label = await self._api.label()
         except FAILURES as error:
             raise EngineError(f"{self!r} is not well: {self._why(error)}") from error
         if isinstance(self.requests, RemoteRequests):

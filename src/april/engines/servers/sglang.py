@@ -27,10 +27,10 @@ from typing import Any
 import msgspec
 
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.dialect import Pausing, ServerInfo, local_vocab_size
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import Pausing, ServerInfo, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
-from april.engines.weights import Bucket, Meeting, Receiver, Sending, Share, directory_of
+from april.engines.weight_transfer import Bucket, Meeting, Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
@@ -123,7 +123,7 @@ class SGLang:
             return None
         return min(sampling.top_k or self._vocab_size, self._vocab_size)
 
-    def inexact(self, sampling: SamplingParams) -> str | None:
+    def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         top_k = self._top_k(sampling)
         if top_k is None or top_k <= self._mask_tokens:
             return None

@@ -20,10 +20,10 @@ from typing import Any
 import msgspec
 
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.dialect import ServerInfo
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import ServerInfo
 from april.engines.servers.stream import Delta, Finish, Stream
-from april.engines.weights import Receiver
+from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
@@ -65,10 +65,10 @@ async def connect_tensorrt_llm(
         load: called with (version, weights) to have the server take weights up, KV cache reset included.
     """
 
-    def dialect(http: HTTPClient) -> TensorRTLLM:
+    def api(http: HTTPClient) -> TensorRTLLM:
         return TensorRTLLM(http, Capacity(slots, context_length), load)
 
-    return await ServerEngine.connect(url, dialect, vocab_size=vocab_size, **settings)
+    return await ServerEngine.connect(url, api, vocab_size=vocab_size, **settings)
 
 
 class TensorRTLLM:
@@ -88,7 +88,7 @@ class TensorRTLLM:
         self._model = (await self._http.get("/v1/models"))["data"][0]["id"]
         return ServerInfo(self._capacity, vocab_size or 0, None)
 
-    def inexact(self, sampling: SamplingParams) -> str | None:
+    def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         plain = sampling.temperature == 1 and sampling.top_p == 1 and not sampling.top_k and not sampling.min_p
         if plain or sampling.temperature == 0:
             return None

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.dialect import Pausing, ServerInfo, has_tied_head, local_vocab_size
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import Pausing, ServerInfo, has_tied_head, local_vocab_size
 from april.engines.servers.stream import Delta, Finish, Stream
-from april.engines.weights import Receiver, Sending, Share, directory_of
+from april.engines.weight_transfer import Receiver, Sending, Share, directory_of
 from april.rollout.engine import Capacity, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 
@@ -136,7 +136,7 @@ class VLLM:
         if status in (403, 404):
             raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
 
-    def inexact(self, sampling: SamplingParams) -> str | None:
+    def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         if self._speculates and sampling.min_p:
             return (
                 f"takes no min_p while it speculates, and min_p = {sampling.min_p:g}: set it to 0, or start the server "

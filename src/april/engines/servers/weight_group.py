@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d_types
 from torch.distributed import distributed_c10d as c10d
 
-from april.engines.weights import Meeting
+from april.engines.weight_transfer import Meeting
 from april.rollout.engine import EngineError
 
 WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"

@@ -28,8 +28,8 @@ from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 
 from april.engines.pool import EnginePool
-from april.engines.servers.dialect import local_vocab_size
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import local_vocab_size
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.integrations.areal.settings import params_of
@@ -60,8 +60,8 @@ class Unnamed(SGLang):
 class ArealServer(ServerEngine):
     """One of AReaL's servers, which AReaL gives weights."""
 
-    async def learn(self) -> None:
-        await super().learn()
+    async def refresh(self) -> None:
+        await super().refresh()
         self._label = None
 
     async def update_weights(self, version: int, weights: Any = None) -> None:

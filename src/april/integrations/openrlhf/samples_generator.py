@@ -29,7 +29,7 @@ from april.integrations.openrlhf.settings import check, params_of
 from april.integrations.openrlhf.vllm_actor import replicas
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
-from april.integrations.versions import Versions
+from april.integrations.version_tracker import VersionTracker
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
@@ -111,7 +111,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
         )
-        self._versions = Versions(self.scheduler)
+        self._versions = VersionTracker(self.scheduler)
         self.step: Step | None = None
         """The last one."""
 

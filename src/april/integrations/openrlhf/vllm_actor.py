@@ -19,7 +19,7 @@ from openrlhf.trainer.ray import vllm_engine
 from ray.exceptions import RayActorError, RayError
 
 from april.engines.replica import ReplicaGoneError
-from april.engines.stream import StreamEngine, Tokens
+from april.engines.stream_engine import StreamEngine, Tokens
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 from april.rollout.trajectory import Sample
 
@@ -165,7 +165,7 @@ class RayReplica:
     async def check(self) -> None:
         await self._call("april_capacity")
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         try:
             await self.check()
         except EngineError as error:

@@ -30,15 +30,15 @@ from skyrl.train.generators.base import (
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
 
 from april.engines.pool import EnginePool
-from april.engines.servers.dialect import local_vocab_size
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import local_vocab_size
 from april.engines.servers.vllm import VLLM
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.rows import Rows
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
 from april.integrations.skyrl.settings import check, params_of
-from april.integrations.versions import Versions
+from april.integrations.version_tracker import VersionTracker
 from april.rollout.disk import as_json
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.step import Step
@@ -134,7 +134,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self.adapter: RolloutAdapter | None = None
         self.step: Step | None = None
         """The last one."""
-        self._versions: Versions | None = None
+        self._versions: VersionTracker | None = None
         self._weights: int | None = None
         """SkyRL's count of weights when rollouts were last collected."""
         self._saved: Mapping[str, Any] | None = None
@@ -240,7 +240,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         """The buffer, with SkyRL's servers and the weights they hold."""
         if self.adapter is None:
             self.adapter = await self._begin()
-            self._versions = Versions(self.adapter.scheduler)
+            self._versions = VersionTracker(self.adapter.scheduler)
             if self._saved is not None:
                 self.adapter.load_state_dict(self._saved["scheduler"])
                 self._versions.taken = self._saved["taken"]

@@ -37,7 +37,7 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample as SlimeSample
 from transformers import AutoConfig, GenerationConfig
 
-from april.engines.servers.interval import StreamInterval
+from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.saved import opened, stamped
 from april.integrations.slime.samples import differs, mark_begun, sampled, scored
 from april.integrations.slime.servers import connect

@@ -12,11 +12,11 @@ from slime.utils.http_utils import get
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.dialect import local_vocab_size
-from april.engines.servers.interval import StreamInterval
 from april.engines.servers.server import ServerEngine
+from april.engines.servers.server_api import local_vocab_size
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
+from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.support_sets import Kept
 from april.rollout.engine import Engine, EngineError
 from april.rollout.sampling import SamplingParams
@@ -38,8 +38,8 @@ class OneVersion(SGLang):
         super().__init__(http)
         self._kept = kept
 
-    def inexact(self, sampling: SamplingParams) -> str | None:
-        return None if self._kept is None else super().inexact(sampling)
+    def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
+        return None if self._kept is None else super().unsupported_sampling(sampling)
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         body = super().body(stream, salt)
@@ -62,20 +62,20 @@ class OneVersion(SGLang):
 class SlimeServer(ServerEngine):
     """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
 
-    _dialect: OneVersion
+    _api: OneVersion
 
     @property
     def label(self) -> str | None:
         """slime's name for the weights, a count that begins anew with every process."""
         return self._label
 
-    async def learn(self) -> None:
+    async def refresh(self) -> None:
         before = self._label
-        await super().learn()
+        await super().refresh()
         if before is not None and self._label != before:
             now, self._label = self._label, before
             raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
-        self._dialect.expected = self._label
+        self._api.expected = self._label
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
         """slime has seen to it already."""
@@ -96,10 +96,10 @@ async def connect(args: Namespace, kept: Kept | None, interval: StreamInterval) 
     if split:
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
-    dialect = partial(OneVersion, kept=kept)
+    api = partial(OneVersion, kept=kept)
     found = await asyncio.gather(
         *(
-            SlimeServer.connect(worker["url"], dialect, vocab_size=vocab_size, stream_interval=interval)
+            SlimeServer.connect(worker["url"], api, vocab_size=vocab_size, stream_interval=interval)
             for worker in workers
         ),
         return_exceptions=True,

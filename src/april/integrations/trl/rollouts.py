@@ -21,7 +21,7 @@ from accelerate.utils import is_peft_model
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
 from april.engines.job import Hands, JobEngine, JobOrder, Reply
-from april.engines.weights import SharedParameters
+from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.ranks import Job
 from april.integrations.trl.episodes import Row, TRLEpisodes

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from april.engines.servers.stream import Delta, Stream
-from april.engines.weights import Receiver
+from april.engines.weight_transfer import Receiver
 from april.rollout.engine import Capacity
 from april.rollout.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class Pausing(Protocol):
     async def thaw(self) -> None: ...
 
 
-class Dialect(Protocol):
+class ServerAPI(Protocol):
     """How one kind of server is spoken to. It knows the server's calls, and nothing of samples under way."""
 
     kind: str
@@ -75,7 +75,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def inexact(self, sampling: SamplingParams) -> str | None:
+    def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
         """Why the log-probabilities of these settings would not be those of the distribution tokens are drawn from,
         and what to do about it; None if they are."""
         ...

@@ -27,10 +27,10 @@ from april.engines.linked_process import LinkedProcess
 from april.engines.packed import PackedChunks, unpack
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.dialect import Dialect
 from april.engines.servers.launch import RESTARTS, STEADY
 from april.engines.servers.log_cause import exit_of
 from april.engines.servers.requests import ReadingSettings, RequestOrder
+from april.engines.servers.server_api import ServerAPI
 from april.engines.supervisor import RestartPolicy, Supervisor
 from april.rollout.engine import Chunk, EngineError
 
@@ -47,7 +47,7 @@ def processes_for(streams: int, cores: int) -> int:
     return 0 if streams <= STREAMS_HERE else max(1, min(-(-streams // STREAMS_EACH), cores - 1))
 
 
-class Intake:
+class StreamReader:
     """A process that reads servers' streams, started when it is needed first, and again when it has died.
 
     Args:
@@ -55,7 +55,7 @@ class Intake:
         restarts: deaths in a row that it is started again after.
     """
 
-    def __init__(self, name: str = "intake process", restarts: int = RESTARTS) -> None:
+    def __init__(self, name: str = "stream reader", restarts: int = RESTARTS) -> None:
         self.name = name
         self.process: LinkedProcess | None = None
         self.down: str | None = f"{name} has not been started"
@@ -64,7 +64,7 @@ class Intake:
         """Grows with every start."""
         self._supervisor = Supervisor(RestartPolicy(0.0, restarts, forgiven_after=STEADY))
         self._starting = asyncio.Lock()
-        self._readers: dict[int, RemoteRequests] = {}
+        self._servers: dict[int, RemoteRequests] = {}
         self._keys = itertools.count()
         self._calls = Calls(lambda message: self.send(*message), self._hung)
 
@@ -84,7 +84,7 @@ class Intake:
             await self._end()
             self._supervisor.starting()
             self.process = await LinkedProcess.start(
-                self.name, "april.engines.servers.intake_process", self._received, self._lost
+                self.name, "april.engines.servers.stream_reader_process", self._received, self._lost
             )
             self._supervisor.running()
             self.down = None
@@ -93,7 +93,7 @@ class Intake:
     def add(self, reader: RemoteRequests) -> int:
         """The key under which a server's requests are known here."""
         key = next(self._keys)
-        self._readers[key] = reader
+        self._servers[key] = reader
         return key
 
     def send(self, *message: Any) -> None:
@@ -118,7 +118,7 @@ class Intake:
     @property
     def behind(self) -> bool:
         """Someone whom it reads for does not keep up."""
-        return any(reader.behind for reader in self._readers.values())
+        return any(server.behind for server in self._servers.values())
 
     def pace(self) -> None:
         """Read on, unless someone whom it reads for is behind; whoever waits for an answer has it read on anyhow."""
@@ -129,8 +129,8 @@ class Intake:
         match message:
             case "chunks", several:
                 for key, packed in several:
-                    if (reader := self._readers.get(key)) is not None:
-                        reader.arrived(packed)
+                    if (server := self._servers.get(key)) is not None:
+                        server.arrived(packed)
                 self.pace()
             case "done", number, error, value:
                 self._calls.answered(number, error, value)
@@ -152,8 +152,8 @@ class Intake:
         self.down = f"{self.name} {reason}"
         log.warning("%s; the streams it read go on elsewhere", self.down)
         self._calls.fail(self.down)
-        for reader in self._readers.values():
-            reader.wake()
+        for server in self._servers.values():
+            server.wake()
 
     async def _end(self) -> None:
         self.down = self.down or f"{self.name} has been closed"
@@ -168,20 +168,20 @@ class Intake:
 
 
 class RemoteRequests:
-    """The requests of one server, made and read in an intake process; as `Requests`."""
+    """The requests of one server, made and read in a stream reader; as `Requests`."""
 
     def __init__(
         self,
-        intake: Intake,
+        reader: StreamReader,
         http: HTTPClient,
-        dialect: Dialect,
+        api: ServerAPI,
         settings: ReadingSettings,
         why: Callable[[BaseException], str],
     ) -> None:
-        self._intake = intake
-        self._opening = http, dialect, settings
+        self._reader = reader
+        self._opening = http, api, settings
         self._why = why
-        self._key = intake.add(self)
+        self._key = reader.add(self)
         self._flight: set[str] = set()
         self._life = 0
         """Of the process, when it learned of this server."""
@@ -198,20 +198,20 @@ class RemoteRequests:
         Raises:
             EngineError: it cannot be started.
         """
-        await self._intake.start()
-        self._life = self._intake.life
+        await self._reader.start()
+        self._life = self._reader.life
         await self._call("open", *self._opening, self.vocab_size)
 
     async def _call(self, what: str, *arguments: Any) -> None:
         # A frozen server is resumed, requests are aborted, and their streams end: each has the patience by itself.
-        await self._intake.call(what, self._key, *arguments, limit=4 * self._patience)
+        await self._reader.call(what, self._key, *arguments, limit=4 * self._patience)
 
     def require(self) -> None:
         """Raises EngineError if the process that this server's streams were read in has died."""
-        if self._intake.down is not None:
-            raise EngineError(self._intake.down)
-        if self._life != self._intake.life:
-            raise EngineError(f"{self._intake.name} died and knows nothing of this server yet")
+        if self._reader.down is not None:
+            raise EngineError(self._reader.down)
+        if self._life != self._reader.life:
+            raise EngineError(f"{self._reader.name} died and knows nothing of this server yet")
 
     async def check(self) -> None:
         """See that the process lives, and knows this server.
@@ -220,15 +220,15 @@ class RemoteRequests:
             EngineError: it does not, or hangs.
         """
         self.require()
-        if not self._intake.behind:  # else it is this end that does not read
-            await self._intake.call("answer", self._key, limit=self._patience)
+        if not self._reader.behind:  # else it is this end that does not read
+            await self._reader.call("answer", self._key, limit=self._patience)
 
     def holds(self, version: int, salt: str) -> None:
-        self._intake.send("holds", self._key, version, salt)
+        self._reader.send("holds", self._key, version, salt)
 
     def submit(self, order: RequestOrder) -> None:
         self._flight.add(order.sample_id)
-        self._intake.send("submit", self._key, order)
+        self._reader.send("submit", self._key, order)
 
     async def poll(self) -> list[Chunk]:
         """What came next. Raises EngineError if the process has died, once all that it had sent is handed out."""
@@ -239,7 +239,7 @@ class RemoteRequests:
 
     def _take(self, sample_ids: set[str] | None = None) -> list[Chunk]:
         chunks = self._queue.take(sample_ids)
-        self._intake.pace()
+        self._reader.pace()
         return chunks
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
@@ -259,7 +259,7 @@ class RemoteRequests:
         return self._take()
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        self._intake.send("forget", self._key, None if sample_ids is None else list(sample_ids))
+        self._reader.send("forget", self._key, None if sample_ids is None else list(sample_ids))
 
     async def close(self) -> None:
         with suppress(EngineError):

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from april.engines.packed import pack, unpack
 from april.engines.pool import EnginePool
 from april.engines.replica import ReplicaGoneError
-from april.engines.servers.intake import Intake, processes_for
-from april.engines.servers.interval import MOST, StreamInterval
 from april.engines.servers.server import ServerEngine
 from april.engines.servers.sglang import connect_sglang
+from april.engines.servers.stream_interval import MOST, StreamInterval
+from april.engines.servers.stream_reader import StreamReader, processes_for
 from april.engines.servers.vllm import connect_vllm
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
@@ -59,15 +59,15 @@ async def playing(kind: str, replicas: int = 1, rate: float = 400.0) -> AsyncIte
 
 
 @asynccontextmanager
-async def reading(kind: str, urls: Sequence[str], intakes: int = 1, **settings: Any) -> AsyncIterator[Any]:
+async def reading(kind: str, urls: Sequence[str], readers: int = 1, **settings: Any) -> AsyncIterator[Any]:
     """Engines on these servers, and the processes that read their streams in turn."""
-    processes = [Intake(f"intake process {i}", **settings) for i in range(intakes)]
+    processes = [StreamReader(f"stream reader {i}", **settings) for i in range(readers)]
     engines: list[ServerEngine] = []
     try:
         for i, url in enumerate(urls):
             engine = await CONNECT[kind](url, vocab_size=playback.VOCABULARY, stream_interval=8)
             engines.append(engine)
-            await engine.read_in(processes[i % intakes])
+            await engine.use_reader(processes[i % readers])
         yield engines, processes
     finally:
         for engine in engines:
@@ -140,7 +140,7 @@ async def test_every_token_comes_through_once_across_interrupts_and_updates(kind
 
 async def test_samples_of_a_killed_process_go_on_elsewhere_and_it_comes_back() -> None:
     samples = make_samples(60, 1200)
-    async with playing("vllm", 2) as urls, reading("vllm", urls, intakes=2) as (engines, processes):
+    async with playing("vllm", 2) as urls, reading("vllm", urls, readers=2) as (engines, processes):
         pool = EnginePool(engines)
         submit(pool, samples)
         await run(pool, samples, lambda: min(sample.length for sample in samples) >= 20)
@@ -162,21 +162,21 @@ async def test_samples_of_a_killed_process_go_on_elsewhere_and_it_comes_back() -
 
 async def test_a_process_that_hangs_is_killed_and_ends_every_wait_for_it() -> None:
     (sample,) = make_samples(1, 10**5)
-    async with playing("vllm") as urls, reading("vllm", urls) as ((engine,), (intake,)):
+    async with playing("vllm") as urls, reading("vllm", urls) as ((engine,), (reader,)):
         engine.submit(sample)
         await run(engine, [sample], lambda: sample.length > 20)
         await engine.check()
-        os.kill(intake.process.pid, signal.SIGSTOP)
+        os.kill(reader.process.pid, signal.SIGSTOP)
         checking = asyncio.create_task(engine.check())
         interrupting = asyncio.create_task(engine.interrupt())
-        with pytest.raises(EngineError, match="intake process 0 hung: it left 'answer' unanswered"):
-            await intake.call("answer", 0, limit=0.1)
+        with pytest.raises(EngineError, match="stream reader 0 hung: it left 'answer' unanswered"):
+            await reader.call("answer", 0, limit=0.1)
         for waiting in (checking, interrupting):
             with pytest.raises(EngineError, match="hung"):
                 await waiting
         absorb(await engine.abandon(), [sample])
-        await engine.learn()
-        assert (intake.life, intake.down) == (2, None)
+        await engine.refresh()
+        assert (reader.life, reader.down) == (2, None)
         engine.submit(sample)
         received = sample.length
         await run(engine, [sample], lambda: sample.length > received + 20)
@@ -188,17 +188,17 @@ async def test_a_process_that_keeps_dying_is_given_up() -> None:
     async with playing("vllm") as urls, reading("vllm", urls, restarts=1) as ((engine,), (process,)):
         for death in range(2):
             if death:
-                await engine.learn()
+                await engine.refresh()
             engine.submit(sample)
             await run(engine, [sample], lambda: sample.length > 30 * (death + 1))  # noqa: B023
             os.kill(process.process.pid, signal.SIGKILL)
-            with pytest.raises(EngineError, match="intake process 0 died"):
+            with pytest.raises(EngineError, match="stream reader 0 died"):
                 await run(engine, [sample], lambda: False)
-            with pytest.raises(EngineError, match="intake process 0 died"):
+            with pytest.raises(EngineError, match="stream reader 0 died"):
                 await engine.check()
             absorb(await engine.abandon(), [sample])
         with pytest.raises(ReplicaGoneError, match="died 2 times in a row"):
-            await engine.learn()
+            await engine.refresh()
         check([sample])
 
 
@@ -209,7 +209,7 @@ async def test_a_process_outlives_orders_for_a_server_that_it_does_not_know_yet(
         os.kill(process.process.pid, signal.SIGKILL)
         while process.down is None:
             await asyncio.sleep(0.01)
-        await engines[0].learn()
+        await engines[0].refresh()
         engines[0].submit(samples[0])
         engines[1].submit(samples[1])
         with pytest.raises(EngineError, match="died and knows nothing"):
@@ -217,7 +217,7 @@ async def test_a_process_outlives_orders_for_a_server_that_it_does_not_know_yet(
         await run(engines[0], samples[:1], lambda: samples[0].finish is not None)
         assert (process.life, process.down) == (2, None)
         await engines[1].abandon()
-        await engines[1].learn()
+        await engines[1].refresh()
         engines[1].submit(samples[1])
         await run(engines[1], samples[1:], lambda: samples[1].finish is not None)
     check(samples)
@@ -227,8 +227,8 @@ async def test_a_reader_that_falls_behind_stops_the_streams_and_loses_nothing() 
     samples = make_samples(30, 3000)
     async with playing("vllm", rate=2000.0) as urls:
         engine = await connect_vllm(urls[0], vocab_size=playback.VOCABULARY, backlog=16)
-        process = Intake()
-        await engine.read_in(process)
+        process = StreamReader()
+        await engine.use_reader(process)
         submit(engine, samples)
         await run(engine, samples, lambda: min(sample.length for sample in samples) > 8)
         while not engine.requests.behind:

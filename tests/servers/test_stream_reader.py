@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from april.engines.pool import EnginePool
-from april.engines.servers.intake import Intake
+from april.engines.servers.stream_reader import StreamReader
 from april.rollout.engine import KVPolicy
 from april.rollout.sampling import SamplingParams
 from tests.servers.conftest import SLOTS, Connect, make_samples
@@ -21,23 +21,23 @@ from tests.servers.tiny import Oracle
 
 
 @pytest_asyncio.fixture
-async def intake() -> AsyncIterator[Intake]:
-    intake = Intake()
-    yield intake
-    await intake.close()
+async def reader() -> AsyncIterator[StreamReader]:
+    reader = StreamReader()
+    yield reader
+    await reader.close()
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
 async def test_interrupted_and_resumed_under_new_weights(
     connect: Connect,
-    intake: Intake,
+    reader: StreamReader,
     oracles: list[Oracle],
     models: list[Path],
     on_update: KVPolicy,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = await connect(on_update=on_update, stream_interval="auto")
-    await engine.read_in(intake)
+    await engine.use_reader(reader)
     samples = make_samples(SLOTS + 4, SamplingParams(240, temperature=0.8))
     for version in range(3):
         if version:
@@ -63,19 +63,19 @@ async def test_interrupted_and_resumed_under_new_weights(
 
 
 async def test_a_killed_process_costs_no_token(
-    connect: Connect, intake: Intake, oracles: list[Oracle], models: list[Path]
+    connect: Connect, reader: StreamReader, oracles: list[Oracle], models: list[Path]
 ) -> None:
     engine = await connect()
-    await engine.read_in(intake)
+    await engine.use_reader(reader)
     pool = EnginePool([engine])
     await pool.update_weights(0, models[0])
     samples = make_samples(SLOTS, SamplingParams(160))
     submit(pool, samples)
     await reach(pool, samples, 30)
-    assert intake.process is not None
-    os.kill(intake.process.pid, signal.SIGKILL)
+    assert reader.process is not None
+    os.kill(reader.process.pid, signal.SIGKILL)
     await finish(pool, samples)
-    assert intake.life == 2
+    assert reader.life == 2
     assert all(sample.length == 160 for sample in samples)
     assert max(error_by_version(sample, oracles) for sample in samples) < EXACT
     await pool.close()

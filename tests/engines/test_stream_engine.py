@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from april import Capacity, Chunk, ChunkError, FinishReason, Group, Prompt, Sample, SamplingParams, StreamEngine
-from april.engines.stream import Tokens
+from april.engines.stream_engine import Tokens
 from april.rollout.journal import Journal
 from tests.scheduling import scheduler_of
 

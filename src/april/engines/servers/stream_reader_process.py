@@ -1,6 +1,6 @@
-"""The process of an `Intake`: reads servers' streams and sends what came of them, packed.
+"""The process of an `StreamReader`: reads servers' streams and sends what came of them, packed.
 
-    python -m april.engines.servers.intake_process FD
+    python -m april.engines.servers.stream_reader_process FD
 
 with FD its end of a socket pair. It ends when the other end is closed.
 """
@@ -19,8 +19,8 @@ from april.engines.chunk_queue import ChunkQueue
 from april.engines.link import Link
 from april.engines.packed import pack
 from april.engines.servers.client import HTTPClient
-from april.engines.servers.dialect import Dialect
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
+from april.engines.servers.server_api import ServerAPI
 from april.rollout.collector import collect_seldom
 from april.rollout.engine import Chunk
 
@@ -31,7 +31,7 @@ TOGETHER = 0.005
 class SendQueue(ChunkQueue):
     """The chunks of one server that have not been sent yet."""
 
-    def __init__(self, backlog: int, process: IntakeHost) -> None:
+    def __init__(self, backlog: int, process: StreamReaderProcess) -> None:
         super().__init__(backlog)
         self._process = process
 
@@ -40,7 +40,7 @@ class SendQueue(ChunkQueue):
         self._process.schedule()
 
 
-class IntakeHost(logging.Handler):
+class StreamReaderProcess(logging.Handler):
     """What runs here: servers' requests by their keys, and the driver at the other end; what is logged goes there."""
 
     def __init__(self) -> None:
@@ -92,10 +92,10 @@ class IntakeHost(logging.Handler):
             self.link.send(("chunks", [(key, pack(chunks))]))
 
     async def _open(
-        self, key: int, http: HTTPClient, dialect: Dialect, settings: ReadingSettings, vocab_size: int
+        self, key: int, http: HTTPClient, api: ServerAPI, settings: ReadingSettings, vocab_size: int
     ) -> None:
         queue = SendQueue(settings.backlog, self)
-        requests = Requests(http, dialect, settings, queue=queue)
+        requests = Requests(http, api, settings, queue=queue)
         requests.vocab_size = vocab_size
         self._servers[key] = requests, queue, http
 
@@ -111,7 +111,7 @@ class IntakeHost(logging.Handler):
 
 
 async def main() -> None:
-    process = IntakeHost()
+    process = StreamReaderProcess()
     logger = logging.getLogger("april")
     logger.addHandler(process)
     logger.setLevel(logging.INFO)

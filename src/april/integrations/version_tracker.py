@@ -11,7 +11,7 @@ from typing import Any
 from april.rollout.scheduler import RolloutScheduler
 
 
-class Versions:
+class VersionTracker:
     """Follows a framework that says only that there are weights, not which."""
 
     def __init__(self, scheduler: RolloutScheduler, taken: bool = False) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from april.engines.member import Member, State
 from april.engines.replica import ReplicaGoneError
-from april.engines.weights import Share, WithdrawnError, shares_of
+from april.engines.weight_transfer import Share, WithdrawnError, shares_of
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
 
 
-class Versions:
+class WeightSync:
     """Brings members to weights.
 
     Args:
@@ -51,21 +51,21 @@ class Versions:
         """Members hold weights that they were given, if only by name: an engine may share the trainer's own."""
         self._updating = asyncio.Lock()
 
-    async def go_over(self, version: int, weights: Any) -> None:
+    async def update_all(self, version: int, weights: Any) -> None:
         """See `EnginePool.update_weights`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience
-        while not await self._all_go_over(version, weights):
+        while not await self._update_reachable(version, weights):
             self.require_hope()
             if loop.time() >= until:
                 raise EngineError(f"weights {version}: no replica was ready for {self._patience:g} s: {self.reasons()}")
             await asyncio.sleep(min(0.5, self._patience))
 
-    async def _all_go_over(self, version: int, weights: Any) -> bool:
+    async def _update_reachable(self, version: int, weights: Any) -> bool:
         """Whether there was a member to go over."""
         async with self._updating:
             await asyncio.gather(*(self._find_out(member) for member in self._members))
-            targets = [member for member in self._members if member.state in (State.READY, State.TORN)]
+            targets = [member for member in self._members if member.state in (State.READY, State.STALE)]
             if not targets:
                 return False
             shares = shares_of(weights, len(targets))
@@ -88,7 +88,7 @@ class Versions:
                     member.become(State.READY)
                 return True
             for member in targets:
-                member.become(State.TORN, f"the update to version {version} failed")
+                member.become(State.STALE, f"the update to version {version} failed")
                 if self.updated:
                     self.bring_back(member)
         failed = "; ".join(f"{member.name}: {error}" for member, error in errors)
@@ -106,7 +106,7 @@ class Versions:
         """See whether an update can count on a member: it is ready, or torn and alive."""
         if member.ready:
             trouble = await member.trouble(self._health_timeout)
-        elif member.state is State.TORN:
+        elif member.state is State.STALE:
             trouble = await self._silence(member)
         else:
             return
@@ -117,15 +117,15 @@ class Versions:
     async def _silence(self, member: Member) -> str | None:
         """Why a member cannot be learned about; None if it can."""
         try:
-            await self._learn(member)
+            await self._refresh(member)
         except (EngineError, TimeoutError) as error:
             return str(error) or type(error).__name__
         return None
 
-    async def _learn(self, member: Member) -> None:
+    async def _refresh(self, member: Member) -> None:
         try:
             async with asyncio.timeout(self._health_timeout):
-                await member.replica.learn()
+                await member.replica.refresh()
         except TimeoutError:
             raise EngineError(f"it has not answered for {self._health_timeout:g} s") from None
 
@@ -164,20 +164,20 @@ class Versions:
         lost = member.state is State.LOST
         try:
             if lost:  # no update counts on it, so none waits for it to start
-                await self._learn(member)
+                await self._refresh(member)
             async with self._updating:
                 if member.ready:
                     return False
                 if not lost:
-                    await self._learn(member)
+                    await self._refresh(member)
                 if self.updated:
                     await self._give(member, self.version, self._weights)
                 log.warning("%s is back, with weights %d", member.name, self.version)
                 member.become(State.READY)
         except ReplicaGoneError as error:
-            member.become(State.GONE, str(error))
+            member.become(State.DEAD, str(error))
         except WithdrawnError as error:
-            member.become(State.TORN, str(error))  # the next update counts on it
+            member.become(State.STALE, str(error))  # the next update counts on it
         except (EngineError, ValueError, TimeoutError) as error:
             member.reason = str(error) or type(error).__name__
             return False
@@ -185,7 +185,7 @@ class Versions:
 
     def require_hope(self) -> None:
         """Raises EngineError if no member will ever be ready again."""
-        if all(member.state is State.GONE for member in self._members):
+        if all(member.state is State.DEAD for member in self._members):
             raise EngineError(f"no replica is left: {self.reasons()}")
 
     def reasons(self) -> str:
