@@ -44,14 +44,14 @@ from record import machine, spread
 from transformers import AutoModelForCausalLM
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
+from april.engines.cluster.actor_channel import PINGS
 from april.engines.cluster.cluster import Cluster, Wanted
 from april.engines.cluster.connection import connected
-from april.engines.cluster.link import PINGS
 from april.engines.cluster.nodes import alive_nodes
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 
 ROOT = Path(__file__).parents[1]

@@ -52,7 +52,7 @@ def pin_engine(trainer: subprocess.Popen[str]) -> int:
     """Put the embedded engine's process on its own core, as soon as there is one; its pid."""
     while trainer.poll() is None:
         for pid in children(trainer.pid):
-            if "april.engines.embedded.process_main" in Path(f"/proc/{pid}/cmdline").read_text():
+            if "april.engines.host_process_main" in Path(f"/proc/{pid}/cmdline").read_text():
                 for task in os.listdir(f"/proc/{pid}/task"):
                     os.sched_setaffinity(int(task), {ENGINE_CORE})
                 return pid

@@ -26,7 +26,7 @@ from april.engines.cluster.nodes import nodes_now
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.settings import EmbeddedSettings
 from tests import tiny
 from tests.cluster.test_engines import finish, some_samples, until
 

@@ -20,15 +20,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams
-from april.engines.cluster.actor import EngineActor
 from april.engines.cluster.cluster import Cluster, Wanted
 from april.engines.cluster.connection import connected
+from april.engines.cluster.engine_actor import EngineActor
 from april.engines.cluster.nodes import nodes_now
 from april.engines.cluster.placement import Demand
 from april.engines.cluster.site import Site
 from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 from april.rollout.engine import Engine
 from tests import tiny
@@ -130,7 +130,8 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
     async with connected(raylets.address):
         (where,) = (each for each in nodes_now() if each.id == node.node_id)
         site = Site(where, (EngineActor, [engine]), Demand(1, 0), "one that nobody asked")
-        assert (await site.open(1))[:2] == (4, 100)
+        capacity = await site.open(1)
+        assert (capacity.slots, capacity.context_length) == (4, 100)
         await _stops(raylets, node)
         assert not await site.alive()
         site.end()

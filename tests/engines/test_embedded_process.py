@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, RolloutParams, RolloutScheduler, SamplingParams
 from april.engines.embedded import EmbeddedEngine
-from april.engines.embedded.host import EmbeddedSettings
 from april.engines.embedded.process import EngineProcess
+from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 from tests import tiny
 
@@ -53,7 +53,7 @@ async def test_its_tokens_are_those_of_the_same_engine_here_and_it_ends_when_it_
         os.kill(engine.process.pid, signal.SIGSTOP)
         engine.submit(Group.start(99, Prompt((5, 6)), 1, SamplingParams(max_tokens=100), seed=0).samples[0])
         engine.patience = 0.1
-        with pytest.raises(EngineError, match="hung: it left 'answer' unanswered"):
+        with pytest.raises(EngineError, match="hung: it left 'ping' unanswered"):
             await engine.poll()
         await engine.interrupt()
         assert await engine.poll() == []

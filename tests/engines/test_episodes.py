@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from april import Engine, Group, Prompt, RolloutScheduler, SamplingParams
 from april.engines.embedded.engine import EmbeddedEngine
-from april.engines.embedded.host import EmbeddedSettings
 from april.engines.embedded.process import EngineProcess
+from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 from april.rollout.episodes import Episodes
 from tests import tiny

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import API_KEY, EngineSettings
-from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.settings import EmbeddedSettings
 from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.device_map import device_map

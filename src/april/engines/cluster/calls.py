@@ -19,8 +19,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from april.engines.cluster.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.head import ask, give_back
-from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import alive_nodes, answers
 from april.engines.cluster.placement import Node
 from april.rollout.engine import EngineError

@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from april.engines.cluster.actor_channel import reason_of
 from april.engines.cluster.cluster import Wanted
-from april.engines.cluster.link import reason_of
 from april.engines.cluster.needs import Needs
 from april.engines.cluster.nodes import nodes_now
 from april.engines.cluster.placement import Demand, Node, allowed, pack, place, without

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from april.engines.cluster.actor import EngineActor
+from april.engines.cluster.engine_actor import EngineActor
 from april.engines.cluster.head import ask
 from april.engines.cluster.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.cluster.placement import Demand, Node, Placement, place
@@ -23,7 +23,7 @@ from april.engines.cluster.replica import ClusterReplica
 from april.engines.cluster.server_actor import ServerActor, ServerSettings
 from april.engines.cluster.server_replica import ServerReplica
 from april.engines.cluster.site import RESERVING, Site
-from april.engines.embedded.host import EmbeddedSettings
+from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
 from april.engines.servers.server import ServerEngine
 from april.rollout.engine import Capacity, EngineError

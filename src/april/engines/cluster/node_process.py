@@ -18,8 +18,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from april.engines.cluster.actor_channel import BEAT, PINGS, SILENCE, reason_of
 from april.engines.cluster.head import give_back
-from april.engines.cluster.link import BEAT, PINGS, SILENCE, reason_of
 from april.engines.cluster.site import Site
 
 

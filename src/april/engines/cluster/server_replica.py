@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from april.engines.cluster.link import SILENCE, ping, reason_of
+from april.engines.cluster.actor_channel import SILENCE, ping, reason_of
 from april.engines.cluster.placed import Placed
 from april.engines.cluster.site import Site
 from april.engines.servers.server import ServerEngine

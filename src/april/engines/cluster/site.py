@@ -20,8 +20,8 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from april.engines.cluster.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.head import ask
-from april.engines.cluster.link import BEAT, PINGS, STARTING, ping, reason_of
 from april.engines.cluster.nodes import answers
 from april.engines.cluster.placement import Demand, Node
 from april.rollout.engine import EngineError

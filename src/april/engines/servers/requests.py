@@ -76,7 +76,6 @@ class Requests:
         http: the client they go through.
         api: what the server speaks, once it has been described.
         why: says of an error why a request failed, in a line.
-        queue: where chunks go; one of its own if not given.
     """
 
     def __init__(
@@ -85,7 +84,6 @@ class Requests:
         api: ServerAPI,
         settings: ReadingSettings,
         why: Callable[[BaseException], str] = describe,
-        queue: ChunkQueue | None = None,
     ) -> None:
         self._http = http
         self._api = api
@@ -106,7 +104,7 @@ class Requests:
         """Streams of finished samples that are read to their ends."""
         self._thawing: asyncio.Task[None] | None = None
         self._paused = False
-        self._queue = ChunkQueue(settings.backlog) if queue is None else queue
+        self._queue = ChunkQueue(settings.backlog)
         self._watch = StallWatch(settings.stall_timeout, lambda: bool(self._streams), self._stalled)
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]

@@ -1,37 +1,35 @@
-"""A process that reads the streams of several servers, so that the driver sees packed chunks and never HTTP.
+"""Processes that read the streams of servers, so that the driver handles packed chunks and never HTTP.
 
-One driver cannot read the streams of many GPU servers: a core takes in what a few of them sample. So processes of their
-own (`intake_process.py`) hold the connections, parse the events and check them, and send chunks over a socket, packed.
-Weights, health and everything else about a server stay in the driver.
+One driver cannot read the streams of many GPU servers: a core reads what a few of them sample. A `StreamReader` is a
+process that holds the connections of several servers, parses and checks their events, and sends packed chunks: each
+server's `Requests` are an engine there, and `RemoteRequests` here. Weights, health checks and everything else about a
+server stay in the driver.
 
-Invariants:
-- what a process has sent is handed out in the order in which it was sent, and what it sent for a sample before it
-  answers that the sample is interrupted is handed out by that interrupt;
-- a driver that falls behind leaves the socket unread, and the processes their streams; while it interrupts, it reads;
-- a process that dies, or hangs and is killed, takes with it nothing but what it had not sent: the engines whose streams
-  it read fail as engines do, and start it again when they are asked to come back, at most `restarts` times in a row.
+Invariants: those of `RemoteEngine`, and
+- a consumer that falls behind leaves its server's streams unread, and no other server's;
+- when a reader dies, or hangs and is killed, the engines whose streams it read fail as engines do. Their `refresh`
+  starts it again, after at most `restarts` deaths in a row.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import gc
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
 
-from april.engines.calls import Calls
-from april.engines.chunk_queue import ChunkQueue
-from april.engines.linked_process import LinkedProcess
-from april.engines.packed import PackedChunks, unpack
+from april.engines.host_process import HostProcess
+from april.engines.remote import RemoteEngine
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import HTTPClient, RequestError
 from april.engines.servers.launch import RESTARTS, STEADY
 from april.engines.servers.log_cause import exit_of
-from april.engines.servers.requests import ReadingSettings, RequestOrder
+from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.engines.servers.server_api import ServerAPI
 from april.engines.supervisor import RestartPolicy, Supervisor
+from april.rollout.collector import collect_seldom
 from april.rollout.engine import Chunk, EngineError
 
 log = logging.getLogger(__name__)
@@ -39,125 +37,66 @@ log = logging.getLogger(__name__)
 STREAMS_HERE = 1024
 """Streams that the driver reads itself: reading those of a few replicas costs less than a process."""
 STREAMS_EACH = 4096
-"""Streams that a process reads: at 60 tokens/s each, half of what a core takes in."""
+"""Streams that a process reads: at 60 tokens/s each, half of what a core reads."""
 
 
 def processes_for(streams: int, cores: int) -> int:
-    """How many processes should read so many streams; 0: the driver itself."""
+    """Return how many processes should read so many streams; 0: the driver itself."""
     return 0 if streams <= STREAMS_HERE else max(1, min(-(-streams // STREAMS_EACH), cores - 1))
 
 
 class StreamReader:
-    """A process that reads servers' streams, started when it is needed first, and again when it has died.
+    """A process that reads servers' streams, started when it is first needed, and again when it has died.
 
     Args:
         name: what messages call it.
         restarts: deaths in a row that it is started again after.
+
+    Attributes:
+        life: grows with every start.
     """
 
     def __init__(self, name: str = "stream reader", restarts: int = RESTARTS) -> None:
         self.name = name
-        self.process: LinkedProcess | None = None
-        self.down: str | None = f"{name} has not been started"
-        """Why it does not run; None while it does."""
+        self.process: HostProcess | None = None
         self.life = 0
-        """Grows with every start."""
         self._supervisor = Supervisor(RestartPolicy(0.0, restarts, forgiven_after=STEADY))
         self._starting = asyncio.Lock()
-        self._servers: dict[int, RemoteRequests] = {}
-        self._keys = itertools.count()
-        self._calls = Calls(lambda message: self.send(*message), self._hung)
 
-    async def start(self) -> None:
-        """See that it runs.
+    @property
+    def down(self) -> str | None:
+        """Why it does not run; None while it does."""
+        return f"{self.name} has not been started" if self.process is None else self.process.down
+
+    async def start(self) -> HostProcess:
+        """Return the process, started if it does not run.
 
         Raises:
             ReplicaGoneError: it died so often that it is not started again.
             EngineError: it cannot be started.
         """
         async with self._starting:
-            if self.down is None:
-                return
+            if self.process is not None and self.process.down is None:
+                return self.process
             if self._supervisor.given_up:
                 deaths = self._supervisor.deaths
                 raise ReplicaGoneError(f"{self.down}; it died {deaths} times in a row, and is not started again")
             await self._end()
             self._supervisor.starting()
-            self.process = await LinkedProcess.start(
-                self.name, "april.engines.servers.stream_reader_process", self._received, self._lost
-            )
+            self.process = await HostProcess.start(self.name, on_death=self._died)
             self._supervisor.running()
-            self.down = None
             self.life += 1
-
-    def add(self, reader: RemoteRequests) -> int:
-        """The key under which a server's requests are known here."""
-        key = next(self._keys)
-        self._servers[key] = reader
-        return key
-
-    def send(self, *message: Any) -> None:
-        """Have something done, if the process lives."""
-        if self.down is None and self.process is not None:
-            self.process.send(message)
-
-    async def call(self, what: str, key: int, *arguments: Any, limit: float) -> None:
-        """Have something done, and wait for it.
-
-        Raises:
-            EngineError: the process has died, or has not answered for `limit` seconds and was killed.
-        """
-        if self.down is not None or self.process is None:
-            raise EngineError(self.down)
-        self.process.read(True)
-        try:
-            await self._calls.call(what, key, *arguments, limit=limit)
-        finally:
-            self.pace()
-
-    @property
-    def behind(self) -> bool:
-        """Someone whom it reads for does not keep up."""
-        return any(server.behind for server in self._servers.values())
-
-    def pace(self) -> None:
-        """Read on, unless someone whom it reads for is behind; whoever waits for an answer has it read on anyhow."""
-        if self.process is not None:
-            self.process.read(len(self._calls) > 0 or not self.behind)
-
-    def _received(self, message: Any) -> None:
-        match message:
-            case "chunks", several:
-                for key, packed in several:
-                    if (server := self._servers.get(key)) is not None:
-                        server.arrived(packed)
-                self.pace()
-            case "done", number, error, value:
-                self._calls.answered(number, error, value)
-            case "log", name, level, text:
-                logging.getLogger(name).log(level, "%s", text)
-
-    def _lost(self) -> None:
-        self._died("died")
-
-    def _hung(self, reason: str) -> None:
-        if self.process is not None:
-            self.process.kill()
-        self._died(f"{reason}, and was killed")
+            return self.process
 
     def _died(self, reason: str) -> None:
-        if self.down is not None:  # it has been closed, or that is known
-            return
         self._supervisor.died(reason)
-        self.down = f"{self.name} {reason}"
-        log.warning("%s; the streams it read go on elsewhere", self.down)
-        self._calls.fail(self.down)
-        for server in self._servers.values():
-            server.wake()
+        log.warning("%s; its servers' samples are moved to other replicas", reason)
+
+    def kill(self, reason: str) -> None:
+        if self.process is not None:
+            self.process.kill(f"{self.name} {reason}, and was killed")
 
     async def _end(self) -> None:
-        self.down = self.down or f"{self.name} has been closed"
-        self._calls.fail(self.down)
         process, self.process = self.process, None
         if process is not None:
             log.info("%s ended (%s)", self.name, exit_of(await process.close()))
@@ -167,8 +106,35 @@ class StreamReader:
             await self._end()
 
 
-class RemoteRequests:
-    """The requests of one server, made and read in a stream reader; as `Requests`."""
+class HostedRequests(Requests):
+    """The requests of one server in the process of a reader, with a client of their own."""
+
+    async def close(self) -> None:
+        await super().close()
+        await self._http.close()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsLoader:
+    """An `EngineLoader` of a server's requests."""
+
+    http: HTTPClient
+    api: ServerAPI
+    settings: ReadingSettings
+    vocab_size: int
+
+    def load(self) -> HostedRequests:
+        gc.freeze()
+        collect_seldom()
+        requests = HostedRequests(self.http, self.api, self.settings)
+        requests.vocab_size = self.vocab_size
+        return requests
+
+
+class RemoteRequests(RemoteEngine):
+    """The requests of one server, made and read by a stream reader; as `Requests`."""
+
+    batch_seconds = 0.005
 
     def __init__(
         self,
@@ -178,107 +144,59 @@ class RemoteRequests:
         settings: ReadingSettings,
         why: Callable[[BaseException], str],
     ) -> None:
-        self._reader = reader
+        super().__init__()
+        self.vocab_size = 0
+        self.patience = settings.patience
+        # A frozen server is resumed, requests are aborted, and their streams end: each may take `patience`.
+        self.call_timeout = 4 * settings.patience
+        self.window = settings.backlog
+        self._reader_process = reader
         self._opening = http, api, settings
         self._why = why
-        self._key = reader.add(self)
-        self._flight: set[str] = set()
-        self._life = 0
-        """Of the process, when it learned of this server."""
-        self._queue = ChunkQueue(settings.backlog)
-        self._patience = settings.patience
-        self.vocab_size = 0
 
     def __len__(self) -> int:
-        return len(self._flight)
+        return len(self._in_flight)
 
     async def open(self) -> None:
-        """Have the process, which is started if it does not run, take up what is known of the server.
+        """Have the reader, which is started if it does not run, serve the server's requests.
 
         Raises:
-            EngineError: it cannot be started.
+            EngineError: the reader cannot be started.
         """
-        await self._reader.start()
-        self._life = self._reader.life
-        await self._call("open", *self._opening, self.vocab_size)
+        await self.close()
+        process = await self._reader_process.start()
+        await self._load(process.channel(), RequestsLoader(*self._opening, self.vocab_size), self.call_timeout)
 
-    async def _call(self, what: str, *arguments: Any) -> None:
-        # A frozen server is resumed, requests are aborted, and their streams end: each has the patience by itself.
-        await self._reader.call(what, self._key, *arguments, limit=4 * self._patience)
-
-    def require(self) -> None:
-        """Raises EngineError if the process that this server's streams were read in has died."""
-        if self._reader.down is not None:
-            raise EngineError(self._reader.down)
-        if self._life != self._reader.life:
-            raise EngineError(f"{self._reader.name} died and knows nothing of this server yet")
+    def _hung(self, reason: str) -> None:
+        self._reader_process.kill(reason)
 
     async def check(self) -> None:
-        """See that the process lives, and knows this server.
+        """See that the reader lives and answers.
 
         Raises:
             EngineError: it does not, or hangs.
         """
-        self.require()
-        if not self._reader.behind:  # else it is this end that does not read
-            await self._reader.call("answer", self._key, limit=self._patience)
+        await self.ping()
 
     def holds(self, version: int, salt: str) -> None:
-        self._reader.send("holds", self._key, version, salt)
+        self._notify("holds", version, salt)
 
-    def submit(self, order: RequestOrder) -> None:
-        self._flight.add(order.sample_id)
-        self._reader.send("submit", self._key, order)
+    def submit(self, order: RequestOrder) -> None:  # type: ignore[override]
+        self._submit(order.sample_id, order)
 
-    async def poll(self) -> list[Chunk]:
-        """What came next. Raises EngineError if the process has died, once all that it had sent is handed out."""
-        while not self._queue and self._flight:
-            self.require()
-            await self._queue.ready()
-        return self._take()
-
-    def _take(self, sample_ids: set[str] | None = None) -> list[Chunk]:
-        chunks = self._queue.take(sample_ids)
-        self._reader.pace()
-        return chunks
-
-    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        named = None if sample_ids is None else set(sample_ids)
-        stopped = set(self._flight) if named is None else self._flight & named
-        if stopped:
-            self.require()
-            await self._call("interrupt", stopped)
-        self._flight -= stopped
-        self._queue.wake()
-        return self._take(named)
+    def _take(self, names: set[str] | None = None) -> list[Chunk]:
+        chunks = super()._take(names)
+        return [c if c.error is None else c._replace(error=self._why(RequestError(c.error))) for c in chunks]
 
     async def abandon(self) -> list[Chunk]:
         with suppress(EngineError):
             await self._call("abandon")
-        self._flight.clear()
-        return self._take()
-
-    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        self._reader.send("forget", self._key, None if sample_ids is None else list(sample_ids))
+        chunks = self._take()
+        self._in_flight.clear()
+        return chunks
 
     async def close(self) -> None:
         with suppress(EngineError):
             await self._call("close")
-        self._flight.clear()
-
-    @property
-    def behind(self) -> bool:
-        return self._queue.full
-
-    def wake(self) -> None:
-        self._queue.wake()
-
-    def arrived(self, packed: PackedChunks) -> None:
-        for chunk in unpack(packed):
-            if chunk.error is not None:
-                self._flight.discard(chunk.sample_id)
-                self._queue.put(chunk._replace(error=self._why(RequestError(chunk.error))))
-                continue
-            if chunk.finish is not None:
-                self._flight.discard(chunk.sample_id)
-            self._queue.put(chunk)
+        self._disconnect("it has been closed")
+        self._in_flight.clear()

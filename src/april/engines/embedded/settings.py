@@ -1,0 +1,68 @@
+"""Settings of an embedded engine that is loaded in another process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from april.rollout.engine import KVPolicy
+
+if TYPE_CHECKING:
+    import torch
+
+    from april.engines.embedded.engine import EmbeddedEngine
+
+SHARE_OF_OWN_GPU = 0.8
+"""Share of the memory beside the parameters; the rest is for activations and logits of a forward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSettings:
+    """An embedded engine to load elsewhere, with the settings of `EmbeddedEngine`.
+
+    Args:
+        model: a Hugging Face causal language model, as a directory or a hub name; weights come by `update_weights`.
+        dtype: type of its parameters, a name of torch's.
+        device: as torch names it.
+        threads: CPU threads of torch; None: torch's default.
+    """
+
+    model: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    threads: int | None = None
+    max_num_seqs: int = 64
+    context_length: int | None = None
+    kv_cache_bytes: int | None = None
+    prefill_chunk: int = 1024
+    on_update: KVPolicy = "recompute"
+    stream_interval: int = 1
+
+    def load(self) -> EmbeddedEngine:
+        """Return the engine, with the model's weights as they are on disk."""
+        import torch
+
+        from april.engines.embedded.engine import EmbeddedEngine
+        from april.engines.pretrained import load_model
+
+        if self.threads:
+            torch.set_num_threads(self.threads)
+        model = load_model(self.model, getattr(torch, self.dtype)).to(self.device)
+        return EmbeddedEngine(
+            model,
+            max_num_seqs=self.max_num_seqs,
+            context_length=self.context_length,
+            kv_cache_bytes=self.budget(model.device),
+            prefill_chunk=self.prefill_chunk,
+            on_update=self.on_update,
+            stream_interval=self.stream_interval,
+            stop_token_ids=(),  # as of the embedded engine of a recipe
+        )
+
+    def budget(self, device: torch.device) -> int | None:
+        """Return the memory for keys and values: on a GPU, which this process has to itself, most of what is free."""
+        from april.engines.device_memory import free_bytes
+
+        if self.kv_cache_bytes is None and device.type == "cuda":
+            return int(free_bytes(device) * SHARE_OF_OWN_GPU)
+        return self.kv_cache_bytes
