@@ -46,7 +46,7 @@ quickstart: setup
 test: lint docs test-wheel test-units
 
 test-units: setup
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile tests --ignore=tests/servers --ignore=tests/ranks/slow
+	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests --ignore=tests/servers --ignore=tests/ranks/slow
 
 test-wheel: setup
 	PYTHON=$(PYTHON) scripts/test_wheel.sh

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from april.training.checkpoint import TRAINING, CheckpointError
 from april.training.local import LocalLearner
 from april.training.output import locked, prepare_output
 from april.training.policy import load_policy
-from tests import tiny
+from tests import forked, tiny
 
 SOURCE = Path(__file__).parents[1] / "src" / "april"
 
@@ -191,9 +189,8 @@ def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -
     before = {path for path in tmp_path.rglob("*") if path.is_file()}
     keys = {name: f"sk-sentinel-{name}" for name in (API_KEY, "WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")}
     environment = {**os.environ, **keys, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "april", "train", "recipe.toml"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr.decode()
+    done = forked.run("train", "recipe.toml", cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
     written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
     assert written
     assert all(path.is_relative_to(tmp_path / "run") for path in written)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from april.commands.main import run
-from tests import tiny
+from tests import forked, tiny
 
 
 def status(*arguments: str) -> int:
@@ -32,10 +31,6 @@ def april(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`april ARGUMENTS` in a folder of its own, on a terminal of 100 columns."""
 
     def process(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "april", *map(str, arguments)]
-        environment = {**os.environ, "COLUMNS": "100"}
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
+        return forked.run(*arguments, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"})
 
     return process

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from april.simulation.cost_model import CostModel
+from tests import forked
 
 RECIPE = """
 [model]
@@ -31,8 +31,7 @@ max_num_seqs = 4
 
 def april(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "recipe.toml").write_text(RECIPE)
-    command = [sys.executable, "-m", "april", "simulate", "recipe.toml", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, env={**os.environ, "COLUMNS": "100"})
+    return forked.run("simulate", "recipe.toml", *arguments, cwd=folder, env={**os.environ, "COLUMNS": "100"})
 
 
 def test_a_simulation_recommends_a_setting_and_writes_what_it_rests_on(tmp_path: Path) -> None:

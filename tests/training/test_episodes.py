@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
 import sqlite3
 import subprocess
-import sys
-import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -15,8 +12,10 @@ import pytest
 
 from april.reporting.metrics_log import read_metrics
 from april.training.resume import JOURNAL
-from tests import tiny
-from tests.training.test_trainer import april, metrics
+from tests import forked, tiny
+from tests.forked import run as april
+from tests.forked import wait_until
+from tests.training.test_trainer import metrics
 
 ENVIRONMENT = '''
 import random
@@ -143,16 +142,14 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     flags = ["--no-partial-rollout", "--output"]
     assert april("train", recipe, *flags, straight).returncode == 0
-    command = [sys.executable, "-m", "april", "train", str(recipe), *flags, str(killed)]
+    command: tuple[object, ...] = ("train", recipe, *flags, killed)
     whole = written(straight)
     for share in (0.3, 0.7):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and written(killed) < share * whole:
-            time.sleep(0.01)
-        assert process.poll() is None, "the run ended before it was killed"
-        process.send_signal(signal.SIGKILL)
+        process = forked.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(lambda share=share: written(killed) >= share * whole, process)
+        process.kill()
         process.wait()
-        command = [sys.executable, "-m", "april", "resume", str(killed)]
+        command = ("resume", killed)
     done = april("resume", killed)
     assert done.returncode == 0, done.stderr
     for one, other in zip(metrics(killed), metrics(straight), strict=True):

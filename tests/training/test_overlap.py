@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,10 @@ from april.config.checking import check_recipe
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.metrics_log import read_metrics
-from tests import tiny
-from tests.training.test_trainer import ROLLOUT, TRAINING, april
+from tests import forked, tiny
+from tests.forked import AprilProcess, wait_until
+from tests.forked import run as april
+from tests.training.test_trainer import ROLLOUT, TRAINING
 
 OVERLAP = ("--own-process", "--overlap", "True")
 
@@ -30,15 +28,13 @@ def test_a_run_that_overlaps_keeps_the_bound_and_loses_nothing_across_stops_and_
     small: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "april", "train", str(small), *OVERLAP, "--steps", "1000", "--eval-interval", "4"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.start("train", small, *OVERLAP, "--steps", 1000, "--eval-interval", 4)
     wait_for_step(run, 5, process)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.communicate()
     before = rollouts(run)
 
-    command = [sys.executable, "-m", "april", "resume", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.start("resume", run)
     wait_for_step(run, 8, process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
@@ -58,14 +54,9 @@ def test_a_run_that_overlaps_keeps_the_bound_and_loses_nothing_across_stops_and_
     assert any(line["off_policy_token_share"] == 1 for line in lines[1:]), "whole groups are sampled beside training"
 
 
-def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
-        if (run / "metrics.jsonl").exists() and any(line["step"] >= step for line in read_metrics(run)):
-            return
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
-    raise TimeoutError
+def wait_for_step(run: Path, step: int, process: AprilProcess) -> None:
+    log = run / "metrics.jsonl"
+    wait_until(lambda: log.exists() and any(line["step"] >= step for line in read_metrics(run)), process)
 
 
 def rollouts(run: Path) -> dict[int, tuple[float, ...]]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from april.reporting.faults import read_faults
 from april.reporting.metrics_log import read_metrics
-from tests import tiny
+from tests import forked, tiny
+from tests.forked import run as april
+from tests.forked import wait_until
 
 ROLLOUT = """
 stop_token_ids = [20, 21, 22, 23]
@@ -36,11 +34,6 @@ MEMORY = ("kv_cache_bytes", "resident_bytes")
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     return tiny.recipe(tmp_path, rollout=ROLLOUT, algorithm="kl_coef = 0.0\n", training=TRAINING)
-
-
-def april(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "april", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, check=False)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
@@ -76,14 +69,11 @@ def test_a_run_leaves_everything_it_promises(recipe: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--on-update", "recompute"),
-        ("--on-update", "keep"),
-        ("--on-update", "redraft", "--lora.rank", "4", "--learning-rate", "1e-2"),
-        ("--algorithm", "ppo", "--kl-coef", "0.05", "--critic-learning-rate", "1e-3"),
-        ("--algorithm", "rloo", "--kl-coef", "0.05", "--correction", "tis", "--updates-per-step", "3"),
-        ("--lora.rank", "4", "--kl-coef", "0.05", "--learning-rate", "1e-2"),
+        ("--on-update", "recompute", "--algorithm", "ppo", "--kl-coef", "0.05", "--critic-learning-rate", "1e-3"),
+        ("--on-update", "keep", "--algorithm", "rloo", "--correction", "tis", "--updates-per-step", "3"),
+        ("--on-update", "redraft", "--lora.rank", "4", "--kl-coef", "0.05", "--learning-rate", "1e-2"),
     ],
-    ids=["recompute", "keep", "redraft", "ppo", "rloo", "lora"],
+    ids=["recompute ppo", "keep rloo", "redraft lora"],
 )
 def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Bit-equal metrics, on one thread, to the run that was never stopped."""
@@ -98,21 +88,17 @@ def test_a_resumed_run_trains_on_the_same_groups(recipe: Path, tmp_path: Path, f
 
 def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "april", "train", str(recipe), "--steps", "100000", "--eval-interval", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not (run / "metrics.jsonl").exists():
-        time.sleep(0.05)
-    while time.monotonic() < deadline and len(read_metrics(run)) < 3:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGUSR1)
-    while time.monotonic() < deadline and not list((run / "checkpoints").glob("step-*")):
-        time.sleep(0.05)
-    saved = len(read_metrics(run))
-    while time.monotonic() < deadline and len(read_metrics(run)) <= saved:
-        time.sleep(0.05)
-    assert process.poll() is None, "SIGUSR1 saves a run, which goes on"
-    os.kill(process.pid, signal.SIGINT)
+    process = forked.start("train", recipe, "--steps", 100000, "--eval-interval", 0)
+
+    def steps_logged() -> int:
+        return len(read_metrics(run)) if (run / "metrics.jsonl").exists() else 0
+
+    wait_until(lambda: steps_logged() >= 3, process)
+    process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: list((run / "checkpoints").glob("step-*")), process)
+    saved = steps_logged()
+    wait_until(lambda: steps_logged() > saved, process)  # SIGUSR1 saves a run and does not end it
+    process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
     assert f"april resume {run}" in out
@@ -131,8 +117,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
 
 
 def test_a_run_whose_output_is_closed_is_saved(recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "april", "train", str(recipe), "--steps", "100000", "--eval-interval", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = forked.start("train", recipe, "--steps", 100000, "--eval-interval", 0)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
