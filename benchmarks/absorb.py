@@ -16,7 +16,7 @@ from typing import Any
 from scheduler_throughput import GROUPS, SIZE, FreeEngine, measure
 
 try:
-    from april.rollout.pump import Pump as Absorbing
+    from april.rollout.loop import RolloutLoop as Absorbing
 
     NAME = "absorb"
 except ImportError:

@@ -201,11 +201,11 @@ async def _steps(blows: Blows | Joins, pool: EnginePool, times: int) -> dict[str
     steps = stalest = 0
     began = time.monotonic()
     async with RolloutScheduler(pool, prompts, lambda p, s: float(s.length), params, sampling=SAMPLING) as scheduler:
-        await scheduler.load_weights(store.offer(0))
+        await scheduler.update_weights(store.offer(0), version=scheduler.engine_version)
         striking = asyncio.create_task(_strike(blows, times))
         while not striking.done():
             blows.began.append(time.monotonic())
-            step = await scheduler.collect()
+            step = await scheduler.next_batch()
             steps, stalest = steps + 1, max(stalest, int(step.staleness.max()))
             trained += step.groups
             await scheduler.update_weights(store.offer(steps))

@@ -88,7 +88,7 @@ class Arm:
         consumed, seconds, processor = 0, 0.0, time.process_time()
         for _ in range(steps):
             began = time.perf_counter()
-            step = await self.scheduler.collect()
+            step = await self.scheduler.next_batch()
             await self.scheduler.update_weights()
             seconds += time.perf_counter() - began
             consumed += step.consumed_tokens

@@ -76,7 +76,7 @@ class Arm:
         consumed = 0
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
-            step = await self.scheduler.collect()
+            step = await self.scheduler.next_batch()
             await self.scheduler.update_weights()
             consumed += step.consumed_tokens
             self.steps.append(step.metrics())

@@ -136,7 +136,7 @@ class Use:
 
 async def run(scheduler: RolloutScheduler, seconds: float, players: set[int]) -> dict[str, float]:
     """Generate for a while after warming up, then interrupt everything."""
-    collecting = asyncio.create_task(scheduler.collect())
+    collecting = asyncio.create_task(scheduler.next_batch())
     began = time.perf_counter()
     # Every stream is up, and the first events, of a token each, are over.
     before = {sample.id: sample.length for group in scheduler.buffer for sample in group.samples}

@@ -118,7 +118,7 @@ class Arm:
         clock = time.process_time if self.busy else time.perf_counter
         for _ in range(steps):
             began = clock()
-            step = await self.scheduler.collect()
+            step = await self.scheduler.next_batch()
             await self.scheduler.update_weights()
             seconds += clock() - began
             self.targets.append(step.target)

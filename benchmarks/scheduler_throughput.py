@@ -99,7 +99,7 @@ async def measure(engine: Any, steps: int) -> float:
         began = time.process_time()
         chunks = 0
         for _ in range(steps):
-            chunks += (await scheduler.collect()).sampled_tokens
+            chunks += (await scheduler.next_batch()).sampled_tokens
             await scheduler.update_weights()
         return chunks / (time.process_time() - began)
 

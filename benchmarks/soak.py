@@ -37,11 +37,11 @@ from april import (
     EngineError,
     FaultSettings,
     Prompt,
+    RolloutBatch,
     RolloutParams,
     RolloutScheduler,
     Sample,
     SamplingParams,
-    Step,
 )
 from april.engines.wrapped import WrappedEngine
 from april.tasks.isolation import RewardWorkers
@@ -117,7 +117,7 @@ class Watch:
         self.points: list[dict[str, float]] = []
         self._began = time.perf_counter()
 
-    def look(self, step: Step) -> None:
+    def look(self, step: RolloutBatch) -> None:
         buffer = self.scheduler.buffer
         buffer.check()
         assert buffer.sampled_tokens == self.tokens(), "a token was lost between engine and sample"
@@ -192,9 +192,9 @@ def flaky_in_a_process(seed: int, length: int) -> float:
     return float("nan") if luck == 4 else float(length % 2)
 
 
-async def go_on(watch: Watch, enough: Callable[[], bool], after: Callable[[Step], Awaitable[None]]) -> None:
+async def go_on(watch: Watch, enough: Callable[[], bool], after: Callable[[RolloutBatch], Awaitable[None]]) -> None:
     while not enough():
-        step = await watch.scheduler.collect()
+        step = await watch.scheduler.next_batch()
         watch.look(step)
         await after(step)
         for attempt in itertools.count():

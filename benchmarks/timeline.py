@@ -23,7 +23,7 @@ from record import save
 from april import RolloutParams, RolloutScheduler
 from april.config.reading import load_recipe
 from april.engines.embedded import EmbeddedEngine
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
@@ -35,7 +35,7 @@ SLOTS, GROUPS, SAMPLES, WARM_UP, SHOWN = 24, 6, 4, 2, 3
 COLOURS = {"finished": "#3b6fd4", "resumed": "#2a9d6f", "interrupted": "#e3a23c"}
 
 
-async def collect(partial: bool) -> list[Step]:
+async def collect(partial: bool) -> list[RolloutBatch]:
     """`SHOWN` steps behind `WARM_UP` others: partial rollouts begin with an empty buffer."""
     recipe = load_recipe(ROOT / "examples" / "gcd" / "recipe.toml")
     model, tokenizer = load_policy(recipe.model)
@@ -55,12 +55,12 @@ async def collect(partial: bool) -> list[Step]:
     steps = []
     async with scheduler:
         for _ in range(WARM_UP + SHOWN):
-            steps.append(await scheduler.collect())
+            steps.append(await scheduler.next_batch())
             await scheduler.update_weights()
     return steps[WARM_UP:]
 
 
-def stays(step: Step) -> list[dict[str, Any]]:
+def stays(step: RolloutBatch) -> list[dict[str, Any]]:
     """Each sample's stay in a slot, in seconds from the step's start; those that never got a slot are left out."""
     return [
         {
@@ -68,7 +68,7 @@ def stays(step: Step) -> list[dict[str, Any]]:
             "end": span.end,
             "kind": span.outcome if span.outcome == "interrupted" or span.before == 0 else "resumed",
         }
-        for span in step.spans
+        for span in step.request_intervals
         if span.queued is not None
     ]
 

@@ -36,7 +36,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 from record import save, spread
 
-from april import RolloutParams, RolloutScheduler, Step
+from april import RolloutBatch, RolloutParams, RolloutScheduler
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
@@ -53,7 +53,7 @@ TRIED = {"april": (512, 1024, 2048, 4096), "trl": (2, 4, 8, 16)}
 """Sizes of a micro-batch, in tokens and in samples."""
 
 
-async def rollouts(recipe: Recipe) -> Step:
+async def rollouts(recipe: Recipe) -> RolloutBatch:
     """A step of groups that carry signal."""
     model, tokenizer = load_policy(recipe.model)
     task = build_task(recipe.task)
@@ -73,11 +73,11 @@ async def rollouts(recipe: Recipe) -> Step:
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
             dynamic_filter=carries_signal,
         ) as scheduler:
-            return await scheduler.collect()
+            return await scheduler.next_batch()
 
 
 class April:
-    def __init__(self, model: Any, recipe: Recipe, step: Step, size: int) -> None:
+    def __init__(self, model: Any, recipe: Recipe, step: RolloutBatch, size: int) -> None:
         recipe.training.max_tokens_per_micro_batch = size
         self.learner = LocalLearner(model, recipe)
         self.model, self.step, self.number = model, step, 0
@@ -89,7 +89,7 @@ class April:
 
 
 class TRL:
-    def __init__(self, model: Any, recipe: Recipe, step: Step, size: int) -> None:
+    def __init__(self, model: Any, recipe: Recipe, step: RolloutBatch, size: int) -> None:
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
         from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
@@ -162,7 +162,7 @@ def tensors(samples: list[Any], advantages: torch.Tensor) -> dict[str, torch.Ten
 SIDES: dict[str, Any] = {"april": April, "trl": TRL}
 
 
-def build(name: str, recipe: Recipe, step: Step, size: int) -> Any:
+def build(name: str, recipe: Recipe, step: RolloutBatch, size: int) -> Any:
     model, _ = load_policy(recipe.model)
     return SIDES[name](model, copy.deepcopy(recipe), step, size)
 

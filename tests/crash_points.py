@@ -53,8 +53,8 @@ from april.commands import main as command_line
 from april.config.settings import ModelSettings
 from april.reporting.metrics_log import read_metrics
 from april.reporting.step_log import StepLog
+from april.rollout.batch import RolloutBatch
 from april.rollout.journal import Journal
-from april.rollout.step import Step
 from april.training.local import LocalLearner
 from april.training.policy import load_policy
 from tests import tiny
@@ -265,7 +265,7 @@ def live(
             points = kind(run, at, happen)
             train = LocalLearner.train
 
-            def noted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+            def noted(self: LocalLearner, step: RolloutBatch, number: int) -> dict[str, float]:
                 note(base, step, number)
                 return train(self, step, number)
 
@@ -291,7 +291,7 @@ def live(
     return Life(os.waitstatus_to_exitcode(status), (base / "stderr").read_text(), count)
 
 
-def note(base: Path, step: Step, number: int) -> None:
+def note(base: Path, step: RolloutBatch, number: int) -> None:
     """What a step is trained on, in a file of its own for each life."""
     content = [
         [group.id, [[s.index, s.response_ids, s.versions.tolist(), s.reward, str(s.finish)] for s in group.samples]]

@@ -26,7 +26,7 @@ from study import HERE, recorded, run_cells
 from april.config.checking import check_recipe
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 from april.training.local import LocalLearner
 
 RATES = (2e-5, 3.5e-5, 6e-5, 1e-4, 1.7e-4, 3e-4, 5e-4, 9e-4)
@@ -246,7 +246,7 @@ def observe_moments() -> None:
     """Have every training step say what Adam's moments are after it."""
     train = LocalLearner.train
 
-    def observed(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+    def observed(self: LocalLearner, step: RolloutBatch, number: int) -> dict[str, float]:
         metrics = train(self, step, number)
         squares, steps = 0.0, []
         for state in self.optimizer.state.values():

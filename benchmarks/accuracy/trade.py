@@ -27,8 +27,8 @@ from remedies_analysis import curve, log_ratios, ratios_to, spent, target_of
 from study import HERE, recorded, run_cells
 
 from april.engines.embedded.engine import EmbeddedEngine
+from april.rollout.batch import RolloutBatch
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.simulation.hardware import GPUS, MODELS, roofline
 from april.training.local import LocalLearner
 
@@ -85,7 +85,7 @@ def planned() -> Iterator[TradeRun]:
 def observe_work() -> None:
     """Have every training step say what the engine did for its rollouts."""
     done, before, of_step = dict.fromkeys(WORK, 0), dict.fromkeys(WORK, 0), dict.fromkeys(WORK, 0)
-    chunks, collect, train = EmbeddedEngine._chunks, RolloutScheduler.collect, LocalLearner.train
+    chunks, collect, train = EmbeddedEngine._chunks, RolloutScheduler.next_batch, LocalLearner.train
 
     def counted(self: EmbeddedEngine) -> Any:
         found = chunks(self)
@@ -93,17 +93,17 @@ def observe_work() -> None:
         done["prefilled_tokens"] += sum(size for _, size in found)
         return found
 
-    async def collected(self: RolloutScheduler) -> Step:
+    async def collected(self: RolloutScheduler, last: bool = False) -> RolloutBatch:
         before.update(done)
-        step = await collect(self)
+        step = await collect(self, last)
         of_step.update({name: done[name] - before[name] for name in WORK})
         return step
 
-    def trained(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+    def trained(self: LocalLearner, step: RolloutBatch, number: int) -> dict[str, float]:
         return train(self, step, number) | of_step
 
     EmbeddedEngine._chunks = counted  # type: ignore[method-assign]
-    RolloutScheduler.collect = collected  # type: ignore[method-assign]
+    RolloutScheduler.next_batch = collected  # type: ignore[method-assign]
     LocalLearner.train = trained  # type: ignore[method-assign]
 
 

@@ -104,10 +104,10 @@ class Arm:
         """Consumed tokens/s over `steps` steps. What is under way at the end is resumed in the next block."""
         engine = with_fixed_lengths(await CONNECT[self.kind](self.url, on_update=self.on_update), self.workload)
         self.scheduler.engine = engine
-        await self.scheduler.load_weights(self.model)
+        await self.scheduler.update_weights(self.model, version=self.scheduler.engine_version)
         began, tokens = time.perf_counter(), 0
         for _ in range(steps):
-            step = await self.scheduler.collect()
+            step = await self.scheduler.next_batch()
             tokens += sum(group.tokens for group in step.groups)
             self.staleness += step.staleness.tolist()
             await self.scheduler.update_weights(self.model)

@@ -90,7 +90,7 @@ async def throwing_away(engine: SimulatedEngine, lengths: Workload, steps: int, 
             seed=1_000_000 * (seed + 1) + number,
         )
         async with scheduler:
-            step = await scheduler.collect()
+            step = await scheduler.next_batch()
         engine.forget()
         await engine.update_weights(0)
         generated += step.sampled_tokens

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from record import save, spread
 
 from april.rollout.admission.auto import AutoAdmission
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.run import scheduler_of
@@ -57,7 +57,7 @@ class Replayed:
     def plan(self, batch_size: int) -> Plan:
         return Plan(self.targets[min(self.steps, len(self.targets) - 1)])
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: RolloutBatch) -> None:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,19 +90,19 @@ def planning() -> Iterator[list[float]]:
         AutoAdmission.observe, AutoAdmission._choose = originals  # type: ignore[method-assign]
 
 
-async def collect(cost: CostModel, admission: Any) -> list[Step]:
+async def collect(cost: CostModel, admission: Any) -> list[RolloutBatch]:
     engine = SimulatedEngine(cost, WORKLOAD, on_update="keep")
     steps = []
     own = {"over_sampling_batch_size": admission}
     async with scheduler_of(engine, WORKLOAD, WORKLOAD.prompts(), own, 0) as scheduler:
         for _ in range(STEPS):
-            steps.append(await scheduler.collect())
+            steps.append(await scheduler.next_batch())
             await scheduler.update_weights()
     return steps
 
 
-def figures(steps: list[Step]) -> dict[str, Any]:
-    delays = [min(span.start for span in step.spans) for step in steps if step.spans]
+def figures(steps: list[RolloutBatch]) -> dict[str, Any]:
+    delays = [min(span.start for span in step.request_intervals) for step in steps if step.request_intervals]
     seconds = sum(step.seconds for step in steps)
     return {
         "consumed_tokens_per_second": sum(step.consumed_tokens for step in steps) / seconds,

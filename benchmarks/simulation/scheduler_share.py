@@ -105,10 +105,10 @@ def measure(engines: int, steps: int, collector: str = "off") -> dict[str, float
     if collector != "off":
         simulation._without_garbage_collection = nullcontext  # type: ignore[assignment]
     if collector == "april":
-        from april.rollout.collector import collect_seldom
+        from april.rollout.gc_tuning import raise_gc_thresholds
 
         assert gc.isenabled()
-        collect_seldom()
+        raise_gc_thresholds()
     groups = engines * SLOTS // WORKLOADS["lognormal"].n_samples_per_prompt
     marks: list[tuple[float, float]] = []
     record = CLOCK.of(simulation.StepRecord.of)

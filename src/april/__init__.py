@@ -1,9 +1,9 @@
 """april: active partial rollouts for reinforcement learning of language models (APRIL, arXiv 2509.18521)."""
 
 from april.engines.stream_engine import StreamEngine
-from april.rollout.account import RejectionError
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.fixed import FixedAdmission
+from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Capacity, Chunk, ChunkError, Engine, EngineError, Fault
 from april.rollout.environment import EnvironmentLost, EnvStep, TokenIds, Turn
@@ -13,7 +13,7 @@ from april.rollout.rewards import RewardError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.staleness import StalenessError
-from april.rollout.step import Step
+from april.rollout.step_stats import RejectionError
 from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample, Segment
 
 __version__ = "0.1.0"
@@ -39,13 +39,13 @@ __all__ = [
     "RejectionError",
     "Reward",
     "RewardError",
+    "RolloutBatch",
     "RolloutParams",
     "RolloutScheduler",
     "Sample",
     "SamplingParams",
     "Segment",
     "StalenessError",
-    "Step",
     "StreamEngine",
     "TokenIds",
     "Turn",

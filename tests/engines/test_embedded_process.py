@@ -86,13 +86,13 @@ async def responses(
     (directory / "weights").mkdir(exist_ok=True)
     async with RolloutScheduler(engine, prompts, no_reward, params, sampling=sampling, reward_scope="group") as it:
         for policy in policies:
-            collecting = asyncio.create_task(it.collect())
+            collecting = asyncio.create_task(it.next_batch())
             while not collecting.done() and it.step_tokens < 40:
                 await asyncio.sleep(0)
             if not collecting.done():  # every token is kept, and the step goes on from there
                 collecting.cancel()
                 await asyncio.wait([collecting])
-            step = await (it.collect() if collecting.cancelled() else collecting)
+            step = await (it.next_batch() if collecting.cancelled() else collecting)
             said |= {s.id: (s.response_ids, list(s.versions), s.finish) for g in step.groups for s in g.samples}
             save_file(policy, directory / "weights" / "model.safetensors")
             await it.update_weights(directory / "weights" if isinstance(engine, EngineProcess) else policy)

@@ -80,7 +80,7 @@ def collected(scheduler: RolloutScheduler, steps: int) -> dict[int, Group]:
         groups: dict[int, Group] = {}
         async with scheduler:
             for _ in range(steps):
-                groups |= {group.id: group for group in (await scheduler.collect()).groups}
+                groups |= {group.id: group for group in (await scheduler.next_batch()).groups}
                 await scheduler.update_weights()
         return groups
 
@@ -157,7 +157,7 @@ async def test_a_replica_that_is_killed_in_the_middle_of_a_turn_costs_no_token(
 
     try:
         async with rollouts(world, pool, 6, 6, on_progress=kill, max_retries=100) as scheduler:
-            found = {group.id: group for group in (await scheduler.collect()).groups}
+            found = {group.id: group for group in (await scheduler.next_batch()).groups}
     finally:
         await pool.close()
     assert killed
@@ -172,7 +172,7 @@ async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
     engine: Any = engine_of(policy, 8, 1)
     scheduler = rollouts(world, engine, 2)
     async with scheduler:
-        collecting = asyncio.create_task(scheduler.collect())
+        collecting = asyncio.create_task(scheduler.next_batch())
         await asyncio.sleep(0)
         while scheduler.in_flight or not engine.parked:
             await asyncio.sleep(0.001)

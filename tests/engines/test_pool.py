@@ -266,10 +266,10 @@ async def test_a_sample_that_takes_replicas_down_is_set_aside_and_all_others_are
             max_retries=1,
         )
         async with rollouts, asyncio.timeout(60):
-            steps = [await rollouts.collect()]
+            steps = [await rollouts.next_batch()]
             while not steps[-1].quarantined:
                 await rollouts.update_weights()
-                steps.append(await rollouts.collect())
+                steps.append(await rollouts.next_batch())
         (quarantine,) = steps[-1].quarantined
         assert quarantine.group_id == 3
         assert "with this sample as the only suspect" in quarantine.error
@@ -299,7 +299,7 @@ async def test_replicas_that_die_of_every_request_are_an_outage_and_no_group_is_
         )
         async with rollouts:
             with pytest.raises(EngineError, match=r"answered no request for .*outage_limit"):
-                await asyncio.wait_for(rollouts.collect(), 30)
+                await asyncio.wait_for(rollouts.next_batch(), 30)
             assert len(rollouts.buffer) == 3
 
 
@@ -469,7 +469,7 @@ async def test_failures_are_in_the_steps_account_and_a_few_of_them_lose_no_repli
             retry_delay=0.01,
         )
         async with rollouts:
-            step = await rollouts.collect()
+            step = await rollouts.next_batch()
         assert len(step.failures) >= 4
         assert {failure.kind for failure in step.failures} == {"engine"}
         assert all(failure.error.startswith("bad: ") for failure in step.failures)
@@ -702,11 +702,11 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
         trouble = asyncio.create_task(make_trouble())
         async with rollouts, asyncio.timeout(120):
             for version in range(3):
-                while rollouts.version < version:
+                while rollouts.engine_version < version:
                     # One that dies in mid-update fails it for all; the trainer tries again.
                     with suppress(EngineError):
                         await rollouts.update_weights(str(version))
-                step = await rollouts.collect()
+                step = await rollouts.next_batch()
                 rollouts.buffer.check()
                 assert len(step.groups) == 3
                 for group in step.groups:
@@ -799,7 +799,7 @@ async def test_a_replica_that_was_restarted_with_old_weights_is_held_out_until_i
             await rollouts.update_weights(weights)
             restarts.restart()
             for _ in range(3):
-                step = await rollouts.collect()
+                step = await rollouts.next_batch()
                 architectures.assert_behaviour(policy, [sample for group in step.groups for sample in group.samples])
             assert "tokens of policy version 0 came where it was given 1" in caplog.text
             while not all(member.ready for member in pool.members):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Prompt, RolloutParams, RolloutScheduler, Sample, SamplingParams, Step
+from april import Prompt, RolloutBatch, RolloutParams, RolloutScheduler, Sample, SamplingParams
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.journal import Journal
 from tests.engines.architectures import append, assert_behaviour, model, perturb, responses, run, samples
@@ -67,11 +67,11 @@ def scheduler(
     )
 
 
-async def steps_of(rollouts: RolloutScheduler, policy: Any, versions: range) -> list[Step]:
+async def steps_of(rollouts: RolloutScheduler, policy: Any, versions: range) -> list[RolloutBatch]:
     """A step under each version, whose weights come behind it."""
     steps = []
     for version in versions:
-        steps.append(await rollouts.collect())
+        steps.append(await rollouts.next_batch())
         perturb(policy, version)
         await rollouts.update_weights()
     return steps
@@ -123,7 +123,7 @@ def test_every_step_is_what_its_own_weights_draw(**config: Any) -> None:
     asyncio.run(schedule())
 
 
-def content(steps: list[Step]) -> Any:
+def content(steps: list[RolloutBatch]) -> Any:
     return [[group.to_dict() for group in step.groups] for step in steps]
 
 
@@ -138,7 +138,7 @@ async def test_a_checkpoint_keeps_drafts() -> None:
     policy = policy_after(2)
     async with scheduler(policy) as rollouts:
         rollouts.load_state_dict(state)
-        await rollouts.load_weights()
+        await rollouts.update_weights(version=rollouts.engine_version)
         assert any(sample.draft for group in rollouts.buffer for sample in group.samples)
         found += await steps_of(rollouts, policy, range(2, 4))
     assert content(found) == expected
@@ -173,14 +173,14 @@ async def test_rewards_of_responses_that_became_drafts_never_arrive() -> None:
         return float(sample.length)
 
     rollouts = scheduler(policy, sampling=SamplingParams(max_tokens=4), max_num_seqs=12)
-    rollouts._pump.rewards.function = slow
+    rollouts._loop.rewards.function = slow
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         unfinished = {sample.id for group in rollouts.buffer for sample in group.samples}
         assert unfinished & set(begun), "the workload is meant to have rewards under way at the update"
         await rollouts.update_weights()
         release.set()
-        for group in (await rollouts.collect()).groups:
+        for group in (await rollouts.next_batch()).groups:
             assert [sample.reward for sample in group.samples] == [float(sample.length) for sample in group.samples]
 
 

@@ -237,7 +237,7 @@ async def test_tokens_may_be_any_sequence_and_survive_the_journal(kind: str, tmp
         journal = Journal(tmp_path / "journal.sqlite", flush_seconds=0)
         journal.seek(None)
         async with rollouts(journal) as scheduler:
-            step = await scheduler.collect()
+            step = await scheduler.next_batch()
         journal.close()
         for sample in step.groups[0].samples:
             assert sample.response_ids == [0, 0, 2, 0, 1, 0]
@@ -271,7 +271,7 @@ async def test_values_that_no_policy_draws_are_refused_by_name(token_ids: Any, l
     params = {"rollout_batch_size": 1, "n_samples_per_prompt": 1, "over_sampling_batch_size": 1}
     async with scheduler_of(engine, prompts, reward, sampling=SamplingParams(max_tokens=6), **params) as rollouts:
         with pytest.raises(ChunkError, match=f"sample 0.0: .*{rule}"):
-            await rollouts.collect()
+            await rollouts.next_batch()
 
 
 def test_rounding_errors_of_log_probabilities_are_accepted() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from april import EnvironmentLost, FinishReason, RolloutScheduler, Step
+from april import EnvironmentLost, FinishReason, RolloutBatch, RolloutScheduler
 from april.environments.workers import EnvironmentWorkers
 from april.rollout.episode_limits import EpisodeLimits
 from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
@@ -17,8 +17,8 @@ from tests.rollout.test_episodes import build, check, run
 from tests.talking import World
 
 
-def one_step(make: Any, limits: EpisodeLimits | None = None, most: int = 2) -> tuple[Step, RolloutScheduler]:
-    async def collect() -> tuple[Step, RolloutScheduler]:
+def one_step(make: Any, limits: EpisodeLimits | None = None, most: int = 2) -> tuple[RolloutBatch, RolloutScheduler]:
+    async def collect() -> tuple[RolloutBatch, RolloutScheduler]:
         with EnvironmentWorkers(make, most) as workers:
             rollouts = build(World(), limits, make=workers, over_sampling_batch_size=3)
             (step,) = await run(rollouts, 1)

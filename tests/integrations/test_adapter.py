@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import EngineError, FaultSettings, Group, Prompt, RolloutParams, Sample, SamplingParams, Step
+from april import EngineError, FaultSettings, Group, Prompt, RolloutBatch, RolloutParams, Sample, SamplingParams
 from april.integrations.adapter import RolloutAdapter
 from tests.scripted_engine import ScriptedEngine, response
 
@@ -219,7 +219,7 @@ async def test_rewards_are_computed_beside_generation_where_the_caller_has_them(
 
 
 async def test_metrics_are_plain_numbers() -> None:
-    steps: list[Step] = []
+    steps: list[RolloutBatch] = []
     async with adapter(ScriptedEngine()) as rollouts:
         for call in range(4):
             steps.append(await rollouts.rollout(ASKED[3 * call : 3 * call + 3]))

@@ -54,12 +54,12 @@ def rank() -> int:
 
 def note_steps(trains: Any) -> None:
     """Have the method `train` of a class note what each step is trained on, in two files for each time."""
+    from april.rollout.batch import RolloutBatch
     from april.rollout.disk import write_whole
-    from april.rollout.step import Step
 
     train, ledger = trains.train, Path(os.environ[LEDGER])
 
-    def noted(self: Any, step: Step, number: int) -> dict[str, float]:
+    def noted(self: Any, step: RolloutBatch, number: int) -> dict[str, float]:
         groups = [{"id": group.id, "samples": [_content(sample) for sample in group.samples]} for group in step.groups]
         logprobs = [[[float(p) for p in sample.logprobs] for sample in group.samples] for group in step.groups]
         names = (ledger / f"{number}-{life}.json" for life in itertools.count())

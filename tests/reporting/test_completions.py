@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from april import Group, Prompt, SamplingParams, Step
+from april import Group, Prompt, RolloutBatch, SamplingParams
 from april.reporting.completions import CompletionsWriter, files, read_completions, rows_of, telling
 from april.reporting.progress import Progress
 from april.reporting.report import write_report
 from april.reporting.run_log import RunLog
+from april.rollout.batch import Plan
 from april.rollout.sampling import FinishReason
-from april.rollout.step import Plan
 from april.rollout.trajectory import Transition
 from tests.reporting.test_report import page
 
@@ -32,7 +32,7 @@ def decode(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
-def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> Step:
+def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> RolloutBatch:
     """A group of two samples, each interrupted at the bytes `cuts`, the last part sampled by `version`."""
     group = Group.start(
         version, Prompt(tuple(b"say it"), f"prompt {version}"), 2, SamplingParams(max_tokens=30_000), seed=0
@@ -46,7 +46,7 @@ def step_of(version: int, text: str = TEXT, cuts: Sequence[int] = (1, 9)) -> Ste
             ids = list(body[start:end])
             sample.extend(ids, [-1.0] * len(ids), version=first + number, finish=finish)
         sample.reward, sample.reward_info = float(sample.index), {"form": 0.5}
-    return Step(version, Plan(1), groups=[group], seconds=1.0)
+    return RolloutBatch(version, Plan(1), groups=[group], seconds=1.0)
 
 
 def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> None:
@@ -60,7 +60,7 @@ def test_the_pieces_of_a_completion_make_it_up_wherever_a_version_ended() -> Non
             assert row["components"] == '{"form": 0.5}'
 
 
-def episode_step() -> Step:
+def episode_step() -> RolloutBatch:
     """An episode of a reset, two answered turns of one version, and a third that the budget cut off in the next."""
     sampling = SamplingParams(max_tokens=12, max_turns=9)
     group = Group.start(0, Prompt(tuple(b"play"), "game"), 1, sampling, seed=0)
@@ -80,7 +80,7 @@ def episode_step() -> Step:
     say("th", 4, None)
     say("ree", 5, FinishReason.LENGTH)
     sample.reward = 0.5
-    return Step(5, Plan(1), groups=[group], seconds=1.0)
+    return RolloutBatch(5, Plan(1), groups=[group], seconds=1.0)
 
 
 def test_an_episode_is_read_turn_by_turn(tmp_path: Path) -> None:

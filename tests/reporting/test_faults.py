@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from april import Step
+from april import RolloutBatch
 from april.reporting.faults import LONGEST, MOST, FaultLog, faults_of, read_faults
 from april.reporting.report import write_report
+from april.rollout.batch import Failure, Plan, Quarantine
 from april.rollout.buffer import Rejection
-from april.rollout.step import Failure, Plan, Quarantine
 from tests.reporting.conftest import simulate, write_run
 
 
-def faulty(failures: int = 3, quarantined: int = 1, error: str = "no parser") -> Step:
-    return Step(
+def faulty(failures: int = 3, quarantined: int = 1, error: str = "no parser") -> RolloutBatch:
+    return RolloutBatch(
         0,
         Plan(1),
         failures=[
@@ -25,7 +25,7 @@ def faulty(failures: int = 3, quarantined: int = 1, error: str = "no parser") ->
 
 def test_a_step_without_faults_leaves_no_line(tmp_path: Path) -> None:
     with FaultLog(tmp_path) as log:
-        log.write_step(1, Step(0, Plan(1)), {"skipped_updates": 0.0, "out_of_memory": 0})
+        log.write_step(1, RolloutBatch(0, Plan(1)), {"skipped_updates": 0.0, "out_of_memory": 0})
         log.write_step(2, faulty(), {"skipped_updates": 1.0, "out_of_memory": 2})
     (record,) = read_faults(tmp_path)
     assert record["step"] == 2
@@ -38,7 +38,7 @@ def test_a_step_without_faults_leaves_no_line(tmp_path: Path) -> None:
 
 
 def test_a_line_is_bounded_and_counts_what_it_leaves_out() -> None:
-    step = Step(
+    step = RolloutBatch(
         0,
         Plan(1),
         failures=[Failure("reward", f"{i}.0", "p", f"error {i} " + "x" * 10_000) for i in range(1000)],

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from april import Group, Prompt, SamplingParams, Step
+from april import Group, Prompt, RolloutBatch, SamplingParams
 from april.reporting.comparison import run_record
 from april.reporting.metrics import METRICS, TABLE, condensed, failures_in, plotted, show
 from april.reporting.metrics_log import read_metrics
@@ -20,11 +20,11 @@ from april.reporting.run_log import RunLog
 from april.reporting.totals import Totals
 from april.reporting.trace import read_trace
 from april.reporting.trackers import check_trackers
+from april.rollout.batch import Failure, Plan
 from april.rollout.sampling import FinishReason
-from april.rollout.step import Failure, Plan
 
 
-def rollout(number: int, tokens: int = 3, failures: int = 0) -> Step:
+def rollout(number: int, tokens: int = 3, failures: int = 0) -> RolloutBatch:
     """A step of two groups of two samples each, `tokens` long, rewarded by their index."""
     groups = []
     for id in (2 * number, 2 * number + 1):
@@ -34,7 +34,9 @@ def rollout(number: int, tokens: int = 3, failures: int = 0) -> Step:
             sample.reward = float(sample.index)
         groups.append(group)
     failed = [Failure("reward", f"{number}.0", f"prompt {number}", "no parser")] * failures
-    return Step(version=number, plan=Plan(2), groups=groups, seconds=2.0, sampled_tokens=4 * tokens, failures=failed)
+    return RolloutBatch(
+        version=number, plan=Plan(2), groups=groups, seconds=2.0, sampled_tokens=4 * tokens, failures=failed
+    )
 
 
 def record_run(log: RunLog, first: int, last: int) -> dict[str, Any]:

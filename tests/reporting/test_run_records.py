@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from april.reporting.metrics_log import MetricsLog, read_metrics
 from april.reporting.timeline import timeline
 from april.reporting.trace import chrome_trace, read_trace, waits, write_chrome_trace
-from april.rollout.step import Span
+from april.rollout.batch import RequestInterval
 from tests.reporting.conftest import simulate, write_run
 
 
@@ -110,15 +110,19 @@ def test_a_sample_waits_until_a_slot_is_free_however_late_its_first_tokens_are_h
         started.append(free[slot])
         free[slot] += length
         first = started[-1] + min(interval, length)
-        spans.append(Span(f"{number}.0", number, 0.0, 0, float(first), interval, float(free[slot]), length, "finished"))
+        spans.append(
+            RequestInterval(
+                f"{number}.0", number, 0.0, 0, float(first), interval, float(free[slot]), length, "finished"
+            )
+        )
     assert waits(spans, slots) == started
-    spans.append(Span("late", 99, 0.0, 0, None, 0, 5.0, 0, "interrupted"))
+    spans.append(RequestInterval("late", 99, 0.0, 0, None, 0, 5.0, 0, "interrupted"))
     assert waits(spans, slots) == [*started, None], "it never sampled a token"
 
 
 def test_what_sampled_was_running_before_whatever_the_order_in_which_slots_were_given() -> None:
     first, jumped = (
-        Span("0.0", 0, 0.0, 0, 1.0, 1, 9.0, 9, "finished"),
-        Span("1.0", 1, 0.0, 0, 2.0, 1, 4.0, 3, "finished"),
+        RequestInterval("0.0", 0, 0.0, 0, 1.0, 1, 9.0, 9, "finished"),
+        RequestInterval("1.0", 1, 0.0, 0, 2.0, 1, 4.0, 3, "finished"),
     )
     assert waits([first, jumped], 1) == [0.0, 2.0]

@@ -173,7 +173,7 @@ async def test_slow_rewards_hold_up_admission(filtered: bool) -> None:
         for _ in range(4):
             gate.clear()
             before = rollouts.buffer.admitted
-            step = asyncio.create_task(rollouts.collect())
+            step = asyncio.create_task(rollouts.next_batch())
             await let_everything_run()
             assert not step.done()
             assert len(rollouts.buffer) <= 6
@@ -196,7 +196,7 @@ async def test_a_slow_trainer_finds_nothing_running() -> None:
     )
     async with rollouts:
         for _ in range(3):
-            await rollouts.collect()
+            await rollouts.next_batch()
             handed_out = sum(map(len, engine.ledger.values()))
             await let_everything_run()
             assert sum(map(len, engine.ledger.values())) == handed_out

@@ -17,10 +17,10 @@ from april import (
     FinishReason,
     Group,
     Prompt,
+    RolloutBatch,
     RolloutScheduler,
     Sample,
     SamplingParams,
-    Step,
     TokenIds,
 )
 from april.rollout.buffer import Rejection
@@ -76,11 +76,11 @@ def build(world: World, limits: EpisodeLimits | None = None, engine_seed: int = 
     return scheduler_of(engine, Prompts(), reward, episodes=episodes, **{**defaults, **own})
 
 
-async def run(rollouts: RolloutScheduler, steps: int) -> list[Step]:
+async def run(rollouts: RolloutScheduler, steps: int) -> list[RolloutBatch]:
     collected = []
     async with rollouts:
         for _ in range(steps):
-            collected.append(await rollouts.collect())
+            collected.append(await rollouts.next_batch())
             await rollouts.update_weights()
     return collected
 
@@ -150,15 +150,15 @@ def test_a_run_that_dies_goes_on_with_its_episodes(s: dict[str, Any], crashes: i
     """Each incarnation dies after some events of the loop, wherever it is; the next goes on from journal alone."""
     import tempfile
 
-    async def lives(path: Path, ticks: int | None) -> tuple[list[Step], RolloutScheduler]:
+    async def lives(path: Path, ticks: int | None) -> tuple[list[RolloutBatch], RolloutScheduler]:
         journal = Journal(path, flush_seconds=0)
         rollouts = scheduled(s, journal=journal)
-        collected: list[Step] = []
+        collected: list[RolloutBatch] = []
 
         async def work() -> None:
             journal.seek(None)
             for _ in range(5):
-                collected.append(await rollouts.collect())
+                collected.append(await rollouts.next_batch())
                 await rollouts.update_weights()
 
         task = asyncio.create_task(work())
@@ -201,7 +201,7 @@ async def test_an_interrupt_does_not_wait_for_an_environment() -> None:
     world = World(trouble=lambda what: held.wait() if what == "0.0/0" else None)
     rollouts = build(world)
     async with rollouts:
-        step = await asyncio.wait_for(rollouts.collect(), 5)
+        step = await asyncio.wait_for(rollouts.next_batch(), 5)
         assert 0 not in {group.id for group in step.groups}
         assert rollouts.in_flight == 0
         stuck = rollouts.buffer.groups[0].samples[0]
@@ -210,9 +210,9 @@ async def test_an_interrupt_does_not_wait_for_an_environment() -> None:
         held.set()
         await asyncio.sleep(0.01)
         assert stuck.awaits_environment, "nothing happens to a sample between two steps"
-        later = [await rollouts.collect()]
+        later = [await rollouts.next_batch()]
         await rollouts.update_weights()
-        later.append(await rollouts.collect())
+        later.append(await rollouts.next_batch())
         assert world.steps["0.0/0"] == 1
         groups = {group.id: group for one in later for group in one.groups}
         check(groups[0])
@@ -233,12 +233,12 @@ async def test_an_answer_for_a_group_that_is_turned_away_in_that_moment_brings_n
     rollouts = build(world, score=reward, on_reward_error="reject", max_staleness=None, journal=journal)
     async with rollouts:
         while not scoring.is_set():
-            await rollouts.collect()
+            await rollouts.next_batch()
             await rollouts.update_weights()
         submissions = rollouts.engine.submissions.count("0.0")  # type: ignore[attr-defined]
         held.set()
         await asyncio.sleep(0.01)
-        await rollouts.collect()
+        await rollouts.next_batch()
         assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
         assert rollouts.engine.submissions.count("0.0") == submissions  # type: ignore[attr-defined]
     journal.close()
@@ -247,9 +247,9 @@ async def test_an_answer_for_a_group_that_is_turned_away_in_that_moment_brings_n
 @pytest.mark.parametrize("seed", range(5))
 async def test_nothing_is_begun_by_a_turn_that_ends_as_the_scheduler_is_left(seed: int) -> None:
     world = World(seed)
-    rollouts = build(world, engine_seed=seed, slots=24)
+    rollouts = build(world, engine_seed=seed, slots=24, overlap=True)
     async with rollouts:
-        await rollouts.take()
+        await rollouts.next_batch()
     await asyncio.sleep(0.01)
     assert not rollouts.episodes
     assert not world.alive
@@ -262,9 +262,9 @@ async def test_waiting_counts_for_the_staleness_bound() -> None:
     rollouts = build(world, max_staleness=2, over_sampling_batch_size=9)
     async with rollouts:
         for _ in range(2):
-            await rollouts.collect()
+            await rollouts.next_batch()
             await rollouts.update_weights()
-        last = asyncio.create_task(rollouts.collect())
+        last = asyncio.create_task(rollouts.next_batch())
         while rollouts.in_flight or len(rollouts.episodes) != 1:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
@@ -476,7 +476,7 @@ async def test_evaluation_has_episodes_too() -> None:
     world = World(trouble=fails("evaluation 0.0/0", error=EnvironmentLost("gone")))
     rollouts = build(world)
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         before = list(world.alive)
         groups = await rollouts.evaluate([Prompt((1, 2), "a"), Prompt((3,), "b")], 2)
         for group in groups:
@@ -490,7 +490,7 @@ async def test_an_evaluation_leaves_the_runs_own_environments_alone() -> None:
     """Also where none of them is at work at the moment."""
     world = World(slowness=0)
     async with build(world, partial_rollout=True) as rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         while len(rollouts.episodes):  # their steps end beside training
             await asyncio.sleep(0)
         alive = set(world.alive)
@@ -498,7 +498,7 @@ async def test_an_evaluation_leaves_the_runs_own_environments_alone() -> None:
         await rollouts.evaluate([Prompt((1, 2), "a")], 2)
         assert alive <= world.alive
         await rollouts.update_weights()
-        for group in (await rollouts.collect()).groups:
+        for group in (await rollouts.next_batch()).groups:
             check(group)
 
 

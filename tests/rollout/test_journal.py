@@ -25,21 +25,21 @@ from april import (
     FinishReason,
     Prompt,
     Reward,
+    RolloutBatch,
     RolloutParams,
     RolloutScheduler,
     Sample,
     SamplingParams,
     StalenessError,
-    Step,
 )
 from april.rollout import journal as journal_module
+from april.rollout.batch import Plan
 from april.rollout.buffer import Rejection
 from april.rollout.events import Admitted, Event, Rejected, Rewarded, Trained
 from april.rollout.journal import Journal
 from april.rollout.journal_file import DamageError, JournalError
 from april.rollout.records import decode
 from april.rollout.salvage import salvage
-from april.rollout.step import Plan
 from tests.scripted_engine import ScriptedEngine, response
 
 
@@ -65,7 +65,9 @@ async def score(prompt: Prompt, sample: Sample) -> float:
     return float(sample.length % 2)
 
 
-def build(journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: bool = False) -> RolloutScheduler:
+def build(
+    journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: bool = False, overlap: bool = False
+) -> RolloutScheduler:
     return RolloutScheduler(
         ScriptedEngine(slots=5, seed=seed, failure_rate=failure_rate),
         Numbered(),
@@ -75,19 +77,20 @@ def build(journal: Journal, seed: int = 0, failure_rate: float = 0.0, filtered: 
         dynamic_filter=(lambda group: sum(s.length for s in group.samples) % 3 > 0) if filtered else None,
         faults=FaultSettings(max_retries=20, retry_delay=0.0),
         journal=journal,
+        overlap=overlap,
     )
 
 
-async def collect(rollouts: RolloutScheduler, steps: int) -> list[Step]:
+async def collect(rollouts: RolloutScheduler, steps: int) -> list[RolloutBatch]:
     collected = []
     async with rollouts:
         for _ in range(steps):
-            collected.append(await rollouts.collect())
+            collected.append(await rollouts.next_batch())
             await rollouts.update_weights()
     return collected
 
 
-def content(step: Step) -> dict[str, Any]:
+def content(step: RolloutBatch) -> dict[str, Any]:
     return {**step.to_dict(), "groups": [group.to_dict() for group in step.groups]}
 
 
@@ -170,7 +173,7 @@ async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) ->
                 if number == 2:
                     state = json.loads(json.dumps(rollouts.state_dict()))
                     journal.prune(journal.position)
-                steps.append(await rollouts.collect())
+                steps.append(await rollouts.next_batch())
                 await rollouts.update_weights()
             end = rollouts.state_dict()
     with closing(Journal(path)) as journal:
@@ -181,7 +184,7 @@ async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) ->
         assert [content(step) for step in repeated] == [content(step) for step in steps[2:]]
         assert again.state_dict()["prompts"] == end["prompts"] or not again.buffer.groups
     with closing(Journal(path)) as journal, pytest.raises(DamageError, match="record of event 1 is missing"):
-        await build(journal).collect()
+        await build(journal).next_batch()
 
 
 async def test_a_loop_that_updates_the_weights_at_other_moments_is_told_so(tmp_path: Path) -> None:
@@ -190,14 +193,14 @@ async def test_a_loop_that_updates_the_weights_at_other_moments_is_told_so(tmp_p
         await collect(build(journal), 2)
     with closing(Journal(path)) as journal:
         rollouts = build(journal)
-        await rollouts.collect()
+        await rollouts.next_batch()
         for _ in range(2):
             with pytest.raises(StalenessError, match="an update to policy version 1: update the weights as often"):
-                await rollouts.collect()
+                await rollouts.next_batch()
         await rollouts.update_weights()
-        with pytest.raises(StalenessError, match="a step of policy version 1: collect as often as before"):
+        with pytest.raises(StalenessError, match="a batch of policy version 1: take as many batches as before"):
             await rollouts.update_weights()
-        assert (await rollouts.collect()).version == 1
+        assert (await rollouts.next_batch()).version == 1
 
 
 def events(count: int = 40) -> list[Event]:
@@ -209,7 +212,7 @@ def events(count: int = 40) -> list[Event]:
             Chunk(f"{id}.0", [3, 4, 70000], [-0.25, -1.5, -1e-9], 0),
             Chunk(f"{id}.0", [5], [-0.5], 1, FinishReason.STOP),
             Rewarded(id, {0: Reward(0.5, {"format": 1})}),
-            Rejected(id, Rejection.FILTER) if id % 2 else Trained([id], Step(1, Plan(2), seconds=0.1)),
+            Rejected(id, Rejection.FILTER) if id % 2 else Trained([id], RolloutBatch(1, Plan(2), seconds=0.1)),
         ]
     return made
 
@@ -415,7 +418,7 @@ async def test_a_full_disk_stops_the_step_and_keeps_what_was_written(tmp_path: P
     with closing(Journal(path)) as journal:
         rollouts = build(journal)
         async with rollouts:
-            steps = [await rollouts.collect()]
+            steps = [await rollouts.next_batch()]
             await rollouts.update_weights()
             full_disk(journal)
             with pytest.raises(JournalError, match=r"journal.sqlite: cannot be written: .*disk is full"):
@@ -425,12 +428,12 @@ async def test_a_full_disk_stops_the_step_and_keeps_what_was_written(tmp_path: P
     with closing(Journal(path)) as journal:
         again = build(journal)
         again.engine = ScriptedEngine(slots=5)
-        assert content(await again.collect()) == content(steps[0])
+        assert content(await again.next_batch()) == content(steps[0])
 
 
 async def until_error(rollouts: RolloutScheduler) -> None:
     for _ in range(50):
-        await rollouts.collect()
+        await rollouts.next_batch()
         await rollouts.update_weights()
 
 

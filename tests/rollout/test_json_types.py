@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from april import EnvStep, Prompt, Reward, Sample, SamplingParams, Step, TokenIds
+from april import EnvStep, Prompt, Reward, RolloutBatch, Sample, SamplingParams, TokenIds
 from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Stepped
 from april.rollout.journal import Journal
@@ -153,8 +153,8 @@ async def test_metadata_that_cannot_be_saved_is_refused_when_the_prompt_is_admit
     journal = journal_in(tmp_path)
     async with rollouts_of(reward, journal, lambda number: make() if number == 1 else {}) as rollouts:
         with pytest.raises(ValueError, match=f"prompt '1': metadata.*{part}"):
-            await rollouts.collect()
-        await rollouts.collect()  # without that prompt
+            await rollouts.next_batch()
+        await rollouts.next_batch()  # without that prompt
     journal.close()
 
 
@@ -171,7 +171,7 @@ async def test_a_reward_function_that_changes_a_record_breaks_neither_journal_no
     journal = journal_in(tmp_path, delay=60.0)  # nothing is written before the records are changed
     async with rollouts_of(reward, journal, lambda number: {"record": {"answer": number}}) as rollouts:
         for _ in range(2):
-            await rollouts.collect()
+            await rollouts.next_batch()
             await rollouts.update_weights()
         state = rollouts.state_dict()
     journal.close()
@@ -187,7 +187,7 @@ async def test_enormous_numbers_beside_a_reward_are_a_metric() -> None:
     async def reward(prompt: Prompt, sample: Sample) -> Reward:
         return Reward(1.0, {"size": 1.7e308})
 
-    steps: list[Step] = await run(rollouts_of(reward), 1)
+    steps: list[RolloutBatch] = await run(rollouts_of(reward), 1)
     assert steps[0].reward_metrics == {"reward/size": float("inf")}
 
 

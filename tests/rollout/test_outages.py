@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Capacity, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams, Step, StreamEngine
+from april import Capacity, EngineError, Prompt, RolloutBatch, RolloutScheduler, Sample, SamplingParams, StreamEngine
 from april.engines.stream_engine import Tokens
 from april.simulation.virtual_time import run
 from tests.scheduling import scheduler_of
@@ -82,7 +82,7 @@ def scheduler(engine: StreamEngine, **own: Any) -> RolloutScheduler:
     return scheduler_of(engine, prompts, score, **{**defaults, **own})
 
 
-def check(engine: FaultyServer, rollouts: RolloutScheduler, steps: Sequence[Step]) -> set[int]:
+def check(engine: FaultyServer, rollouts: RolloutScheduler, steps: Sequence[RolloutBatch]) -> set[int]:
     """Each token that was drawn is in its sample; returns the groups that were rejected."""
     kept = [group for step in steps for group in step.groups] + list(rollouts.buffer)
     rejected = set(range(rollouts.buffer.admitted)) - {group.id for group in kept}
@@ -93,11 +93,11 @@ def check(engine: FaultyServer, rollouts: RolloutScheduler, steps: Sequence[Step
     return rejected
 
 
-async def steps_of(rollouts: RolloutScheduler, count: int = 3) -> list[Step]:
+async def steps_of(rollouts: RolloutScheduler, count: int = 3) -> list[RolloutBatch]:
     steps = []
     async with rollouts:
         for _ in range(count):
-            steps.append(await rollouts.collect())
+            steps.append(await rollouts.next_batch())
             await rollouts.update_weights()
     return steps
 
@@ -128,17 +128,17 @@ def test_at_the_limit_the_step_fails_nothing_is_rejected_and_it_can_be_collected
     engine = FaultyServer(outages=[(0.33, 1e9)])
     rollouts = scheduler(engine, outage_limit=outage_limit)
 
-    async def main() -> Step:
+    async def main() -> RolloutBatch:
         loop = asyncio.get_running_loop()
         async with rollouts:
             for _ in range(2):
                 began = loop.time()
                 with pytest.raises(EngineError, match=r"answered no request for \d+ s \(outage_limit = .*503 of the"):
-                    await rollouts.collect()
+                    await rollouts.next_batch()
                 assert outage_limit - 0.01 < loop.time() - began < outage_limit + 1
                 assert not rollouts.in_flight
             engine.outages.clear()
-            return await rollouts.collect()
+            return await rollouts.next_batch()
 
     step = run(main())
     assert check(engine, rollouts, [step]) == set()
@@ -192,15 +192,15 @@ def test_an_evaluation_waits_for_the_end_of_an_outage() -> None:
 
 def test_generation_beside_training_survives_an_outage_and_ends_at_the_limit() -> None:
     engine = FaultyServer(outages=[(0.33, 9.0)])
-    rollouts = scheduler(engine, max_staleness=3)
+    rollouts = scheduler(engine, max_staleness=3, overlap=True)
 
-    async def main() -> list[Step]:
+    async def main() -> list[RolloutBatch]:
         steps = []
         async with rollouts:
             for _ in range(3):
-                steps.append(await rollouts.take())
+                steps.append(await rollouts.next_batch())
                 await asyncio.sleep(0.5)
-                await rollouts.swap()
+                await rollouts.update_weights()
         return steps
 
     assert check(engine, rollouts, run(main())) == set()

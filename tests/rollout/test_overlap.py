@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import EngineError, Prompt, RewardError, RolloutScheduler, Sample, StalenessError, Step
+from april import EngineError, Prompt, RewardError, RolloutBatch, RolloutScheduler, Sample, StalenessError
 from april.rollout.events import Chunk
 from april.rollout.journal import Journal
 from tests.rollout.test_journal import build as journalled
@@ -33,20 +33,22 @@ async def passing(moments: int) -> None:
         await asyncio.sleep(0)
 
 
-async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]) -> list[Step]:
-    """Take a step for each entry of `schedule`; two at a time are in training where it says so and the bound allows."""
+async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]) -> list[RolloutBatch]:
+    """Take a batch for each entry of `schedule`; two are in training together where it says so and the bound allows."""
     steps = []
     async with rollouts:
         for moments, again in schedule:
             try:
-                steps.append(await rollouts.take())
+                steps.append(await rollouts.next_batch())
             except StalenessError:
-                assert rollouts.trained > rollouts.version, "the bound always allows one more after an update"
-                await rollouts.swap()
-                steps.append(await rollouts.take())
+                assert rollouts.trainer_version > rollouts.engine_version, (
+                    "the bound always allows one more after an update"
+                )
+                await rollouts.update_weights()
+                steps.append(await rollouts.next_batch())
             await passing(moments)
-            while rollouts.trained > rollouts.version + (again < 3):
-                await rollouts.swap()
+            while rollouts.trainer_version > rollouts.engine_version + (again < 3):
+                await rollouts.update_weights()
     return steps
 
 
@@ -55,13 +57,18 @@ async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]
 def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
     s: dict[str, object], schedule: list[tuple[int, int]]
 ) -> None:
-    engine, rollouts = build(s)
+    engine, rollouts = build(s, overlap=True)
     steps = asyncio.run(overlapped(rollouts, schedule))
     check_conservation(s, engine, rollouts, steps)
     assert [step.version for step in steps] == list(range(8)), "a step is for the policy that trains on it"
     if s["max_staleness"] is not None:
         assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
-    stays = {(span.sample_id, span.before): span for step in steps for span in step.spans if span.after > span.before}
+    stays = {
+        (span.sample_id, span.before): span
+        for step in steps
+        for span in step.request_intervals
+        if span.after > span.before
+    }
     for step in steps:
         for sample in (sample for group in step.groups for sample in group.samples):
             place = 0
@@ -72,23 +79,23 @@ def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
 @given(SETTINGS, st.integers(0, 120), st.integers(0, 30), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_whatever_is_cancelled_loses_nothing(s: dict[str, object], moments: int, training: int, swap: bool) -> None:
-    engine, rollouts = build(s)
+    engine, rollouts = build(s, overlap=True)
 
-    async def main() -> list[Step]:
+    async def main() -> list[RolloutBatch]:
         async with rollouts:
-            steps = [await rollouts.take()]
+            steps = [await rollouts.next_batch()]
             await passing(training)
-            task: asyncio.Task[Any] = asyncio.create_task(rollouts.swap() if swap else rollouts.take())
+            task: asyncio.Task[Any] = asyncio.create_task(rollouts.update_weights() if swap else rollouts.next_batch())
             await passing(moments)
             task.cancel()
             await asyncio.wait([task])
             if not task.cancelled() and task.exception() is None and not swap:
                 steps.append(task.result())
-            while rollouts.trained > rollouts.version:
-                await rollouts.swap()
+            while rollouts.trainer_version > rollouts.engine_version:
+                await rollouts.update_weights()
             for _ in range(3):
-                steps.append(await rollouts.take())
-                await rollouts.swap()
+                steps.append(await rollouts.next_batch())
+                await rollouts.update_weights()
         return steps
 
     steps = asyncio.run(main())
@@ -97,19 +104,19 @@ def test_whatever_is_cancelled_loses_nothing(s: dict[str, object], moments: int,
         assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
 
 
-async def test_generation_goes_on_beside_training_and_not_after_collect() -> None:
+async def test_generation_continues_during_training_and_not_after_the_last_batch() -> None:
     engine = ScriptedEngine(slots=2)
-    async with scheduler(engine, over_sampling_batch_size=12, max_staleness=4) as rollouts:
-        await rollouts.take()
+    async with scheduler(engine, over_sampling_batch_size=12, max_staleness=4, overlap=True) as rollouts:
+        await rollouts.next_batch()
         before = rollouts.buffer.sampled_tokens
         await passing(10)
         assert rollouts.buffer.sampled_tokens > before
         assert rollouts.in_flight
-        assert (rollouts.version, rollouts.trained) == (0, 1)
-        await rollouts.swap()
-        assert (rollouts.version, rollouts.trained) == (1, 1)
+        assert (rollouts.engine_version, rollouts.trainer_version) == (0, 1)
+        await rollouts.update_weights()
+        assert (rollouts.engine_version, rollouts.trainer_version) == (1, 1)
         await passing(3)
-        step = await rollouts.collect()
+        step = await rollouts.next_batch(last=True)
         assert step.version == 1
         assert not rollouts.in_flight
         before = rollouts.buffer.sampled_tokens
@@ -119,18 +126,18 @@ async def test_generation_goes_on_beside_training_and_not_after_collect() -> Non
 
 async def test_with_no_staleness_allowed_it_is_synchronous() -> None:
     engine = ScriptedEngine()
-    async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0) as rollouts:
+    async with scheduler(engine, over_sampling_batch_size=3, max_staleness=0, overlap=True) as rollouts:
         for _ in range(4):
-            step = await rollouts.take()
+            step = await rollouts.next_batch()
             assert step.off_policy_token_share == 0
             await passing(20)
             assert not len(rollouts.buffer)
-            with pytest.raises(StalenessError, match="update the weights before another step is taken"):
-                await rollouts.take()
-            await rollouts.swap()
+            with pytest.raises(StalenessError, match="update the weights before the next batch"):
+                await rollouts.next_batch()
+            await rollouts.update_weights()
 
 
-async def test_what_goes_wrong_beside_training_is_raised_by_the_next_take_and_not_by_the_update() -> None:
+async def test_an_error_during_training_is_raised_by_the_next_batch_and_not_by_the_update() -> None:
     engine = ScriptedEngine()
     bad = {"on": False}
 
@@ -139,57 +146,57 @@ async def test_what_goes_wrong_beside_training_is_raised_by_the_next_take_and_no
             raise ValueError("no such key")
         return 1.0
 
-    async with scheduler(engine, reward=score) as rollouts:
-        await rollouts.take()
+    async with scheduler(engine, reward=score, overlap=True) as rollouts:
+        await rollouts.next_batch()
         bad["on"] = True
         await passing(200)
-        await rollouts.swap()
-        assert (rollouts.version, engine.version) == (1, 1)
+        await rollouts.update_weights()
+        assert (rollouts.engine_version, engine.version) == (1, 1)
         with pytest.raises(RewardError, match="no such key"):
-            await rollouts.take()
+            await rollouts.next_batch()
         assert not rollouts.in_flight
         bad["on"] = False
-        assert len((await rollouts.take()).groups) == 3
+        assert len((await rollouts.next_batch()).groups) == 3
         await passing(3)
         engine.dead = True
         await passing(10)
         with pytest.raises(EngineError, match="was killed"):
-            await rollouts.take()
+            await rollouts.next_batch()
         engine.dead = False
         engine.flight.clear()
-        await rollouts.swap()
-        assert len((await rollouts.take()).groups) == 3
+        await rollouts.update_weights()
+        assert len((await rollouts.next_batch()).groups) == 3
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
 
 async def test_the_account_of_a_step_says_how_long_training_went_on_beside_it() -> None:
-    async with scheduler(ScriptedEngine(slots=20), max_staleness=3) as rollouts:
-        first = await rollouts.take()
+    async with scheduler(ScriptedEngine(slots=20), max_staleness=3, overlap=True) as rollouts:
+        first = await rollouts.next_batch()
         assert first.training_seconds == 0
-        assert any(span.outcome == "running" for span in first.spans)
+        assert any(span.outcome == "running" for span in first.request_intervals)
         await asyncio.sleep(0.02)
-        await rollouts.swap()
-        step = await rollouts.take()
+        await rollouts.update_weights()
+        step = await rollouts.next_batch()
     assert step.interrupted_at is not None
     assert step.resumed_at is not None
     assert step.update_seconds is not None
     assert 0.02 <= step.training_seconds == step.interrupted_at <= step.resumed_at <= step.seconds
-    assert any(span.running for span in step.spans)
+    assert any(span.running for span in step.request_intervals)
 
 
 @given(SETTINGS, st.integers(1, 4), st.integers(0, 30))
 @settings(max_examples=40, deadline=None)
 def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_after: int, training: int) -> None:
     s = {**s, "auto": False}
-    engine, rollouts = build(s, prompts=Counted())
+    engine, rollouts = build(s, prompts=Counted(), overlap=True)
 
-    async def before() -> tuple[list[Step], dict[str, Any]]:
+    async def before() -> tuple[list[RolloutBatch], dict[str, Any]]:
         steps = []
         async with rollouts:
             for _ in range(stop_after):
-                steps.append(await rollouts.take())
+                steps.append(await rollouts.next_batch())
                 await passing(training)
-                async with rollouts.paused():
+                async with rollouts.pause():
                     await rollouts.update_weights()
                     state = json.loads(json.dumps(rollouts.state_dict()))
                     saved.update(engine.ledger)
@@ -198,7 +205,7 @@ def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_af
 
     saved: dict[str, list[int]] = {}
     steps, state = asyncio.run(before())
-    revived, again = build(s, prompts=Counted())
+    revived, again = build(s, prompts=Counted(), overlap=True)
     revived.rng.seed(99)
     revived.ledger, revived.version = saved, stop_after
     again.load_state_dict(state)
@@ -213,12 +220,12 @@ def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_af
 def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
     seed: int, failure_rate: float, filtered: bool, where: float, training: int
 ) -> None:
-    """Whatever was handed over comes again as it was, from `take` and, for a run that overlaps no longer, `collect`."""
+    """Every batch is returned again unchanged, with `overlap` and, for a run that overlaps no longer, without it."""
     schedule = [(training, 9)] * 5
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
         with closing(Journal(path, flush_seconds=0)) as journal:
-            before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered), schedule))
+            before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered, True), schedule))
         records = [0, *numbers(path)]
         cut(path, records[round(where * (len(records) - 1))])
 
@@ -234,7 +241,7 @@ def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
             handed_over = survived.buffer.trained.groups // 2
             assert asyncio.run(replayed(alternating, handed_over)) == [content(step) for step in before[:handed_over]]
             journal.position = 0
-            rollouts = journalled(journal, seed + 1, failure_rate, filtered)
+            rollouts = journalled(journal, seed + 1, failure_rate, filtered, True)
             engine: Any = rollouts.engine
             engine.ledger = everything
             after = asyncio.run(overlapped(rollouts, schedule))
@@ -252,7 +259,7 @@ def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
 async def replayed(rollouts: RolloutScheduler, steps: int) -> list[dict[str, Any]]:
     collected = []
     for number in range(steps):
-        collected.append(content(await rollouts.collect()))
+        collected.append(content(await rollouts.next_batch()))
         if number < steps - 1:
             await rollouts.update_weights()
     return collected
@@ -284,16 +291,17 @@ async def test_what_was_sampled_before_an_update_may_come_after_it(overlap: bool
         over_sampling_batch_size=6,
         n_samples_per_prompt=3,
         max_staleness=3,
+        overlap=overlap,
     )
     mixed = 0
     async with rollouts:
         for _ in range(6):
-            step = await (rollouts.take() if overlap else rollouts.collect())
+            step = await rollouts.next_batch()
             for sample in (sample for group in step.groups for sample in group.samples):
                 assert sample.response_ids == response(sample.seed, sample.sampling.max_tokens)
                 mixed += len(sample.segments) > 1
             assert step.staleness.max() <= 3
-            await rollouts.swap()
+            await rollouts.update_weights()
     assert mixed
 
 
@@ -302,15 +310,15 @@ async def test_what_came_as_the_wait_was_cancelled_is_kept_where_the_interrupt_f
     prompts = (Prompt((1, 2), str(i)) for i in itertools.count())
     rollouts = scheduler_of(engine, prompts, lambda prompt, sample: 0.0, rollout_batch_size=2, n_samples_per_prompt=3)
     async with rollouts:
-        pump = rollouts._pump
-        pump.begin(None)
-        pump.fill()
-        pump.flight._late = [engine.serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
+        loop = rollouts._loop
+        loop.begin(None)
+        loop.fill()
+        loop.flight._late = [engine.serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
         engine.dead = True
         with pytest.raises(EngineError):
-            await pump.interrupt()
+            await loop.interrupt()
         engine.dead = False
         engine.flight.clear()
-        step = await rollouts.collect()
+        step = await rollouts.next_batch()
         for sample in (sample for group in step.groups for sample in group.samples):
             assert sample.response_ids == response(sample.seed, sample.sampling.max_tokens)

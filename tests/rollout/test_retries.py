@@ -76,7 +76,7 @@ async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> No
     async with scheduler(Flaky(slots=100), max_retries=1) as rollouts:
         steps = []
         for _ in range(3):
-            steps.append(await rollouts.collect())
+            steps.append(await rollouts.next_batch())
             await rollouts.update_weights()
     assert any(failure.sample_id.startswith("1.") for step in steps for failure in step.failures)
     assert not any(step.quarantined for step in steps)
@@ -85,12 +85,12 @@ async def test_a_token_between_two_failures_makes_the_second_a_first_one() -> No
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_a_group_that_keeps_failing_is_quarantined_with_its_reason_and_replaced(overlap: bool) -> None:
     engine = Cursed({1}, slots=100)
-    rollouts = scheduler(engine, max_retries=2)
+    rollouts = scheduler(engine, max_retries=2, overlap=overlap)
     async with rollouts:
         steps = []
         for _ in range(3):
-            steps.append(await (rollouts.take() if overlap else rollouts.collect()))
-            await rollouts.swap()
+            steps.append(await rollouts.next_batch())
+            await rollouts.update_weights()
     quarantined = [q for step in steps for q in step.quarantined]
     assert [(q.group_id, q.prompt_id, q.reason) for q in quarantined] == [(1, "prompt 1", Rejection.ENGINE)]
     assert quarantined[0].error.startswith("no luck with 1.")
@@ -107,12 +107,12 @@ async def test_a_sample_that_waits_for_its_next_attempt_holds_nobody_up() -> Non
     engine = Cursed({0}, slots=100)
     rollouts = scheduler(engine, retry_delay=1e9)
     async with rollouts:
-        step = await rollouts.collect()
+        step = await rollouts.next_batch()
         assert len(step.groups) == 3
         assert not step.quarantined
         assert engine.submissions.count("0.0") == 1
         await rollouts.update_weights()
-        await rollouts.collect()
+        await rollouts.next_batch()
         assert engine.submissions.count("0.0") == 2, "a new step does not wait"
 
 
@@ -121,7 +121,7 @@ async def test_a_failed_request_goes_on_from_its_last_token() -> None:
     rollouts = scheduler(engine, max_retries=1)
     async with rollouts:
         for _ in range(2):
-            await rollouts.collect()
+            await rollouts.next_batch()
             await rollouts.update_weights()
     assert "4.0" in engine.ledger
     assert len(engine.submissions) > len(set(engine.submissions)), "submit asserts that it gets every token back"
@@ -132,7 +132,7 @@ async def test_an_engine_that_is_given_up_loses_no_token_of_its_last_batch() -> 
     rollouts = scheduler(engine, max_retries=0, over_sampling_batch_size=5)
     with pytest.raises(EngineError, match=r"keep failing; the last one, sample .*: no luck"):
         async with rollouts:
-            await rollouts.collect()
+            await rollouts.next_batch()
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())) > 0
     rollouts.buffer.check()
 
@@ -163,14 +163,14 @@ async def test_cancelling_a_step_keeps_every_token_whatever_it_waits_for() -> No
         engine = ScriptedEngine(slots=100, failure_rate=0.2, seed=moments)
         rollouts = scheduler(engine, reward=slow, dynamic_filter=lambda group: group.id % 2 == 0, max_retries=100)
         async with rollouts:
-            step = asyncio.create_task(rollouts.collect())
+            step = asyncio.create_task(rollouts.next_batch())
             for _ in range(moments):
                 await asyncio.sleep(0)
             step.cancel()
             await asyncio.wait([step])
             assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())), moments
             rollouts.buffer.check()
-            assert len((await rollouts.collect()).groups) == 3
+            assert len((await rollouts.next_batch()).groups) == 3
 
 
 async def test_a_control_request_never_keeps_an_engine_from_stopping_everything_together() -> None:
@@ -185,9 +185,9 @@ async def test_a_control_request_never_keeps_an_engine_from_stopping_everything_
 
     for seed in range(20):
         engine = AllOrNothing({0, 1}, slots=2, seed=seed)
-        async with scheduler(engine, max_staleness=3, over_sampling_batch_size=4) as rollouts:
+        async with scheduler(engine, max_staleness=3, over_sampling_batch_size=4, overlap=True) as rollouts:
             for _ in range(4):
-                await rollouts.take()
+                await rollouts.next_batch()
                 await asyncio.sleep(0)
-                await rollouts.swap()
+                await rollouts.update_weights()
     assert any(id.startswith("control") for id in engine.submissions)

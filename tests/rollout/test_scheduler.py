@@ -21,12 +21,12 @@ from april import (
     RejectionError,
     Reward,
     RewardError,
+    RolloutBatch,
     RolloutParams,
     RolloutScheduler,
     Sample,
     SamplingParams,
     StalenessError,
-    Step,
 )
 from april.rollout.buffer import Rejection
 from april.rollout.order import ORDERS
@@ -53,11 +53,11 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
     return scheduler_of(engine, **{"prompts": prompts(), "reward": score, **defaults, **settings})
 
 
-async def run(scheduler: RolloutScheduler, steps: int) -> list[Step]:
+async def run(scheduler: RolloutScheduler, steps: int) -> list[RolloutBatch]:
     collected = []
     async with scheduler:
         for _ in range(steps):
-            collected.append(await scheduler.collect())
+            collected.append(await scheduler.next_batch())
             await scheduler.update_weights()
     return collected
 
@@ -124,7 +124,7 @@ def test_every_step_has_n_complete_groups_and_nothing_is_lost(s: dict[str, objec
 
 
 def check_conservation(
-    s: dict[str, object], engine: ScriptedEngine, rollouts: RolloutScheduler, steps: list[Step]
+    s: dict[str, object], engine: ScriptedEngine, rollouts: RolloutScheduler, steps: list[RolloutBatch]
 ) -> None:
     """Every group is in one place, with every token that the engine handed out."""
     buffer = rollouts.buffer
@@ -164,23 +164,23 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
     """
     s = {**s, "auto": False}
 
-    async def straight() -> list[Step]:
+    async def straight() -> list[RolloutBatch]:
         engine, rollouts = build(s)
         collected = []
         async with rollouts:
             for n in range(7):
                 if n == stop_after:  # an engine started anew deals its tokens out in other portions
                     engine.rng.seed(99)
-                collected.append(await rollouts.collect())
+                collected.append(await rollouts.next_batch())
                 await rollouts.update_weights()
         return collected
 
-    async def interrupted() -> list[Step]:
+    async def interrupted() -> list[RolloutBatch]:
         engine, rollouts = build(s, prompts=Counted())
         collected = []
         async with rollouts:
             for _ in range(stop_after):
-                collected.append(await rollouts.collect())
+                collected.append(await rollouts.next_batch())
                 await rollouts.update_weights()
             state = rollouts.state_dict()
         revived, again = build(s, prompts=Counted())
@@ -189,11 +189,11 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
         again.load_state_dict(state)
         async with again:
             for _ in range(7 - stop_after):
-                collected.append(await again.collect())
+                collected.append(await again.next_batch())
                 await again.update_weights()
         return collected
 
-    def content(steps: list[Step]) -> list[list[dict[str, object]]]:
+    def content(steps: list[RolloutBatch]) -> list[list[dict[str, object]]]:
         return [[group.to_dict() for group in step.groups] for step in steps]
 
     def tokens(group: dict[str, object]) -> list[list[int]]:
@@ -243,12 +243,12 @@ async def test_unfinished_groups_go_on_first_and_oldest_first() -> None:
     engine = ScriptedEngine(slots=100)
     rollouts = scheduler(engine)
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         unfinished = [s.id for group in rollouts.buffer for s in group.samples if s.finish is None]
         assert unfinished, "the workload is meant to leave something unfinished"
         engine.submissions.clear()
         await rollouts.update_weights()
-        await rollouts.collect()
+        await rollouts.next_batch()
     assert engine.submissions[: len(unfinished)] == unfinished
 
 
@@ -256,11 +256,11 @@ async def test_surplus_complete_groups_wait_and_go_first() -> None:
     engine = ScriptedEngine(slots=100)
     rollouts = scheduler(engine, sampling=SamplingParams(max_tokens=1))
     async with rollouts:
-        first = await rollouts.collect()
+        first = await rollouts.next_batch()
         assert first.surplus_groups == 3, "all six finish at once, three are trained on"
         waiting = [group.id for group in rollouts.buffer]
         await rollouts.update_weights()
-        second = await rollouts.collect()
+        second = await rollouts.next_batch()
     assert [group.id for group in second.groups] == waiting
     assert second.staleness.tolist() == [1, 1, 1]
 
@@ -284,7 +284,7 @@ async def test_a_slow_reward_does_not_hold_up_the_interrupt() -> None:
     engine.interrupt = watched  # type: ignore[method-assign]
     rollouts = scheduler(engine, reward=slow)
     async with rollouts:
-        step = asyncio.create_task(rollouts.collect())
+        step = asyncio.create_task(rollouts.next_batch())
         await asyncio.wait_for(interrupted.wait(), 10)
         assert not step.done()
         release.set()
@@ -333,7 +333,7 @@ async def test_a_failing_reward_names_its_prompt_and_stops_the_run_losing_nothin
 
 async def run_until_error(rollouts: RolloutScheduler) -> None:
     for _ in range(10):
-        await rollouts.collect()
+        await rollouts.next_batch()
         await rollouts.update_weights()
 
 
@@ -389,7 +389,7 @@ async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -
 
     rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject")
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         assert ended == ["0.1"], "at once, not when the run ends"
     assert rollouts.buffer.rejected[Rejection.REWARD].groups == 1
 
@@ -439,7 +439,7 @@ async def test_a_reward_that_is_no_finite_number_is_a_failure(value: object) -> 
 async def test_a_rejected_group_is_replaced_by_one_new_prompt() -> None:
     rollouts = scheduler(ScriptedEngine(slots=100), dynamic_filter=lambda group: group.id % 2 == 0)
     async with rollouts:
-        step = await rollouts.collect()
+        step = await rollouts.next_batch()
         assert all(group.id % 2 == 0 for group in step.groups)
         assert len(rollouts.buffer) + 3 <= 6
         assert rollouts.buffer.admitted == 6 + len(step.rejections)
@@ -468,11 +468,11 @@ async def test_a_dead_engine_loses_nothing_and_the_step_can_be_tried_again() -> 
     rollouts = scheduler(engine, on_progress=die)
     async with rollouts:
         with pytest.raises(EngineError):
-            await rollouts.collect()
+            await rollouts.next_batch()
         assert rollouts.in_flight == 0
         engine.dead = False
         engine.flight.clear()
-        step = await rollouts.collect()
+        step = await rollouts.next_batch()
     assert len(step.groups) == 3
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
@@ -481,7 +481,7 @@ async def test_cancelling_a_step_keeps_every_token() -> None:
     engine = ScriptedEngine()
     rollouts = scheduler(engine)
     async with rollouts:
-        step = asyncio.create_task(rollouts.collect())
+        step = asyncio.create_task(rollouts.next_batch())
         for _ in range(6):
             await asyncio.sleep(0)
         step.cancel()
@@ -490,7 +490,7 @@ async def test_cancelling_a_step_keeps_every_token() -> None:
         assert rollouts.in_flight == 0
         assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values())) > 0
         rollouts.buffer.check()
-        assert len((await rollouts.collect()).groups) == 3
+        assert len((await rollouts.next_batch()).groups) == 3
 
 
 async def test_evaluation_bypasses_the_buffer_and_repeats_itself() -> None:
@@ -498,7 +498,7 @@ async def test_evaluation_bypasses_the_buffer_and_repeats_itself() -> None:
     rollouts = scheduler(engine)
     held_out = [Prompt((7, i), f"held out {i}") for i in range(4)]
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         before = rollouts.state_dict()
         first = await rollouts.evaluate(held_out, 3)
         second = await rollouts.evaluate(held_out, 3)
@@ -515,7 +515,7 @@ async def test_evaluation_bypasses_the_buffer_and_repeats_itself() -> None:
 async def test_a_second_weight_update_that_would_break_the_bound_is_refused() -> None:
     rollouts = scheduler(ScriptedEngine(slots=100), max_staleness=1)
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         await rollouts.update_weights()
         with pytest.raises(StalenessError, match="max_staleness = 1"):
             await rollouts.update_weights()
@@ -578,7 +578,7 @@ async def test_a_chunk_that_breaks_a_rule_is_named_and_the_others_are_kept(chang
     rollouts = scheduler(engine)
     async with rollouts:
         with pytest.raises(ChunkError, match=rule):
-            await rollouts.collect()
+            await rollouts.next_batch()
         rollouts.buffer.check()
         assert rollouts.buffer.sampled_tokens > 0
         assert rollouts.in_flight == 0
@@ -590,7 +590,7 @@ async def test_what_a_reward_says_is_kept_and_becomes_metrics() -> None:
 
     rollouts = scheduler(ScriptedEngine(), reward=reward)
     async with rollouts:
-        step = await rollouts.collect()
+        step = await rollouts.next_batch()
         assert step.metrics()["reward/format"] == 0.5
         assert "reward/comment" not in step.metrics()
         again = scheduler(ScriptedEngine())
@@ -604,8 +604,8 @@ async def test_weights_are_loaded_without_a_new_version() -> None:
     engine = ScriptedEngine()
     rollouts = scheduler(engine)
     async with rollouts:
-        await rollouts.collect()
+        await rollouts.next_batch()
         await rollouts.update_weights()
         engine.version = -1
-        await rollouts.load_weights()
-    assert engine.version == rollouts.version == 1
+        await rollouts.update_weights(version=rollouts.engine_version)
+    assert engine.version == rollouts.engine_version == 1

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from april import ENVIRONMENT, Chunk, FinishReason, Group, Prompt, SamplingParams, Segment
+from april.rollout.batch import Plan, RolloutBatch
 from april.rollout.records import encode
-from april.rollout.step import Plan, Step
 from april.rollout.trajectory import Transition
 
 CHUNKS = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=8)
@@ -186,7 +186,7 @@ def test_redrafted_tokens_have_a_metric_of_their_own() -> None:
     sample.extend([1, 2, 3], [-1.0] * 3, 0)
     sample.redraft()
     sample.extend([1, 2, 4], [-1.0] * 3, 1)
-    metrics = Step(1, Plan(1), [group]).metrics()
+    metrics = RolloutBatch(1, Plan(1), [group]).metrics()
     assert {name: metrics[name] for name in metrics if "draft" in name} == {
         "samples_redrafted": 1,
         "redrafted_tokens": 3,

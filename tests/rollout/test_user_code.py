@@ -181,7 +181,7 @@ async def test_prompts_that_fail_fail_the_step(kind: type[BaseException]) -> Non
     params = {"rollout_batch_size": 1, "n_samples_per_prompt": 1}
     async with scheduler_of(ScriptedEngine(), Prompts(), reward, **params) as rollouts:
         with pytest.raises(UserCodeError, match=kind.__name__):
-            await rollouts.collect()
+            await rollouts.next_batch()
 
 
 async def test_a_cancellation_and_ctrl_c_pass_through() -> None:

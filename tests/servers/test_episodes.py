@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from april import Group, Prompt, RolloutScheduler, SamplingParams, Step
+from april import Group, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.engines.member import Member
 from april.engines.pool import EnginePool
 from april.rollout.episode_limits import EpisodeLimits
@@ -39,7 +39,7 @@ async def test_episodes_go_on_over_updates_and_a_replica_that_is_lost_in_the_mid
         proxy.go_on()
         await until_ready(pool.members[1])
         for _ in range(STALENESS):
-            steps.append(await rollouts.collect())
+            steps.append(await rollouts.next_batch())
             check(steps[-1], rollouts, oracles)
             await rollouts.update_weights(models[1])
     samples = [sample for step in steps for group in step.groups for sample in group.samples]
@@ -67,10 +67,10 @@ def scheduler(engine: EnginePool, world: World) -> RolloutScheduler:
     )
 
 
-async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callable[[], None]) -> Step:
+async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callable[[], None]) -> RolloutBatch:
     """The first step in whose middle the replica speaks a second turn, or a later one: then `disturb` is called."""
     while True:
-        collecting = asyncio.ensure_future(rollouts.collect())
+        collecting = asyncio.ensure_future(rollouts.next_batch())
         while not collecting.done():
             if any(s.turns and not s.awaits_environment and s.turn_ids(s.turns) for s in replica.samples.values()):
                 disturb()
@@ -78,7 +78,7 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
             await asyncio.sleep(0)
 
 
-def check(step: Step, rollouts: RolloutScheduler, oracles: Sequence[Oracle]) -> None:
+def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: Sequence[Oracle]) -> None:
     """Nothing that was said is lost or said twice, and every token is where its policy would have put it."""
     rollouts.buffer.check()
     assert step.staleness.max() <= STALENESS

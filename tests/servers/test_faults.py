@@ -12,11 +12,11 @@ import pytest
 
 from april.engines.member import Member
 from april.engines.pool import EnginePool
+from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine, EngineError
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.rollout.trajectory import Prompt
 from tests.servers.conftest import Connect
 from tests.servers.proxy import Fault, FaultProxy
@@ -43,7 +43,7 @@ def scheduler(engine: Engine, sampling: SamplingParams = SAMPLING) -> RolloutSch
     )
 
 
-def check(step: Step, rollouts: RolloutScheduler, oracles: list[Oracle]) -> None:
+def check(step: RolloutBatch, rollouts: RolloutScheduler, oracles: list[Oracle]) -> None:
     """The step is whole, nothing sampled is lost, and every token is where its policy would have put it."""
     assert len(step.groups) == 4
     rollouts.buffer.check()
@@ -57,12 +57,12 @@ def check(step: Step, rollouts: RolloutScheduler, oracles: list[Oracle]) -> None
 
 async def run_steps(
     rollouts: RolloutScheduler, oracles: list[Oracle], models: list[Path], steps: int = 2
-) -> list[Step]:
+) -> list[RolloutBatch]:
     collected = []
     for version in range(steps):
         if version:
             await rollouts.update_weights(models[version])
-        collected.append(await rollouts.collect())
+        collected.append(await rollouts.next_batch())
         check(collected[-1], rollouts, oracles)
     return collected
 
@@ -107,14 +107,14 @@ async def test_a_replica_that_is_lost_and_comes_back(
         proxy.go_on()
         await until_ready(lost)
         assert victim.version == 1
-        check(await rollouts.collect(), rollouts, oracles)
+        check(await rollouts.next_batch(), rollouts, oracles)
     await pool.close()
 
 
-async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callable[[], None]) -> Step:
+async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callable[[], None]) -> RolloutBatch:
     """A step in whose middle, when the replica has streamed tokens for a sample it runs, `disturb` is called."""
     while True:
-        collecting = asyncio.ensure_future(rollouts.collect())
+        collecting = asyncio.ensure_future(rollouts.next_batch())
         while not collecting.done():
             if any(0 < sample.length < LONG.max_tokens // 2 for sample in replica.samples.values()):
                 disturb()
@@ -133,15 +133,15 @@ async def test_an_update_that_one_replica_cannot_take_fails_as_a_whole(
 ) -> None:
     pool = EnginePool([await connect(), await connect()])
     rollouts = scheduler(pool)
-    check(await rollouts.collect(), rollouts, oracles)
+    check(await rollouts.next_batch(), rollouts, oracles)
     second = pool.members[1].replica
     refused = await refuse_updates(second)
     with pytest.raises(EngineError, match=r"not all replicas took up weights 1; failed: .*" + second.url):
         await rollouts.update_weights(models[1])
-    assert rollouts.version == 0
+    assert rollouts.engine_version == 0
     refused()
     await rollouts.update_weights(models[1])
-    check(await rollouts.collect(), rollouts, oracles)
+    check(await rollouts.next_batch(), rollouts, oracles)
     assert {version for group in rollouts.buffer for s in group.samples for version in s.versions} <= {0, 1}
     await pool.close()
 

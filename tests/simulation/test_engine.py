@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april import Chunk, FinishReason, Sample, SamplingParams
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 from april.rollout.trajectory import Group, Prompt
 from april.simulation.blank import Blank
 from april.simulation.cost_model import CostModel
@@ -359,4 +359,4 @@ def test_steps_that_take_no_time_have_no_rate() -> None:
     assert outcome.consumed_tokens_per_second == outcome.generated_tokens_per_second == outcome.occupancy == 0
     group = Group(0, Prompt((0,)), samples(1, group_size=1))
     group.samples[0].extend([0], [0.0], 0, FinishReason.STOP)
-    assert "consumed_tokens_per_second" not in Step(0, Plan(1), [group]).metrics()
+    assert "consumed_tokens_per_second" not in RolloutBatch(0, Plan(1), [group]).metrics()

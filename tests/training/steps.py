@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from april import ENVIRONMENT, FinishReason, Group, Prompt, SamplingParams, Segment, Step
+from april import ENVIRONMENT, FinishReason, Group, Prompt, RolloutBatch, SamplingParams, Segment
 from april.config.algorithm import AlgorithmSettings
 from april.config.recipe import Recipe
-from april.rollout.step import Plan
+from april.rollout.batch import Plan
 
 VERSION = 3
 
 
-def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> Step:
+def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> RolloutBatch:
     """Groups as a scheduler would hand them over at version 3: mixed versions, a truncated sample, an empty turn."""
     rng = np.random.default_rng(seed)
     made = []
@@ -31,7 +31,7 @@ def rollout(seed: int, groups: int = 3, size: int = 4, longest: int = 40) -> Ste
             sample.finish = FinishReason.STOP if rng.random() < 0.8 else FinishReason.LENGTH
             sample.reward = float(rng.integers(0, 3))
         made.append(group)
-    return Step(VERSION, Plan(len(made)), made)
+    return RolloutBatch(VERSION, Plan(len(made)), made)
 
 
 def recipe(**algorithm: object) -> Recipe:

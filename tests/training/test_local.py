@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from april import FinishReason, Group, Prompt, SamplingParams, Step
+from april import FinishReason, Group, Prompt, RolloutBatch, SamplingParams
 from april.algorithms import ALGORITHMS
 from april.algorithms.catalogue import CORRECTIONS
 from april.algorithms.truncation import Truncation
-from april.rollout.step import Plan
+from april.rollout.batch import Plan
 from april.training.local import LocalLearner
 from april.training.micro_batches import plan
 from tests import tiny
 from tests.training.steps import VERSION, recipe, rollout
 
 
-def naive_loss(model: torch.nn.Module, step: Step, advantages: list[float]) -> torch.Tensor:
+def naive_loss(model: torch.nn.Module, step: RolloutBatch, advantages: list[float]) -> torch.Tensor:
     """GRPO on the recorded probabilities, one sample at a time, straight from the formula."""
     total = torch.zeros(())
     samples = [s for g in step.groups for s in g.samples]
@@ -143,7 +143,7 @@ def test_the_critic_starts_at_zero_and_is_no_part_of_the_policy() -> None:
     assert not policy & {id(p) for p in learner.critic.parameters()}
 
 
-def sampled(learner: LocalLearner, number: int, groups: int = 4, size: int = 8, length: int = 5) -> Step:
+def sampled(learner: LocalLearner, number: int, groups: int = 4, size: int = 8, length: int = 5) -> RolloutBatch:
     """Rollouts that the policy itself samples; a token below 20 is worth a reward."""
     torch.manual_seed(number)
     made = []
@@ -160,10 +160,10 @@ def sampled(learner: LocalLearner, number: int, groups: int = 4, size: int = 8, 
             sample.extend(tokens, logp, VERSION, FinishReason.LENGTH)
             sample.reward = sum(token < 20 for token in tokens) / length
         made.append(group)
-    return Step(VERSION, Plan(len(made)), made)
+    return RolloutBatch(VERSION, Plan(len(made)), made)
 
 
-def mean_reward(step: Step) -> float:
+def mean_reward(step: RolloutBatch) -> float:
     return float(np.mean([sample.reward for group in step.groups for sample in group.samples]))
 
 
@@ -270,7 +270,7 @@ def test_training_makes_better_samples_likelier() -> None:
 
 
 @torch.no_grad()
-def naive_objective(learner: LocalLearner, step: Step) -> float:
+def naive_objective(learner: LocalLearner, step: RolloutBatch) -> float:
     total = 0.0
     samples = [s for g in step.groups for s in g.samples]
     for sample, advantage in zip(samples, learner.prepare(step).advantages.tolist(), strict=True):

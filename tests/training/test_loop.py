@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from april import EngineError, Prompt, RolloutScheduler, SamplingParams, Step
+from april import EngineError, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.config.recipe import Recipe
 from april.reporting.run_log import RunLog
 from april.rollout.journal import Journal
@@ -62,7 +62,7 @@ class Unmoved:
         self.done.append(what)
         self.threads.add(threading.get_ident())
 
-    def train(self, step: Step, number: int) -> dict[str, float]:
+    def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         self._work(f"train {number}")
         return {"loss": 0.0, "grad_norm": 0.0}
 
@@ -83,7 +83,7 @@ class Unmoved:
 
 
 @asynccontextmanager
-async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), **others: Any) -> AsyncIterator[Trainer]:
+async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), overlap: bool = False) -> AsyncIterator[Trainer]:
     """A run of three steps over a scripted engine, that saves after the second."""
     recipe = Recipe()
     recipe.reporting.output = str(tmp_path)
@@ -94,7 +94,9 @@ async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), **others:
         stack.callback(journal.close)
         rewards = await stack.enter_async_context(Rewards(Scorer(), tiny.tokenizer(), recipe.rollout))
         params, sampling = RolloutParams(rollout_batch_size=2), SamplingParams(max_tokens=20)
-        scheduler = RolloutScheduler(ScriptedEngine(), Prompts(), rewards, params, sampling=sampling, journal=journal)
+        scheduler = RolloutScheduler(
+            ScriptedEngine(), Prompts(), rewards, params, sampling=sampling, journal=journal, overlap=overlap
+        )
         await stack.enter_async_context(scheduler)
         learner = Unmoved(scheduler, asyncio.get_running_loop())
         log = stack.enter_context(RunLog(tmp_path, recipe.to_dict()))
@@ -107,7 +109,6 @@ async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), **others:
             log=log,
             worker=await stack.enter_async_context(Worker()),
             signals=stack.enter_context(StopSignals()),
-            **others,
         )
 
 
@@ -116,18 +117,18 @@ async def test_a_learner_without_a_model_is_trained(tmp_path: Path, stop_after: 
     async with trainer_over(tmp_path) as trainer:
         learner, scheduler, signals = trainer.learner, trainer.scheduler, trainer.signals
         assert isinstance(learner, Unmoved)
-        collect = scheduler.collect
+        next_batch = scheduler.next_batch
 
-        async def collecting() -> Step:
+        async def collecting(last: bool = False) -> RolloutBatch:
             if learner.done[-1] == "weights 2":
                 learner.collecting.set()
-            return await collect()
+            return await next_batch(last)
 
-        scheduler.collect = collecting  # type: ignore[method-assign]
+        scheduler.next_batch = collecting  # type: ignore[method-assign]
         if stop_after:
             train = learner.train
 
-            def stopping(step: Step, number: int) -> dict[str, float]:
+            def stopping(step: RolloutBatch, number: int) -> dict[str, float]:
                 learner.loop.call_soon_threadsafe(signals.requested.set)
                 return train(step, number)
 
@@ -153,7 +154,7 @@ async def test_an_evaluation_goes_on_beside_rollouts_and_training_and_ends_befor
         learner, loop = trainer.learner, asyncio.get_running_loop()
         training = {number: asyncio.Event() for number in (1, 2)}
 
-        def train(step: Step, number: int) -> dict[str, float]:
+        def train(step: RolloutBatch, number: int) -> dict[str, float]:
             if number in training:
                 loop.call_soon_threadsafe(training[number].set)
             return {"loss": 0.0, "grad_norm": 0.0}
@@ -181,11 +182,11 @@ async def test_an_evaluation_is_given_up_where_rollouts_fail_and_what_they_had_i
             begun.set()
             await asyncio.get_running_loop().create_future()
 
-        async def failing() -> Step:
+        async def failing(last: bool = False) -> RolloutBatch:
             await begun.wait()
             raise EngineError("the engine is gone")
 
-        trainer.scheduler.evaluate, trainer.scheduler.take = endless, failing  # type: ignore[method-assign]
+        trainer.scheduler.evaluate, trainer.scheduler.next_batch = endless, failing  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="the engine is gone"):
             await trainer.run()
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-000000"]
@@ -217,11 +218,11 @@ async def test_an_evaluation_is_cut_short_by_a_stop_and_done_when_the_run_goes_o
 
 async def test_sigusr1_saves_in_the_middle_of_a_step_and_the_run_goes_on(tmp_path: Path) -> None:
     async with trainer_over(tmp_path) as trainer:
-        learner, collect, asked = trainer.learner, trainer.scheduler.collect, 0
+        learner, next_batch, asked = trainer.learner, trainer.scheduler.next_batch, 0
         learner.train = lambda step, number: {"loss": 0.0, "grad_norm": 0.0}  # type: ignore[method-assign]
         learner.weights, learner.save = lambda version: None, lambda directory: None  # type: ignore[method-assign]
 
-        async def slow() -> Step:
+        async def slow(last: bool = False) -> RolloutBatch:
             nonlocal asked
             asked += 1
             if asked == 1:
@@ -229,8 +230,8 @@ async def test_sigusr1_saves_in_the_middle_of_a_step_and_the_run_goes_on(tmp_pat
                 await asyncio.get_running_loop().create_future()
             if asked == 2:
                 assert checkpoints(tmp_path / "checkpoints")[-1].name == "step-000000"
-            return await collect()
+            return await next_batch(last)
 
-        trainer.scheduler.collect = slow  # type: ignore[method-assign]
+        trainer.scheduler.next_batch = slow  # type: ignore[method-assign]
         assert await asyncio.wait_for(trainer.run(), 60) is not None
     assert asked == 4

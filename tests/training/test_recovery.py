@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from april import Step
+from april import RolloutBatch
 from april.algorithms.batch import Batch
 from april.training.local import LocalLearner
 from april.training.recovery import KEPT, Memory, TrainingError
@@ -108,7 +108,7 @@ def test_other_errors_are_not_taken_for_a_shortage_of_memory() -> None:
         Memory(64).fit(wrong, [8])
 
 
-def broken_reward(step: Step) -> None:
+def broken_reward(step: RolloutBatch) -> None:
     step.groups[0].samples[0].reward = float("nan")
 
 

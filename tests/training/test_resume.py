@@ -20,8 +20,8 @@ import torch
 
 from april.commands.main import main
 from april.reporting.metrics_log import read_metrics
+from april.rollout.batch import RolloutBatch
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.training import build, run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
@@ -376,7 +376,7 @@ def test_a_second_ctrl_c_in_a_training_step_gives_it_up(
     run = copy(saved_often, tmp_path)
     train, interrupt, given_up = LocalLearner.train, LocalLearner.interrupt, threading.Event()
 
-    def train_interrupted(self: LocalLearner, step: Step, number: int) -> dict[str, float]:
+    def train_interrupted(self: LocalLearner, step: RolloutBatch, number: int) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGINT)
         while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
             time.sleep(0.001)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from april.algorithms.batch import Batch
+from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import FinishReason
-from april.rollout.step import Step
 from april.training.critic import Critic
 from april.training.local import LocalLearner
 from tests import tiny
@@ -107,7 +107,7 @@ def learner_and_other(temperature: float = 1.0, **algorithm: object) -> tuple[Lo
     return learner, other
 
 
-def uneven(seed: int = 1) -> Step:
+def uneven(seed: int = 1) -> RolloutBatch:
     """A rollout one of whose groups has equal rewards."""
     step = rollout(seed)
     for sample in step.groups[1].samples:

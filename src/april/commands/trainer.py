@@ -16,12 +16,12 @@ from april.reporting.messages import messages
 from april.reporting.output import Output
 from april.reporting.progress import Progress
 from april.reporting.run_log import closing_lines
-from april.rollout.account import RejectionError
 from april.rollout.engine import EngineError
 from april.rollout.episodes import EpisodeError
 from april.rollout.journal_file import JournalError
 from april.rollout.rewards import RewardError
 from april.rollout.staleness import StalenessError
+from april.rollout.step_stats import RejectionError
 from april.training.build import train
 from april.training.checkpoint import CheckpointError
 from april.training.recovery import TrainingError

@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 from april.rollout.params import RolloutParams
 from april.rollout.rewards import GroupRewardFunction, RewardFunction
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt, Sample
 
 
@@ -105,28 +105,28 @@ class RolloutAdapter:
     @property
     def version(self) -> int:
         """The policy version that generates."""
-        return self.scheduler.version
+        return self.scheduler.engine_version
 
-    async def rollout(self, prompts: Sequence[Prompt]) -> Step:
+    async def rollout(self, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Begin `prompts` and return the step of the N oldest complete groups.
 
         If it fails or is cancelled, the prompts stay asked for and nothing sampled is lost: `resume` goes on.
 
         Raises:
             ValueError: not exactly N prompts, or one that does not fit the engine.
-            EngineError, RewardError: see `RolloutScheduler.collect`.
+            EngineError, RewardError: see `RolloutScheduler.next_batch`.
         """
         expected = self.scheduler.params.rollout_batch_size
         if len(prompts) != expected:
             raise ValueError(f"{len(prompts)} prompts were asked for where rollout_batch_size = {expected}")
         async with self._turn:
             self.prompts.ask(prompts)
-            return await self.scheduler.collect()
+            return await self.scheduler.next_batch()
 
-    async def resume(self) -> Step:
+    async def resume(self) -> RolloutBatch:
         """The step of a `rollout` that failed or was cancelled, asking for nothing new."""
         async with self._turn:
-            return await self.scheduler.collect()
+            return await self.scheduler.next_batch()
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
@@ -147,7 +147,7 @@ class RolloutAdapter:
     async def load_weights(self, weights: Any = None) -> None:
         """Hand the current version's weights to the engine: after a restart, or when it has others."""
         async with self._turn:
-            await self.scheduler.load_weights(weights)
+            await self.scheduler.update_weights(weights, version=self.scheduler.engine_version)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that waits, as JSON types, for the framework's checkpoint. Call it between calls."""

@@ -28,5 +28,5 @@ class VersionTracker:
         if self.taken:
             await self.scheduler.update_weights(weights)
         else:
-            await self.scheduler.load_weights(weights)
+            await self.scheduler.update_weights(weights, version=self.scheduler.engine_version)
         self.taken = False

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from april.reporting.formats import Format
 from april.reporting.metrics import METRICS, busy_seconds
-from april.rollout.step import rate
+from april.rollout.batch import rate
 
 ROWS = {
     "time_to_target": True,

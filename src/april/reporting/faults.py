@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from april.reporting.step_log import StepLog, scan
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 
 FILE_NAME = "faults.jsonl"
 MOST = 20
@@ -36,14 +36,16 @@ class FaultLog(StepLog):
     def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
         super().__init__(Path(directory) / FILE_NAME, resume_step)
 
-    def write_step(self, number: int, step: Step, learned: Mapping[str, Any], warnings: Sequence[str] = ()) -> None:
+    def write_step(
+        self, number: int, step: RolloutBatch, learned: Mapping[str, Any], warnings: Sequence[str] = ()
+    ) -> None:
         """The faults of training step `number`, from its rollout and its training's metrics, and its alarms."""
         record = faults_of(step, learned) | ({"warnings": list(warnings)} if warnings else {})
         if record:
             self.write({"step": number, **record})
 
 
-def faults_of(step: Step, learned: Mapping[str, Any]) -> dict[str, Any]:
+def faults_of(step: RolloutBatch, learned: Mapping[str, Any]) -> dict[str, Any]:
     """What went wrong in a step, as JSON types; empty if nothing did."""
     met = Counter((failure.kind, failure.error[:LONGEST]) for failure in step.failures)
     example = {(failure.kind, failure.error[:LONGEST]): failure.prompt_id for failure in step.failures}

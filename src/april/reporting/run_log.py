@@ -34,8 +34,8 @@ from april.reporting.totals import Totals
 from april.reporting.trace import TraceWriter, trace_of
 from april.reporting.tracker_feed import end_feeds, start_feeds
 from april.reporting.trackers import Ending, TrackedRun
+from april.rollout.batch import RolloutBatch
 from april.rollout.disk import write_whole
-from april.rollout.step import Step
 from april.rollout.trajectory import Group
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class RunLog:
             )
             self._stack = stack.pop_all()
 
-    def step(self, step: Step, measured: Mapping[str, Any], slots: int) -> None:
+    def step(self, step: RolloutBatch, measured: Mapping[str, Any], slots: int) -> None:
         """Record the next training step.
 
         Args:
@@ -131,7 +131,7 @@ class RunLog:
         if self._completions:
             self._completions.write(step.groups, self.steps, step.version)
 
-    def _overlap(self, step: Step) -> dict[str, float]:
+    def _overlap(self, step: RolloutBatch) -> dict[str, float]:
         """How much of the rollout went on beside training on the step before, which ended with the weight update."""
         return {} if step.resumed_at is None else {"overlap_seconds": min(step.resumed_at, self._trained)}
 
@@ -212,7 +212,7 @@ class RunLog:
         self.close()
 
 
-def metrics_of(step: Step) -> dict[str, Any]:
+def metrics_of(step: RolloutBatch) -> dict[str, Any]:
     """The metrics that a rollout step has by itself."""
     samples = [sample for group in step.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])

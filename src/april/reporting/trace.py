@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
 from april.reporting.step_log import StepLog, scan
-from april.rollout.step import Span, Step
+from april.rollout.batch import RequestInterval, RolloutBatch
 
 FILE_NAME = "trace.jsonl"
 
@@ -70,7 +70,7 @@ class TraceWriter(StepLog):
         super().__init__(Path(directory) / FILE_NAME, resume_step)
 
 
-def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
+def trace_of(number: int, step: RolloutBatch, slots: int) -> dict[str, Any]:
     """The record of training step `number`."""
     samples = [sample for group in step.groups for sample in group.samples]
     return {
@@ -79,7 +79,10 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
         "truncated": [sample.truncated for sample in samples],
         "tokens_by_age": step.tokens_by_age.tolist(),
         "slots": slots,
-        "spans": [_record(span, queued) for span, queued in zip(step.spans, waits(step.spans, slots), strict=True)],
+        "spans": [
+            _record(span, queued)
+            for span, queued in zip(step.request_intervals, waits(step.request_intervals, slots), strict=True)
+        ],
         "interrupt_at": step.interrupted_at,
         "resumed_at": step.resumed_at,
         "end": step.seconds,
@@ -87,7 +90,7 @@ def trace_of(number: int, step: Step, slots: int) -> dict[str, Any]:
     }
 
 
-def waits(spans: Sequence[Span], slots: int) -> list[float | None]:
+def waits(spans: Sequence[RequestInterval], slots: int) -> list[float | None]:
     """For each stay, in the order of submission, the seconds until it had a slot; None if it never sampled a token.
 
     A sample runs from its submission if fewer than `slots` do, else from the moment at which the next slot became free;
@@ -105,7 +108,7 @@ def waits(spans: Sequence[Span], slots: int) -> list[float | None]:
     return waited
 
 
-def _record(span: Span, queued: float | None) -> SpanRecord:
+def _record(span: RequestInterval, queued: float | None) -> SpanRecord:
     waiting = span.queued is None and span.outcome == "interrupted"
     return {
         "sample": span.sample_id,

@@ -54,7 +54,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class EnvStep:
-    """What an environment answers to a turn. (`Step` is a step of training everywhere in april.)
+    """What an environment answers to a turn. (In april, a step is a step of training.)
 
     Args:
         observation: what the policy sees next; not needed once the episode is done.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
+from april.rollout.batch import Failure
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import (
     Bridge,
@@ -39,7 +40,6 @@ from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal_file import JournalError
 from april.rollout.sampling import FinishReason
-from april.rollout.step import Failure
 from april.rollout.threads import HangingError, Threads
 from april.rollout.trajectory import Group, Prompt, Sample, Transition
 from april.rollout.user_code import UserCode, end_tasks

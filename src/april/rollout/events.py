@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.step import Step
 from april.rollout.trajectory import Prompt, Reward, Transition
 
 
@@ -78,7 +78,7 @@ class Trained(NamedTuple):
     """A step was handed to training: the ids of its groups, and its account."""
 
     group_ids: Sequence[int]
-    step: Step
+    step: RolloutBatch
 
 
 class Updated(NamedTuple):

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal
 
+from april.rollout.batch import RequestInterval
 from april.rollout.engine import Chunk, Engine
-from april.rollout.step import Span
 from april.rollout.trajectory import Sample
 
 
@@ -19,9 +19,9 @@ class Flight:
 
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
-        self._silent: dict[str, Span] = {}
+        self._silent: dict[str, RequestInterval] = {}
         """The stays without a token so far."""
-        self._sampling: dict[str, Span] = {}
+        self._sampling: dict[str, RequestInterval] = {}
         """The others."""
         self._late: list[Chunk] = []
         """Handed out in the moment in which a wait was cancelled, or to somebody else who waited."""
@@ -32,7 +32,7 @@ class Flight:
     def __contains__(self, sample: Sample) -> bool:
         return sample.id in self.samples
 
-    def submit(self, engine: Engine, work: Iterable[Sample], now: float, spans: list[Span]) -> None:
+    def submit(self, engine: Engine, work: Iterable[Sample], now: float, spans: list[RequestInterval]) -> None:
         """Submit samples, and append their stays to `spans`."""
         submit, samples, silent = engine.submit, self.samples, self._silent
         for sample in work:
@@ -40,7 +40,7 @@ class Flight:
             assert id not in samples, "a sample is in the engine once"
             submit(sample)
             samples[id] = sample
-            silent[id] = span = Span(id, sample.group_id, now, sample.length - sample.environment_tokens)
+            silent[id] = span = RequestInterval(id, sample.group_id, now, sample.length - sample.environment_tokens)
             spans.append(span)
 
     def begun(self, chunks: Sequence[Chunk], now: float) -> list[str]:
@@ -72,14 +72,14 @@ class Flight:
     def end_all(self, now: float) -> None:
         self.end(list(self.samples), now, "interrupted")
 
-    def carry(self, now: float) -> list[Span]:
+    def carry(self, now: float) -> list[RequestInterval]:
         """A step ends at `now` and everything stays in flight: its stays as those of the step that begins."""
-        carried: dict[str, Span] = {}
+        carried: dict[str, RequestInterval] = {}
         for id, sample in self.samples.items():
             span = self._sampling.get(id) or self._silent[id]
             running = span.queued is not None or span.running
             span.end, span.after, span.outcome = now, sample.policy_tokens, "running" if running else "interrupted"
-            carried[id] = Span(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
+            carried[id] = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
         self._silent, self._sampling = carried, {}
         return list(carried.values())
 

@@ -1,7 +1,7 @@
-"""Events that happen: each changes the state and is recorded, and after a crash each happens again.
+"""Events are applied to the state and recorded in the journal; after a crash they are replayed from it.
 
-Steps and updates are the caller's doing, so they happen again only when the caller comes to them again: it trains on
-the same steps, and makes the same versions once more, in the order in which it did.
+Training batches and weight updates are the caller's decisions, so they are replayed only when the caller repeats them:
+it trains on the same batches, and makes the same versions again, in the same order.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from april.rollout.state import Absorbed, RolloutState
 
 
 class History:
-    """What happened to a state, in a journal if there is one."""
+    """The events of a state, in a journal if there is one."""
 
     def __init__(self, state: RolloutState, journal: Journal | None) -> None:
         self.state = state
         self.journal = journal
         self.prompts: Any = None
-        """The state of the prompt stream behind what happened again; None if nothing was admitted."""
+        """State of the prompt stream after the last `replay`; None if no group was admitted in it."""
 
-    def happen(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
+        """Apply an event to the state, and record it."""
         self.state.apply(event)
         if self.journal is not None:
             self.journal.record(event)
 
     def absorb(self, chunks: Sequence[Chunk], among: Any) -> Absorbed:
-        """`happen` for what an engine handed out."""
+        """`apply` for the chunks of an engine."""
         absorbed = self.state.absorb(chunks, among)
         if self.journal is not None:
             broken = {id(error.chunk) for error in absorbed.broken}
@@ -41,22 +42,21 @@ class History:
         return absorbed
 
     def replay(self) -> Trained | Updated | None:
-        """What the journal holds happens again, up to the next step or update, which has not happened again yet; None
-        once nothing is left."""
+        """Replay events up to the next batch or weight update and return that event unapplied; None at the end."""
         self.prompts = None
         for event in () if self.journal is None else self.journal.replay():
             if isinstance(event, (Trained, Updated)):
                 return event
-            self.again(event)
+            self.replay_event(event)
             if isinstance(event, Admitted):
                 self.prompts = event.prompts
         return None
 
-    def again(self, event: Event) -> None:
-        """An event of the journal happens again.
+    def replay_event(self, event: Event) -> None:
+        """Apply an event of the journal.
 
         Raises:
-            DamageError: it cannot have happened.
+            DamageError: the event does not follow from the events before it.
         """
         assert self.journal is not None
         try:
@@ -66,12 +66,12 @@ class History:
                 f"{self.journal.path}: event {self.journal.position} does not follow from those before it: {error}"
             ) from None
 
-    def out_of_turn(self, event: Trained | Updated) -> StalenessError:
-        """The caller does something else than it did after what has happened again; `event` is what it did."""
+    def out_of_order(self, event: Trained | Updated) -> StalenessError:
+        """Unread `event`, the journal's next, and return the error for a caller that has done something else."""
         assert self.journal is not None
-        self.journal.step_back()
+        self.journal.unread()
         if isinstance(event, Updated):
-            did = f"an update to policy version {event.version}: update the weights as often as before"
+            expected = f"an update to policy version {event.version}: update the weights as often as before"
         else:
-            did = f"a step of policy version {event.step.version}: collect as often as before"
-        return StalenessError(f"the journal goes on with {did}")
+            expected = f"a batch of policy version {event.step.version}: take as many batches as before"
+        return StalenessError(f"the journal continues with {expected}")

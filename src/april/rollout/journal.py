@@ -99,8 +99,8 @@ class Journal:
             )
         self.position = position
 
-    def step_back(self) -> None:
-        """The event that `replay` gave last has not happened yet."""
+    def unread(self) -> None:
+        """Return to before the event that `replay` returned last."""
         self.position -= 1
 
     def replay(self) -> Iterator[Event]:

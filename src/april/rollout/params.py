@@ -133,9 +133,9 @@ class FaultSettings:
             and replaced by a new prompt.
         retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
             each further failure in a row.
-        outage_limit: seconds that no request at all may be answered, before `collect` raises EngineError. Until then
+        outage_limit: seconds that no request at all may be answered, before `next_batch` raises EngineError. Until then
             nothing is given up, and everything goes on from its last token when the engine answers again.
-        max_rejected_groups: groups of one step that may be turned away before `collect` gives up; None for no limit.
+        max_rejected_groups: groups of one step that may be turned away before `next_batch` gives up; None for no limit.
 
     Raises:
         ValueError: names the setting.

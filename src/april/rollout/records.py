@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk
 from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.step import Step
 from april.rollout.trajectory import Prompt, Reward, Transition
 
 Record: TypeAlias = tuple[int, int, str, str, bytes, bytes, int]
@@ -114,7 +114,7 @@ def _event(kind: str, body: Any) -> Event:
         case "rejected":
             return Rejected(body[0], Rejection(body[1]))
         case "trained":
-            return Trained(body[0], Step.from_dict(body[1]))
+            return Trained(body[0], RolloutBatch.from_dict(body[1]))
         case "updated":
             return Updated(*body)
     raise ValueError(f"its kind {kind!r} is not known")

@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
+from april.rollout.batch import Failure
 from april.rollout.json_types import finite_number, json_types, shown
-from april.rollout.step import Failure
 from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 from april.rollout.user_code import UserCode, end_tasks, in_one_line

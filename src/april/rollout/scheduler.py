@@ -1,22 +1,21 @@
 """Active partial rollouts: start more groups than a step needs, interrupt the rest once enough are complete, and resume
-them first in the next step (APRIL, arXiv 2509.18521); or go on with them while the trainer trains.
+them first in the next step (APRIL, arXiv 2509.18521). With `overlap`, generation continues while the trainer trains.
 
-The scheduler drives a pump (`pump.py`) that fills the engine, polls it and settles what came, until a step may be
-taken. `collect` then lets nothing run on, for engines that share their device with the trainer. `take` lets generation
-go on, and `swap` interrupts it for as long as a weight update takes. What the rollouts are is the scheduler's `state`,
-which nothing but an event changes; an event that happens is recorded in the journal.
+The scheduler drives a rollout loop (`loop.py`), which fills the engine, polls it and processes the results, until a
+training batch can be taken. Only events change the `state` of the rollouts; each event is recorded in the journal.
 
-Two numbers count policies: `version` is the one whose weights the engine holds, `trained` the one that training makes
-of all that was handed to it, which is one more while it is at it. A step's own version is that of the policy that is
-trained on it, and its staleness counts from there.
+Two policy versions are counted: `engine_version` is the version of the engine's weights, and `trainer_version` is the
+version that results from training on every batch returned so far. `trainer_version` is ahead of `engine_version` while
+the trainer trains. A batch has the version of the policy that is trained on it; its staleness counts from there.
 
 Invariants:
-- every admitted group is in exactly one place: under way (in flight, waiting or complete), trained on, or rejected;
-- whatever fails or is cancelled, nothing that was sampled is lost, and the call may be made again;
-- after `collect` returns or raises nothing runs in the engine but an evaluation, and inside `paused` nothing does;
-- no group is trained on more than `max_staleness` weight updates after its first token, whenever steps and updates
-  come;
-- an evaluation is of one policy: `swap` and `paused` wait for its end.
+- every admitted group is in exactly one place: in the buffer (in flight, waiting or complete), trained on, or rejected;
+- no error and no cancellation loses a sampled token, and the failed call may be repeated;
+- without `overlap`, nothing but an evaluation runs in the engine after `next_batch` returns or raises; inside `pause`,
+  nothing runs in the engine at all;
+- no group is trained on more than `max_staleness` weight updates after its first token, in whatever order batches are
+  taken and weights updated;
+- an evaluation uses one policy version: `pause` and `update_weights` wait until it has ended.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.fixed import FixedAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
+from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Engine, EngineError
 from april.rollout.episodes import Episodes
@@ -38,15 +38,14 @@ from april.rollout.evaluation import complete
 from april.rollout.events import Trained, Updated
 from april.rollout.history import History
 from april.rollout.journal import Journal
+from april.rollout.loop import RolloutLoop
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.prompt_source import PromptSource
-from april.rollout.pump import Pump
 from april.rollout.retries import Retries
 from april.rollout.rewards import GroupRewardFunction, RewardFunction, RewardTasks
 from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
-from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt
 from april.rollout.user_code import UserCode
 
@@ -54,8 +53,7 @@ from april.rollout.user_code import UserCode
 class RolloutScheduler:
     """Collects training batches of complete groups from an engine, by active partial rollouts.
 
-    Use it as an async context manager. Where engine and trainer share a device, call `collect` for each training step
-    and `update_weights` after it; where each has its own, `take` and `swap`: the engine never waits for the trainer.
+    Use it as an async context manager. Call `next_batch` for each training step, and `update_weights` after it.
 
     Args:
         engine: whatever generates.
@@ -69,9 +67,12 @@ class RolloutScheduler:
         dynamic_filter: called with each complete, rewarded group; False turns it away, and a new prompt replaces it.
         seed: every sample's seed follows from it.
         on_progress: called with the scheduler whenever something was sampled or scored.
-        journal: keeps what happens on disk. What it holds beyond the state that was loaded happens again first: the
-            steps of it come out of `collect` or `take` as they did.
-        episodes: the environments that answer the policy's turns; `sampling.max_turns` then says how many there may be.
+        journal: records every event on disk. Events that it holds beyond the loaded state are replayed first:
+            `next_batch` returns their batches again, unchanged.
+        episodes: environments that answer the policy's turns, at most `sampling.max_turns` of them.
+        overlap: generation continues while the trainer trains, and `update_weights` interrupts it only for the update.
+            Choose it where the engine has devices of its own. Without it, the engine is idle between `next_batch`
+            calls, so that engine and trainer can share a device.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class RolloutScheduler:
         on_progress: Callable[[RolloutScheduler], None] | None = None,
         journal: Journal | None = None,
         episodes: Episodes | None = None,
+        overlap: bool = False,
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -96,6 +98,7 @@ class RolloutScheduler:
         self.faults = faults or FaultSettings()
         self.journal = journal
         self.episodes = episodes
+        self.overlap = overlap
         if (episodes is not None) != (self.sampling.max_turns > 0):
             raise ValueError("max_turns: turns need an environment, and an environment needs turns (at least 1)")
         if params.redraft and episodes is not None:
@@ -105,7 +108,7 @@ class RolloutScheduler:
         self.state = _new_state(engine, params, self.sampling.max_tokens, filtered, scored)
         self._history = History(self.state, journal)
         self._source = PromptSource(prompts, params.n_samples_per_prompt, self.sampling, seed, journal is not None)
-        self._pump = Pump(
+        self._loop = RolloutLoop(
             engine,
             self._history,
             self._source,
@@ -114,35 +117,37 @@ class RolloutScheduler:
             episodes,
             dynamic_filter,
             on_progress and partial(on_progress, self),
+            overlap,
         )
         self._update_seconds: float | None = None
-        self._policy_kept = asyncio.Lock()
-        """Held by whoever needs the engine's weights to stay as they are, or changes them."""
+        self._weights_lock = asyncio.Lock()
+        """Serialises evaluations with pauses and weight updates."""
+        self._paused = False
 
     async def __aenter__(self) -> RolloutScheduler:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._pump.close()
+        await self._loop.close()
 
     @property
     def engine(self) -> Engine:
         """Whatever generates; another one may take its place while nothing is in flight."""
-        return self._pump.engine
+        return self._loop.engine
 
     @engine.setter
     def engine(self, engine: Engine) -> None:
-        self._pump.engine = engine
+        self._loop.engine = engine
 
     @property
-    def version(self) -> int:
-        """The policy version that generates."""
-        return self.state.version
+    def engine_version(self) -> int:
+        """The policy version of the engine's weights."""
+        return self.state.engine_version
 
     @property
-    def trained(self) -> int:
-        """The policy version that training makes of all that was handed to it."""
-        return self.state.trained
+    def trainer_version(self) -> int:
+        """The policy version that results from training on every batch returned so far."""
+        return self.state.trainer_version
 
     @property
     def seed(self) -> int:
@@ -157,184 +162,172 @@ class RolloutScheduler:
     @property
     def step_tokens(self) -> int:
         """Tokens sampled in the current step so far."""
-        return self._pump.account.step.sampled_tokens
+        return self._loop.stats.batch.sampled_tokens
 
     @property
     def in_flight(self) -> int:
         """Samples submitted to the engine and not finished, those of an evaluation included."""
-        return len(self._pump.flights)
+        return len(self._loop.flights)
 
-    async def collect(self) -> Step:
-        """Exactly `rollout_batch_size` complete, rewarded groups, oldest first, and the account of the step; afterwards
-        nothing runs in the engine.
+    async def next_batch(self, last: bool = False) -> RolloutBatch:
+        """Return `rollout_batch_size` complete, rewarded groups, oldest first, with the step's statistics.
+
+        Args:
+            last: no batch follows: generation ends even with `overlap`.
 
         Raises:
             RewardError: a reward function failed and `on_reward_error` is "raise".
             EngineError: the engine as a whole failed, answered no request for `outage_limit` seconds, or (ChunkError)
-                broke a rule. Nothing sampled is lost and no group is rejected; `collect` may be called again.
-            JournalError: the journal cannot be written, or (DamageError) holds what cannot have happened.
+                broke a rule. Nothing sampled is lost and no group is rejected; `next_batch` may be called again.
+            StalenessError: the bound allows no further batch before the weights are updated.
+            JournalError: the journal cannot be written, or (DamageError) contains an impossible event.
             ValueError: a prompt does not fit the engine, or the prompts ran out.
+            Exception: the error that ended generation since the last call.
         """
-        again = self._replay_step()
-        if again is not None:
-            return again
-        async with self._driving() as pump:
-            pump.overlaps &= self.trained > self.version
+        replayed = self._replay_batch()
+        if replayed is not None:
+            return replayed
+        generate_on = self.overlap and not last
+        async with self._collecting() as loop:
             while True:
-                await pump.settle()
+                await loop.settle()
                 chosen = self._select()
-                if chosen is None:
-                    await self._advance()
-                elif pump.flight:
-                    pump.account.step.interrupted_at = pump.account.now
-                    await pump.interrupt()
-                elif not all(group.rewarded for group in chosen):
-                    await pump.await_reward()
+                rewarded = chosen is not None and all(group.rewarded for group in chosen)
+                if chosen is None or (generate_on and not rewarded):
+                    await self._advance(or_verdict=chosen is not None)
+                elif loop.flight and not generate_on:
+                    loop.stats.batch.interrupted_at = loop.stats.now
+                    await loop.interrupt()
+                elif not rewarded:
+                    await loop.await_reward()
                 else:
-                    return self._hand_over(chosen)
-
-    async def take(self) -> Step:
-        """What `collect` gives, as soon as it is there; generation goes on, also while the step is trained on.
-
-        It goes on until the scheduler is left, `collect` is called, or something fails.
-
-        Raises:
-            what `collect` raises; and what went wrong beside training since the last call.
-            StalenessError: the bound allows no further step before the weights are updated.
-        """
-        again = self._replay_step()
-        if again is not None:
-            if self._replay() is None:  # it was being trained on when the run died
-                self._pump.overlaps = True
-                self._pump.begin(None)
-                self._pump.start()
-            elif self.journal is not None:
-                self.journal.step_back()
-            return again
-        async with self._driving() as pump:
-            pump.overlaps = True
-            while True:
-                await pump.settle()
-                chosen = self._select()
-                if chosen is not None and all(group.rewarded for group in chosen):
-                    carried = pump.flight.carry(pump.account.now)
-                    step = self._hand_over(chosen)
-                    pump.open_account()
-                    pump.account.step.spans += carried
-                    pump.start()
-                    return step
-                await self._advance(or_verdict=chosen is not None)
+                    return self._hand_over(chosen, generate_on)
 
     @asynccontextmanager
-    async def _driving(self) -> AsyncIterator[Pump]:
-        """The pump, moved on by the caller. If that fails, nothing runs in the engine afterwards."""
-        pump = self._pump
-        going_on = pump.running
+    async def _collecting(self) -> AsyncIterator[RolloutLoop]:
+        """Let the caller drive the loop. If the block fails, nothing runs in the engine afterwards."""
+        loop = self._loop
+        generating = loop.running
         try:
-            await pump.stop()
-            pump.check()
-            if not going_on:
-                await pump.interrupt()  # what a cancelled `swap` may have left
-                pump.begin(self._update_seconds)
+            await loop.stop()
+            loop.check()
+            if not generating:
+                await loop.interrupt()  # a cancelled `update_weights` may have left samples in flight
+                loop.begin(self._update_seconds)
             with UserCode():
-                yield pump
+                yield loop
         except BaseException:
             with suppress(EngineError):
-                await pump.interrupt()
+                await loop.interrupt()
             raise
 
-    async def _advance(self, or_verdict: bool = False) -> None:
-        """Fill the engine and wait for the next thing to happen."""
-        pump, size = self._pump, self.params.rollout_batch_size
-        pump.fill()
-        if not pump.stalled:
-            await pump.poll(or_verdict)
-        elif len(self.buffer) < pump.target:
+    async def _advance(self, or_verdict: bool) -> None:
+        """Fill the engine and wait for the next result."""
+        loop, size = self._loop, self.params.rollout_batch_size
+        loop.fill()
+        if not loop.stalled:
+            await loop.poll(or_verdict)
+        elif len(self.buffer) < loop.target:
             raise ValueError(f"the prompts ran out: {len(self.state.ready)} complete groups where a step needs {size}")
         else:
             raise StalenessError(
-                f"update the weights before another step is taken: policy {self.version} generates, policy "
-                f"{self.trained} is in training, and max_staleness = {self.params.max_staleness} allows no more groups"
+                f"update the weights before the next batch: the engine has policy {self.engine_version}, the trainer "
+                f"is at policy {self.trainer_version}, and max_staleness = {self.params.max_staleness} allows no more "
+                "groups"
             )
 
     def _select(self) -> list[Group] | None:
-        params, ready = self.params, self.state.ready.values()
+        params, ready, version = self.params, self.state.ready.values(), self._loop.next_train_version
         size, bound = params.rollout_batch_size, params.max_staleness
-        return select(self.buffer, ready, self._pump.head, size, bound, params.first_come, params.admission_window)
+        return select(self.buffer, ready, version, size, bound, params.first_come, params.admission_window)
 
-    def _hand_over(self, chosen: list[Group]) -> Step:
-        taken = {group.id for group in chosen}
-        rest = [group for group in self.buffer if group.id not in taken]
-        step = self._pump.account.close(self._pump.head, chosen, rest)
+    def _hand_over(self, chosen: list[Group], generate_on: bool) -> RolloutBatch:
+        loop = self._loop
+        carried = loop.flight.carry(loop.stats.now) if generate_on else []
+        chosen_ids = {group.id for group in chosen}
+        rest = [group for group in self.buffer if group.id not in chosen_ids]
+        batch = loop.stats.close(loop.next_train_version, chosen, rest)
         bound = self.params.max_staleness
-        assert bound is None or step.staleness.max() <= bound, "the staleness bound is broken"
-        self._history.happen(Trained([group.id for group in chosen], step))
+        assert bound is None or batch.staleness.max() <= bound, "the staleness bound is broken"
+        self._history.apply(Trained([group.id for group in chosen], batch))
         if self.journal is not None:
-            self.journal.flush()  # without a point at which a cancelled call could lose the step
-        return step
+            self.journal.flush()  # no await from here on: a cancelled call could otherwise lose the batch
+        if generate_on:
+            loop.open_stats()
+            loop.stats.batch.request_intervals += carried
+            loop.start()
+        return batch
 
-    async def update_weights(self, weights: Any = None) -> None:
-        """Hand new weights to the engine, in which nothing runs; the policy's version goes up by one.
+    async def update_weights(self, weights: Any = None, version: int | None = None) -> None:
+        """Hand new weights to the engine. Generation is interrupted for the update, and continues afterwards.
+
+        Args:
+            weights: in the form that the engine documents.
+            version: policy version of the weights. The default is the next version. The present `engine_version` hands
+                the same policy over again: after a restart, or to an engine that lost its weights.
 
         Raises:
-            StalenessError: a group under way could no longer be trained on within the bound; `collect` first.
+            StalenessError: a group in the buffer could no longer be trained on within the bound; take a batch first.
+            ValueError: `version` is neither the present version nor the next.
         """
-        assert not self.in_flight, "samples are in flight: `swap` interrupts them for the update"
-        version = self.version + 1
+        if version not in (None, self.engine_version, self.engine_version + 1):
+            raise ValueError(f"policy version {version} cannot follow {self.engine_version}")
+        if self._paused:
+            await self._update(weights, version)
+        else:
+            async with self.pause():
+                await self._update(weights, version)
+
+    async def _update(self, weights: Any, version: int | None) -> None:
+        if version == self.engine_version:
+            await self.engine.update_weights(version, weights)
+            return
+        version = self.engine_version + 1
         match self._replay():
-            case Updated() as again:
-                await self._update(version, weights)
-                self._history.again(again)
+            case Updated() as replayed:
+                await self._update_engine(version, weights)
+                self._history.replay_event(replayed)
                 return
-            case Trained() as instead:
-                raise self._history.out_of_turn(instead)
-        if version > self.trained:
-            otherwise = "collect a step between two weight updates: not all groups can be trained on"
+            case Trained() as other:
+                raise self._history.out_of_order(other)
+        if version > self.trainer_version:
+            otherwise = "take a batch between two weight updates: not all groups can be trained on"
             self.state.check_bound(version, otherwise)
         if self.params.redraft:
-            await self._pump.rewards.close()  # of responses that become drafts
-        await self._update(version, weights)
-        self._history.happen(Updated(version))
+            await self._loop.rewards.close()  # responses that become drafts are scored no further
+        await self._update_engine(version, weights)
+        self._history.apply(Updated(version))
 
-    async def _update(self, version: int, weights: Any) -> None:
+    async def _update_engine(self, version: int, weights: Any) -> None:
         began = asyncio.get_running_loop().time()
         await self.engine.update_weights(version, weights)
         self._update_seconds = asyncio.get_running_loop().time() - began
 
-    async def swap(self, weights: Any = None) -> None:
-        """`update_weights` in the midst of generation: it is interrupted, and goes on under the new weights."""
-        async with self.paused():
-            await self.update_weights(weights)
-
     @asynccontextmanager
-    async def paused(self) -> AsyncIterator[None]:
-        """Inside, nothing runs in the engine; afterwards generation goes on if it did before. `swap` is an update in
-        here, and right behind it is the moment for `state_dict`."""
-        async with self._policy_kept:
-            pump, version = self._pump, self.version
-            step, going_on = pump.account.step, pump.running
-            interrupted_at = pump.account.now if going_on else None
-            await pump.pause()
-            yield
-            if going_on:
-                if self.version > version:
-                    step.update_seconds, step.interrupted_at = self._update_seconds, interrupted_at
-                    step.resumed_at = pump.account.now
-                pump.start()
-
-    async def rest(self) -> None:
-        """Let generation beside training stop until the next step is asked for; nothing sampled is lost."""
-        await self._pump.pause()
-
-    async def load_weights(self, weights: Any = None) -> None:
-        """Hand the current version's weights to the engine: after a restart, or to an engine that lost them."""
-        await self.engine.update_weights(self.version, weights)
+    async def pause(self) -> AsyncIterator[None]:
+        """Interrupt generation for the block; nothing runs in the engine inside it. Generation continues afterwards if
+        it ran before. Inside, `update_weights` and then `state_dict` may be called."""
+        async with self._weights_lock:
+            loop, version = self._loop, self.engine_version
+            batch, generating = loop.stats.batch, loop.running
+            interrupted_at = loop.stats.now if generating else None
+            await loop.pause()
+            self._paused = True
+            try:
+                yield
+            finally:
+                self._paused = False
+            if generating:
+                if self.engine_version > version:
+                    batch.update_seconds, batch.interrupted_at = self._update_seconds, interrupted_at
+                    batch.resumed_at = loop.stats.now
+                loop.start()
 
     async def evaluate(
         self, prompts: Sequence[Prompt], n_samples_per_prompt: int = 1, sampling: SamplingParams | None = None
     ) -> list[Group]:
-        """Complete, unrewarded groups for `prompts`, past the buffer. The same prompts get the same seeds each time.
-        Where generation goes on beside training it goes on beside this too, and `swap` waits for the end of it.
+        """Return complete, unrewarded groups for `prompts`, apart from the buffer. The same prompts get the same seeds
+        each time. With `overlap`, rollouts continue during an evaluation; `update_weights` waits until it has ended.
 
         Raises:
             EngineError: the engine failed or answered no request for `outage_limit` seconds, or a sample failed more
@@ -345,14 +338,14 @@ class RolloutScheduler:
             Group.start(i, prompt, n_samples_per_prompt, sampling, self.seed, evaluation=True)
             for i, prompt in enumerate(prompts)
         ]
-        async with self._policy_kept:
+        async with self._weights_lock:
             retries = Retries(self.faults.max_retries, self.faults.retry_delay, self.faults.outage_limit)
             apart = None if self.episodes is None else self.episodes.apart()  # one that does nothing now is falsy
-            await complete(self.engine, groups, retries, apart, self._pump.flights)
+            await complete(self.engine, groups, retries, apart, self._loop.flights)
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a restart needs, as JSON types. Call it between steps, and if they are taken inside `paused`."""
+        """Return everything a restart needs, as JSON types. Call it between batches; with `overlap`, inside `pause`."""
         assert not self.in_flight, "samples are in flight: their tokens are not all here yet"
         if self.journal is not None:
             self.journal.flush()
@@ -364,7 +357,8 @@ class RolloutScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`: same groups, same tokens, same data position. `load_weights` comes next."""
+        """Restore the groups, tokens and data position of `state_dict`. Update the engine's weights next, to the same
+        version: `update_weights(weights, version=scheduler.engine_version)`."""
         self._source.seed = state["seed"]
         self.state.load_state_dict(state["state"])
         self._source.go_to(state["prompts"])
@@ -376,15 +370,15 @@ class RolloutScheduler:
         self._source.go_to(self._history.prompts)
         return event
 
-    def _replay_step(self) -> Step | None:
-        """The next step of the journal, handed over again; None if there is none."""
+    def _replay_batch(self) -> RolloutBatch | None:
+        """Replay the journal up to its next batch and return that batch; None at the journal's end."""
         match self._replay():
-            case Trained() as again:
-                self.state.admission.plan(self.params.rollout_batch_size)  # it follows from what was observed
-                self._history.again(again)
-                return again.step
-            case Updated() as instead:
-                raise self._history.out_of_turn(instead)
+            case Trained() as replayed:
+                self.state.admission.plan(self.params.rollout_batch_size)  # plans from the replayed observations
+                self._history.replay_event(replayed)
+                return replayed.step
+            case Updated() as other:
+                raise self._history.out_of_order(other)
         return None
 
 

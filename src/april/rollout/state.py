@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.lengths import LengthModel
+from april.rollout.batch import RequestInterval
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Chunk, ChunkError
 from april.rollout.environment import TokenIds, fingerprint
 from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted, Rewarded, Stepped, Trained, Updated
 from april.rollout.params import RolloutParams
 from april.rollout.staleness import StalenessError, feasible
-from april.rollout.step import Span
 from april.rollout.trajectory import Group, Sample
 
 
@@ -55,9 +55,9 @@ class RolloutState:
         self.admission = admission
         self.filtered = filtered
         self.scored = scored
-        self.version = 0
+        self.engine_version = 0
         """The policy version that engines hold."""
-        self.trained = 0
+        self.trainer_version = 0
         """The policy version that training makes of all that was handed to it: `version`, or more while it is at it."""
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
@@ -66,7 +66,7 @@ class RolloutState:
         """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
         self._sampled: int | None = 0
         """Tokens that had been sampled by then; None: not known."""
-        self._left: list[Span] = []
+        self._left: list[RequestInterval] = []
         """Growth, since then, of samples whose groups were turned away."""
         self._ended: dict[str, int] = {}
         """Episodes that their environments have ended since then, and the policy's tokens of each."""
@@ -104,10 +104,10 @@ class RolloutState:
             case Trained():
                 self._train(event)
             case Updated(version):
-                if version != self.version + 1:
-                    raise ValueError(f"policy version {version} cannot follow {self.version}")
-                self.version = version
-                self.trained = max(self.trained, version)
+                if version != self.engine_version + 1:
+                    raise ValueError(f"policy version {version} cannot follow {self.engine_version}")
+                self.engine_version = version
+                self.trainer_version = max(self.trainer_version, version)
                 if self.params.redraft:
                     self._redraft()
 
@@ -119,7 +119,7 @@ class RolloutState:
             among: the samples that may get something, by name; all that are under way if None.
         """
         find = self.buffer.find if among is None else among.__getitem__
-        tokens, current, groups = 0, self.version, self.buffer.groups
+        tokens, current, groups = 0, self.engine_version, self.buffer.groups
         wrong: set[str] = set()
         ended: list[Chunk] = []
         failed: list[Chunk] = []
@@ -155,7 +155,7 @@ class RolloutState:
         """Whether tokens of an earlier version may still come: of a request that a server froze over an update. They
         must not make their group older than the bound has been checked for."""
         first = group.first_version
-        return first is not None and first <= version < self.version
+        return first is not None and first <= version < self.engine_version
 
     def _step(self, event: Stepped) -> None:
         sample = self.buffer.find(event.sample_id)
@@ -190,11 +190,11 @@ class RolloutState:
 
     def _train(self, event: Trained) -> None:
         step = event.step
-        if step.version not in (self.version, self.trained):
-            raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.trained}")
+        if step.version not in (self.engine_version, self.trainer_version):
+            raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.trainer_version}")
         step.groups = [self.buffer.groups[id] for id in event.group_ids]
         self.buffer.train(step.groups)
-        self.trained = step.version + 1
+        self.trainer_version = step.version + 1
         for group in step.groups:
             self.ready.pop(group.id, None)
         self._lengths = {
@@ -205,11 +205,11 @@ class RolloutState:
         self._left = []
         self._sampled = self.buffer.sampled_tokens
         self.buffer.check()
-        self._learn(step.spans, step.groups)
+        self._learn(step.request_intervals, step.groups)
         self._ended = {}
         self.admission.observe(step)
 
-    def _learn(self, spans: Sequence[Span], groups: Sequence[Group]) -> None:
+    def _learn(self, spans: Sequence[RequestInterval], groups: Sequence[Group]) -> None:
         """What the stays say of lengths. An episode ends with its environment's word, behind its last stay: in the step
         of that, or in a later one."""
         before = [span.before for span in spans]
@@ -226,10 +226,10 @@ class RolloutState:
         self.lengths.observe(before, after, finished)
         self.lengths.observe_groups([[s.length - s.environment_tokens for s in group.samples] for group in groups])
 
-    def _growth(self, samples: Iterable[Sample]) -> list[Span]:
+    def _growth(self, samples: Iterable[Sample]) -> list[RequestInterval]:
         before = self._lengths
         return [
-            Span(
+            RequestInterval(
                 sample.id,
                 sample.group_id,
                 0.0,
@@ -242,7 +242,7 @@ class RolloutState:
         ]
 
     @property
-    def grown(self) -> list[Span]:
+    def grown(self) -> list[RequestInterval]:
         """What was sampled since the last step was handed over, sample by sample and without times: what an attempt at
         the next step brought that was cut short."""
         if self.buffer.sampled_tokens == self._sampled:
@@ -263,8 +263,8 @@ class RolloutState:
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON types."""
         return {
-            "version": self.version,
-            "trained": self.trained,
+            "engine_version": self.engine_version,
+            "trainer_version": self.trainer_version,
             "buffer": self.buffer.state_dict(),
             "ready": list(self.ready),
             "before": dict(self._lengths),
@@ -281,16 +281,16 @@ class RolloutState:
             StalenessError: with this bound, not all of its groups can be trained on.
         """
         self.restore(state)
-        self.check_bound(self.trained, "the saved groups cannot all be trained on")
+        self.check_bound(self.trainer_version, "the saved groups cannot all be trained on")
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """`load_state_dict`, whether or not the groups can be trained on."""
-        self.version = state["version"]
-        self.trained = state.get("trained", self.version)
+        self.engine_version = state["engine_version"]
+        self.trainer_version = state["trainer_version"]
         self.buffer = Buffer.from_state_dict(state["buffer"])
         self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
         self._lengths = dict(state["before"])
-        self._left = [Span(**span) for span in state["left"]]
+        self._left = [RequestInterval(**span) for span in state["left"]]
         self._sampled = None
         self._ended = dict(state.get("ended", {}))
         self.lengths.load_state_dict(state["lengths"])

@@ -82,7 +82,7 @@ async def serve(
         await update(0)
         for _ in range(steps):
             began = clock()
-            step = await rollouts.collect()
+            step = await rollouts.next_batch()
             collected = clock()
             await rollouts.update_weights()
             updated = clock()

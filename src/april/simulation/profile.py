@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.trace import StepTrace, TraceWriter, decoding_start, duration, trace_of
+from april.rollout.batch import RolloutBatch, rate
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step, rate
 from april.simulation.calibration import Calibration
 from april.simulation.cluster import Cluster
 from april.simulation.cost_model import CostModel
@@ -233,7 +233,7 @@ def profile(
     )
 
 
-def _write(output: Path, steps: Sequence[Step], slots: int) -> list[StepTrace]:
+def _write(output: Path, steps: Sequence[RolloutBatch], slots: int) -> list[StepTrace]:
     (output / "trace.jsonl").unlink(missing_ok=True)
     traces = [trace_of(number, step, slots) for number, step in enumerate(steps, 1)]
     with TraceWriter(output) as writer:
@@ -244,16 +244,16 @@ def _write(output: Path, steps: Sequence[Step], slots: int) -> list[StepTrace]:
 
 async def _measure(
     recipe: Recipe, task: Task, steps: int, on_status: Callable[[str], None]
-) -> tuple[list[Step], Calibration, int]:
+) -> tuple[list[RolloutBatch], Calibration, int]:
     on_status("loading the policy and starting the engine")
     async with idle_engine(recipe) as idle:
         found = []
         with _rollouts(recipe, task, idle) as rollouts:
             async with rollouts:
-                await rollouts.load_weights()
+                await rollouts.update_weights(version=rollouts.engine_version)
                 for number in range(1, steps + 1):
                     on_status(f"synchronous step {number} of {steps}")
-                    found.append(await rollouts.collect())
+                    found.append(await rollouts.next_batch())
         idle.engine.forget()
         longest = max(int(max(sample.length for step in found for group in step.groups for sample in group.samples)), 8)
         calibration = await idle.calibrate(min(longest, 512), 1, on_status)

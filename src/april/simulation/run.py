@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from april.rollout.batch import RolloutBatch, rate
 from april.rollout.engine import Engine, KVPolicy
 from april.rollout.episodes import Episodes
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step, rate
 from april.rollout.trajectory import Group, Prompt
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
@@ -40,7 +40,7 @@ class StepRecord:
     version: int
     target: int
     seconds: float
-    """Of `collect`; of the whole step where generation goes on beside training."""
+    """Of `next_batch`; of the whole step where generation goes on beside training."""
     training_seconds: float
     """In which the engines stood still, as in the weight update; both are part of `seconds` where they did not."""
     update_seconds: float
@@ -58,7 +58,7 @@ class StepRecord:
     truncated: int
 
     @classmethod
-    def of(cls, step: Step, training_seconds: float, update_seconds: float) -> StepRecord:
+    def of(cls, step: RolloutBatch, training_seconds: float, update_seconds: float) -> StepRecord:
         samples = [sample for group in step.groups for sample in group.samples]
         return cls(
             version=step.version,
@@ -83,7 +83,7 @@ class StepRecord:
 class Outcome:
     """A simulated run. Rates and means leave the first `warm_up` steps out, in which the buffer fills.
 
-    Rates come in two kinds: over the rollout phase (`collect` and the weight update), and over everything.
+    Rates come in two kinds: over the rollout phase (`next_batch` and the weight update), and over everything.
     """
 
     steps: list[StepRecord]
@@ -188,7 +188,7 @@ def simulate(
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
     engine = engine_type(cost, workload, replicas, on_update, resolution, streamed, turns)
     episodes = None if turns is None else turns.episodes(engine.over, engine.room)
-    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes)
+    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes, overlap)
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
@@ -203,6 +203,7 @@ def scheduler_of(
     seed: int,
     dynamic_filter: Callable[[Group], bool] | None = None,
     episodes: Episodes | None = None,
+    overlap: bool = False,
 ) -> RolloutScheduler:
     """A scheduler for `workload`; the parameters in `own` come first."""
     size, group_size = workload.rollout_batch_size, workload.n_samples_per_prompt
@@ -216,6 +217,7 @@ def scheduler_of(
         dynamic_filter=dynamic_filter,
         seed=seed,
         episodes=episodes,
+        overlap=overlap,
     )
 
 
@@ -229,7 +231,7 @@ async def _alternate(scheduler: RolloutScheduler, steps: int, train_token_second
     records = []
     async with scheduler:
         for _ in range(steps):
-            step = await scheduler.collect()
+            step = await scheduler.next_batch()
             training = step.consumed_tokens * train_token_seconds
             await asyncio.sleep(training)
             before = loop.time()
@@ -242,10 +244,10 @@ async def _overlap(scheduler: RolloutScheduler, steps: int, train_token_seconds:
     records = []
     async with scheduler:
         for _ in range(steps):
-            step = await scheduler.take()
+            step = await scheduler.next_batch()
             records.append(StepRecord.of(step, 0.0, 0.0))
             await asyncio.sleep(step.consumed_tokens * train_token_seconds)
-            await scheduler.swap()
+            await scheduler.update_weights()
     return records
 
 

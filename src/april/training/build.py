@@ -18,9 +18,9 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
-from april.rollout.collector import collect_seldom
 from april.rollout.engine import Engine
 from april.rollout.episodes import Episodes
+from april.rollout.gc_tuning import raise_gc_thresholds
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.secrets import texts
@@ -89,7 +89,7 @@ async def trainer_of(
     if training.threads:
         torch.set_num_threads(training.threads)
     torch.manual_seed(training.seed)
-    collect_seldom()
+    raise_gc_thresholds()
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:
@@ -153,7 +153,6 @@ async def trainer_of(
             log=run_log,
             worker=await stack.enter_async_context(Worker()),
             signals=stack.enter_context(signals or StopSignals()),
-            overlap=recipe.overlaps,
             progress=progress,
             clock=clock,
             utilisation=utilisation_of(recipe, devices),
@@ -253,6 +252,7 @@ def _scheduler(
         on_progress=_shown_on(progress) if progress else None,
         journal=journal,
         episodes=episodes,
+        overlap=recipe.overlaps,
     )
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
+from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
-from april.rollout.step import Step
 from april.training.rank_engine import RankEngine, all_engines
 from april.training.rank_process import RankLostError
 from april.training.ranks import Ranks, translated
@@ -63,7 +63,7 @@ class Leader:
     def served(self) -> Any:
         return self._learner.served
 
-    def train(self, step: Step, number: int) -> dict[str, float]:
+    def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         self._transfer.withdraw()
         metrics: dict[str, float] = self._all("train", _trained_on(step), number)
         return metrics
@@ -141,7 +141,7 @@ def follow(learner: ShardedLearner, ranks: Ranks, engine: RankEngine) -> None:
     engine.join()
 
 
-def _trained_on(step: Step) -> Step:
+def _trained_on(step: RolloutBatch) -> RolloutBatch:
     """What a learner looks at of a step: without what tasks keep beside prompts, which may be of any kind."""
     groups = [replace(group, prompt=replace(group.prompt, metadata={})) for group in step.groups]
-    return Step(step.version, step.plan, groups)
+    return RolloutBatch(step.version, step.plan, groups)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 
 
 class Interrupted(Exception):
@@ -39,7 +39,7 @@ class Learner(Protocol):
         """A model that an engine in this process can run, and that follows the policy as `weights` says."""
         ...
 
-    def train(self, step: Step, number: int) -> dict[str, float]:
+    def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         """Train on the groups of a rollout step and return the step's metrics.
 
         Args:

@@ -39,7 +39,7 @@ from april.config.recipe import Recipe
 from april.config.settings import RolloutSettings
 from april.engines.embedded.model import convert
 from april.engines.weight_transfer import WeightTransfer
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 from april.rollout.trajectory import Group, Sample
 from april.training.checkpoint import ADAPTER, TRAINING, load_state
 from april.training.critic import Critic
@@ -140,7 +140,7 @@ class LocalLearner:
     def interrupt(self) -> None:
         self._interrupted.set()
 
-    def train(self, step: Step, number: int) -> dict[str, float]:
+    def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         """Train on the groups of a rollout step and return the step's metrics (see `Learner`)."""
         if self._transfer is not None:
             self._transfer.withdraw()
@@ -178,7 +178,7 @@ class LocalLearner:
             yield
 
     @torch.no_grad()
-    def prepare(self, step: Step) -> Batch:
+    def prepare(self, step: RolloutBatch) -> Batch:
         """The step's samples with their advantages, and with whatever else is of the moment before any update."""
         samples = [sample for group in step.groups for sample in group.samples]
         batch = Batch.of(samples, step.version)

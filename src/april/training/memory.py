@@ -6,14 +6,14 @@ import resource
 import sys
 from typing import Any
 
+from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
-from april.rollout.step import Step
 
 TOKEN_BYTES = 72
 """Of a buffered token at most: two places in lists, an int and a float, as CPython has them on 64 bits."""
 
 
-def memory_of(step: Step, engine: Engine) -> dict[str, Any]:
+def memory_of(step: RolloutBatch, engine: Engine) -> dict[str, Any]:
     """Bytes.
 
     - `buffer_bytes`: of the responses that stay under way after the step, at most;

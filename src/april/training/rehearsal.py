@@ -69,7 +69,7 @@ def _problem(run: Path, before: Recipe, after: Recipe, rewind: bool) -> str | No
             "former settings"
         )
     try:
-        state.check_bound(state.trained, "not all groups under way can be trained on")
+        state.check_bound(state.trainer_version, "not all groups under way can be trained on")
     except StalenessError as error:
         return f"rollout: {error}; raise rollout.max_staleness or rollout.rollout_batch_size"
     return _prompts_problem(before, after, position)
@@ -96,7 +96,7 @@ def _rollouts(run: Path, recipe: Recipe, rewind: bool) -> tuple[RolloutState, An
             position = history.prompts or position
             if event is None:
                 return state, position
-            history.again(event)
+            history.replay_event(event)
 
 
 def _prompts_problem(before: Recipe, after: Recipe, position: Any) -> str | None:

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from april.config.settings import TrainingSettings
 from april.reporting.progress import Progress
 from april.reporting.run_log import RunLog
+from april.rollout.batch import RolloutBatch
 from april.rollout.journal_file import JournalError
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.training.checkpoint import CheckpointError
 from april.training.evaluation import Evaluation
 from april.training.fleet import Fleet, bytes_of
@@ -53,8 +53,6 @@ class Trainer:
         log: records it. A run that is resumed goes on from its steps.
         worker: where training and saving happen.
         signals: how a user stops the run.
-        overlap: generation goes on while a step is trained on; the engine must not compute with the parameters that are
-            trained.
         progress: shows what the run is doing; nothing does if None.
         clock: seconds that only ever grow.
         releases_cache: the engine gives up its KV cache before training: it shares the trainer's device, and computes
@@ -69,7 +67,6 @@ class Trainer:
     log: RunLog
     worker: Worker
     signals: StopSignals
-    overlap: bool = False
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     releases_cache: bool = False
@@ -130,16 +127,17 @@ class Trainer:
 
     async def _start(self) -> None:
         """Bring the engine to the weights that are trained, whatever it was started with."""
-        version = self.scheduler.version
-        await self.scheduler.load_weights(await self._undisturbed(self.learner.weights, version))
+        version = self.scheduler.engine_version
+        await self.scheduler.update_weights(await self._undisturbed(self.learner.weights, version), version=version)
 
-    async def _collect(self) -> Step | None:
+    async def _collect(self) -> RolloutBatch | None:
         """The next rollout step, or None if the run is to stop or to be saved; what was sampled until then is kept."""
         signals = self.signals
         if signals.requested.is_set():
             return None
         self._phase("rollout")
-        collecting = asyncio.create_task(self.scheduler.take() if self.overlap else self.scheduler.collect())
+        last = self.log.steps + 1 == self.settings.steps
+        collecting = asyncio.create_task(self.scheduler.next_batch(last))
         await self._done_or(collecting, signals.requested, signals.saving)
         signals.saving.clear()
         if not collecting.done():
@@ -154,11 +152,9 @@ class Trainer:
                 await self._saved()
         return collecting.result()
 
-    async def _learn(self, step: Step) -> None:
+    async def _learn(self, step: RolloutBatch) -> None:
         """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
         await self._saved()
-        if self.log.steps + 1 == self.settings.steps:
-            await self.scheduler.rest()  # nothing is trained on after this one
         self._phase("training")
         if self.releases_cache:
             engine = self.scheduler.engine
@@ -174,7 +170,7 @@ class Trainer:
         updated = self.clock() - offered
         await self._evaluated()
         began = self.clock()
-        await self.scheduler.swap(weights)
+        await self.scheduler.update_weights(weights)
         swapped = self.clock() - began
         measured: dict[str, Any] = {
             **learned,
@@ -219,7 +215,7 @@ class Trainer:
         """Begin an evaluation; `_evaluated` says when it is logged. It stands alone unless generation overlaps."""
         if self.evaluation.prompts:
             self._evaluating = asyncio.create_task(self._measure(), name="evaluation")
-            if not self.overlap:
+            if not self.scheduler.overlap:
                 await self._evaluated()
 
     async def _measure(self) -> None:
@@ -250,7 +246,7 @@ class Trainer:
         await self._evaluated()
         await self._saved()
         self._phase("saving")
-        async with self.scheduler.paused():
+        async with self.scheduler.pause():
             captured = self.state.capture()
         self._saving = asyncio.create_task(self._write(captured))
 
@@ -275,7 +271,7 @@ class Trainer:
         self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None
     ) -> T:
         """`work` in the worker's thread; nothing is in flight until it is done, unless generation overlaps with it."""
-        overlap = self.overlap
+        overlap = self.scheduler.overlap
         assert overlap or not self.scheduler.in_flight, "samples are in flight while the policy is trained"
         done = await self.worker.run(work, *args, interrupt=interrupt)
         assert overlap or not self.scheduler.in_flight, "samples were submitted while the policy was trained"

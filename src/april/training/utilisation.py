@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap
-from april.rollout.step import Step
+from april.rollout.batch import RolloutBatch
 from april.training.memory_plan import active_parameters
 
 PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "mi300x": 1307e12}
@@ -38,7 +38,7 @@ class Utilisation:
     parameters: int
     peak: float
 
-    def of(self, step: Step, seconds: float) -> dict[str, float]:
+    def of(self, step: RolloutBatch, seconds: float) -> dict[str, float]:
         """Metrics of a training step: `mfu` counts 6 FLOP for each parameter and token of prompts and responses, once;
         neither attention nor passes that are repeated are in it."""
         samples = [sample for group in step.groups for sample in group.samples]

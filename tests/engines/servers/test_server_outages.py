@@ -61,7 +61,7 @@ def scheduler(engine: Engine, **own: Any) -> RolloutScheduler:
 async def disturbed(rollouts: RolloutScheduler, begin: Any, end: Any, seconds: float = 1.2) -> None:
     """A step in whose middle `begin` is called, and `end` some time later: it is as if nothing had happened."""
     async with rollouts:
-        collecting = asyncio.create_task(rollouts.collect())
+        collecting = asyncio.create_task(rollouts.next_batch())
         while rollouts.step_tokens < 100:
             await asyncio.sleep(0.01)
         begin()
@@ -116,7 +116,7 @@ async def test_a_request_that_fails_where_all_others_work_is_its_own_samples(sta
         proxy.status, proxy.only_prompt = status, 1
         rollouts = scheduler(engine, rollout_batch_size=4, max_retries=1, outage_limit=outage_limit)
         async with rollouts:
-            step = await asyncio.wait_for(rollouts.collect(), 20)
+            step = await asyncio.wait_for(rollouts.next_batch(), 20)
         assert [one.group_id for one in step.quarantined] == [1]
         assert f"HTTP {status}: says the gateway" in step.quarantined[0].error
 
@@ -131,10 +131,10 @@ async def test_a_server_that_refuses_everything_stops_the_step_soon_with_the_rem
         rollouts = scheduler(engine)
         async with rollouts:
             with pytest.raises(EngineError, match=rf"refused all requests for .*HTTP {status}.*{remedy}"):
-                await asyncio.wait_for(rollouts.collect(), 10)
+                await asyncio.wait_for(rollouts.next_batch(), 10)
             assert len(rollouts.buffer) == 4, "nothing is rejected"
             proxy.status = 0
-            assert len((await asyncio.wait_for(rollouts.collect(), 20)).groups) == 3
+            assert len((await asyncio.wait_for(rollouts.next_batch(), 20)).groups) == 3
 
 
 async def test_what_a_failure_tells() -> None:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Capacity, Group, Prompt, SamplingParams, Step, StreamEngine
+from april import Capacity, Group, Prompt, RolloutBatch, SamplingParams, StreamEngine
 from april.rollout.admission.auto import EFFORT, FEWEST, PROBE, SECONDS_PER_LESSON, SECONDS_PER_STEP, AutoAdmission
 from april.rollout.admission.choice import PRICE, STALER
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
+from april.rollout.batch import Plan, RequestInterval
 from april.rollout.sampling import FinishReason
-from april.rollout.step import Plan, Span
 from april.simulation.cost_model import CostModel
 from april.simulation.run import simulate
 from april.simulation.workload import Part, Workload
@@ -34,23 +34,25 @@ def engine(slots: int = 8, kv_tokens: int | None = None) -> StreamEngine:
     return StreamEngine(lambda sample: iter(()), Capacity(slots, 1 << 20, kv_tokens))  # type: ignore[arg-type,return-value]
 
 
-def a_step(rng: np.random.Generator, batch_size: int, group_size: int, budget: int, shortest: int = 1) -> Step:
+def a_step(rng: np.random.Generator, batch_size: int, group_size: int, budget: int, shortest: int = 1) -> RolloutBatch:
     """A step in which every response got a slot at once and took a second a token."""
     groups = [
         Group.start(i, Prompt((1, 2)), group_size, SamplingParams(max_tokens=budget), 0) for i in range(batch_size)
     ]
-    step = Step(0, Plan(batch_size), groups)
+    step = RolloutBatch(0, Plan(batch_size), groups)
     for group in groups:
         for sample in group.samples:
             length = int(rng.integers(shortest, budget + 1))
             sample.extend([5] * length, [-1.0] * length, 0, FinishReason.STOP)
-            step.spans.append(Span(sample.id, group.id, 0.0, 0, 1.0, 1, 1.0 * length, length, "finished"))
-    step.seconds, step.sampled_tokens = max(span.end for span in step.spans), step.consumed_tokens
+            step.request_intervals.append(
+                RequestInterval(sample.id, group.id, 0.0, 0, 1.0, 1, 1.0 * length, length, "finished")
+            )
+    step.seconds, step.sampled_tokens = max(span.end for span in step.request_intervals), step.consumed_tokens
     return step
 
 
-def learn(admission: AutoAdmission, step: Step) -> None:
-    spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+def learn(admission: AutoAdmission, step: RolloutBatch) -> None:
+    spans = [(span.before, span.after, span.outcome == "finished") for span in step.request_intervals]
     step.plan = admission.plan(len(step.groups))
     admission.lengths.observe(*zip(*spans, strict=True))
     admission.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
@@ -107,15 +109,15 @@ def test_a_step_that_took_no_time_teaches_nothing() -> None:
     learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
     costs = admission.rates.costs.copy()
     instant = a_step(np.random.default_rng(1), 6, 4, 100)
-    for span in instant.spans:
+    for span in instant.request_intervals:
         span.queued = span.end = 0.0
     learn(admission, instant)
     assert (admission.rates.costs == costs).all()
 
 
-def stays(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> list[Span]:
+def stays(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> list[RequestInterval]:
     """What an engine of these costs, with 8 slots, shows of a step that resumes 2 of 8 samples."""
-    spans: list[Span] = []
+    spans: list[RequestInterval] = []
     lengths, before = np.sort(rng.integers(20, 200, 8)), np.where(np.arange(8) < 2, 50, 0)
     prefill = costs[4] * 6 * 30 + costs[5] * 2 * (30 + 50)
     seconds, done = prefill, 0
@@ -126,7 +128,9 @@ def stays(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> li
             seconds += costs[0] + costs[1] * running + costs[2] * max(running - 4, 0) + costs[3] * held
         done, at_first = length, prefill + costs[0]
         had = int(before[i])
-        spans.append(Span(f"{i}.0", i, 0.0, had, at_first * scale, 1, seconds * scale, had + length, "finished"))
+        spans.append(
+            RequestInterval(f"{i}.0", i, 0.0, had, at_first * scale, 1, seconds * scale, had + length, "finished")
+        )
     return spans
 
 
@@ -297,9 +301,9 @@ def test_the_forecast_agrees_with_the_simulated_engine(ratio: float, kv_tokens: 
         def plan(self, batch_size: int) -> Plan:
             return Plan(round(ratio * batch_size))
 
-        def observe(self, step: Step) -> None:
+        def observe(self, step: RolloutBatch) -> None:
             super().observe(step)
-            spans = [(span.before, span.after, span.outcome == "finished") for span in step.spans]
+            spans = [(span.before, span.after, span.outcome == "finished") for span in step.request_intervals]
             self.lengths.observe(*zip(*spans, strict=True) if spans else ((), (), ()))
             self.lengths.observe_groups([[s.length for s in g.samples] for g in step.groups])
 

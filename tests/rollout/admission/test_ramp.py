@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from april import FixedAdmission, Prompt, Sample, SamplingParams, Step
+from april import FixedAdmission, Prompt, RolloutBatch, Sample, SamplingParams
 from april.rollout.admission.admission import Admission
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.ramp import RampedAdmission
-from april.rollout.step import Plan
+from april.rollout.batch import Plan
 from april.rollout.trajectory import Group
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
@@ -29,7 +29,7 @@ def test_it_begins_synchronous_and_grows_to_its_goal(batch_size: int, more: int,
         saved = admission.state_dict()
         admission = RampedAdmission(FixedAdmission(goal), ramp_steps)
         admission.load_state_dict(saved)
-        admission.observe(Step(0, Plan(batch_size)))
+        admission.observe(RolloutBatch(0, Plan(batch_size)))
     assert targets[0] == batch_size
     assert targets == sorted(targets)
     assert targets[ramp_steps:] == [goal, goal]
@@ -48,7 +48,7 @@ def test_the_first_step_of_a_ramp_trains_on_every_group_that_was_begun() -> None
         async with scheduler_of(ScriptedEngine(16, 3), prompts, score, **settings, ramp_steps=ramp_steps) as rollouts:
             collected = []
             for _ in range(3):
-                collected.append([group.id for group in (await rollouts.collect()).groups])
+                collected.append([group.id for group in (await rollouts.next_batch()).groups])
                 await rollouts.update_weights()
             return collected
 
@@ -68,7 +68,7 @@ def test_a_run_goes_on_with_another_admission_than_it_was_begun_with(
         return RampedAdmission(goal, ramp_steps) if ramp_steps else goal
 
     begun = admission(before, ramps[0])
-    begun.observe(Step(0, Plan(3), groups=[Group.start(0, Prompt((1,), "p"), 2, SamplingParams(), 0)]))
+    begun.observe(RolloutBatch(0, Plan(3), groups=[Group.start(0, Prompt((1,), "p"), 2, SamplingParams(), 0)]))
     going_on = admission(after, ramps[1])
     going_on.load_state_dict(json.loads(json.dumps(begun.state_dict())))
     assert 3 <= going_on.plan(3).target <= 9

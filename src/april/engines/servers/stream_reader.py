@@ -29,8 +29,8 @@ from april.engines.servers.log_cause import exit_of
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.engines.servers.server_api import ServerAPI
 from april.engines.supervisor import RestartPolicy, Supervisor
-from april.rollout.collector import collect_seldom
 from april.rollout.engine import Chunk, EngineError
+from april.rollout.gc_tuning import raise_gc_thresholds
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class RequestsLoader:
 
     def load(self) -> HostedRequests:
         gc.freeze()
-        collect_seldom()
+        raise_gc_thresholds()
         requests = HostedRequests(self.http, self.api, self.settings)
         requests.vocab_size = self.vocab_size
         return requests

@@ -37,10 +37,10 @@ from april.integrations.areal.workflow import Asked, Finished, Question
 from april.integrations.rows import Rows
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
+from april.rollout.batch import RolloutBatch
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 FORMAT = 1
@@ -99,7 +99,7 @@ class Rollouts:
         self.params = params_of(config, settings)
         self.prompts: Prompts | None = None
         self.scheduler: RolloutScheduler | None = None
-        self.step: Step | None = None
+        self.step: RolloutBatch | None = None
         """The last one."""
         self._loop = EventLoop("april rollouts")
         self._questions = EventLoop("april prompts")
@@ -121,9 +121,9 @@ class Rollouts:
         if self.scheduler is None:
             self._workflow, self._accept = workflow, accept
             self.scheduler = await self._begin(addresses)
-        while self.scheduler.version < version:
-            await self.scheduler.swap()
-        self.step = await self.scheduler.take()
+        while self.scheduler.engine_version < version:
+            await self.scheduler.update_weights()
+        self.step = await self.scheduler.next_batch()
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in self.step.metrics().items()})
         return [self._trajectory(group) for group in self.step.groups]
 
@@ -143,10 +143,11 @@ class Rollouts:
             sampling=self._sampling,
             dynamic_filter=self._keep,
             seed=self.config.seed,
+            overlap=True,
         )
         if self._saved is not None:
             scheduler.load_state_dict(self._saved["scheduler"])
-        await scheduler.load_weights()
+        await scheduler.update_weights(version=scheduler.engine_version)
         return scheduler
 
     def _asked(self, row: Any) -> ModelRequest:
@@ -220,7 +221,7 @@ class Rollouts:
         """From here on nothing runs on the servers, and their weights may change."""
         if self.scheduler is not None and self._paused is None:
             self._paused = AsyncExitStack()
-            self._loop.run(self._paused.enter_async_context(self.scheduler.paused()))
+            self._loop.run(self._paused.enter_async_context(self.scheduler.pause()))
 
     def resume(self, version: int) -> None:
         """Go on, under the weights of AReaL's `version`."""
@@ -230,7 +231,7 @@ class Rollouts:
     async def _resume(self, version: int) -> None:
         assert self.scheduler is not None
         assert self._paused is not None
-        while self.scheduler.version < version:
+        while self.scheduler.engine_version < version:
             await self.scheduler.update_weights()
         paused, self._paused = self._paused, None
         await paused.aclose()

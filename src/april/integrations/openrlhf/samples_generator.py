@@ -30,12 +30,12 @@ from april.integrations.openrlhf.vllm_actor import replicas
 from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
 from april.integrations.version_tracker import VersionTracker
+from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 FORMAT = 1
@@ -112,7 +112,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             seed=self.args.train.seed,
         )
         self._versions = VersionTracker(self.scheduler)
-        self.step: Step | None = None
+        self.step: RolloutBatch | None = None
         """The last one."""
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> SamplingParams:
@@ -191,7 +191,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._awake("wake_up")
         try:
             self._loop.run(self._catch_up())
-            step = self._loop.run(self.scheduler.collect())
+            step = self._loop.run(self.scheduler.next_batch())
         finally:
             self._awake("sleep")
         self._versions.taken = True

@@ -39,9 +39,9 @@ from april.integrations.saved import opened, stamped
 from april.integrations.settings import Settings
 from april.integrations.skyrl.settings import check, params_of
 from april.integrations.version_tracker import VersionTracker
+from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.step import Step
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 FORMAT = 1
@@ -132,7 +132,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self.prompts: Prompts | None = None
         """SkyRL's prompts, once its trainer has built its dataloader."""
         self.adapter: RolloutAdapter | None = None
-        self.step: Step | None = None
+        self.step: RolloutBatch | None = None
         """The last one."""
         self._versions: VersionTracker | None = None
         self._weights: int | None = None

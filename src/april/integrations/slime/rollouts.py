@@ -146,7 +146,7 @@ class SlimeRollouts:
         try:
             scheduler = await self._go_on(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
-            step = await scheduler.collect()
+            step = await scheduler.next_batch()
             for group in scheduler.buffer:
                 mark_begun(group, rollout_id)
             if self._kept is not None:
@@ -185,7 +185,7 @@ class SlimeRollouts:
         scheduler = self._scheduler
         scheduler.engine = engine
         if same:
-            await scheduler.load_weights()
+            await scheduler.update_weights(version=scheduler.engine_version)
         else:
             await scheduler.update_weights()
         self._label = label

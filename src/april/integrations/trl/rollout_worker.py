@@ -101,6 +101,7 @@ class AsyncRollouts:
                 reward_scope="group",
                 seed=args.seed,
                 on_progress=self._beat,
+                overlap=True,
             )
             self._run(self._stack.enter_async_context(self.scheduler))
         except BaseException:
@@ -127,7 +128,7 @@ class AsyncRollouts:
             async with self._turn:
                 await self._turn.wait_for(lambda: len(self._batches) < AHEAD)
                 self._progress = time.monotonic()
-                step = await self.scheduler.take()
+                step = await self.scheduler.next_batch()
                 self._hand_over(step.groups)
                 if self.episodes is not None:
                     self.episodes.keep(set())
@@ -200,7 +201,7 @@ class AsyncRollouts:
 
     def update_model_version(self, model_version: int) -> None:
         """TRL's number for the weights that the engine has now."""
-        self._offset = model_version - self.scheduler.version
+        self._offset = model_version - self.scheduler.engine_version
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise what stopped the rollouts, or if nothing was sampled for so many seconds."""
@@ -227,19 +228,19 @@ class AsyncRollouts:
         self._run(self._take_over(iterator))
 
     async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        async with self._turn, self.scheduler.paused():  # the embedded engine generates with `self.model`
+        async with self._turn, self.scheduler.pause():  # the embedded engine generates with `self.model`
             self._transfer.withdraw()
             own = dict(self.model.named_parameters())
             with torch.no_grad():
                 for name, tensor in weights:
                     own[name].copy_(tensor)
-            version = self.scheduler.version
+            version = self.scheduler.engine_version
             if self._synced:
                 if self._batches:
                     self._batches.popleft()
                 await self.scheduler.update_weights(self._transfer.offer(version + 1))
             else:
-                await self.scheduler.load_weights(self._transfer.offer(version))
+                await self.scheduler.update_weights(self._transfer.offer(version), version=version)
                 self._synced = True
             self._turn.notify_all()
 
@@ -249,14 +250,14 @@ class AsyncRollouts:
         return state
 
     async def _state(self) -> dict[str, Any]:
-        async with self._turn, self.scheduler.paused():
+        async with self._turn, self.scheduler.pause():
             batches = [[group.to_dict() for group in batch] for batch in self._batches]
             return {"rollout": self.scheduler.state_dict(), "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, before `start`."""
         self.scheduler.load_state_dict(state["rollout"])
-        self._offset = 1 - self.scheduler.version
+        self._offset = 1 - self.scheduler.engine_version
         for batch in state["batches"]:
             self._hand_over([Group.from_dict(saved) for saved in batch])
 

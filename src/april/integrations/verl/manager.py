@@ -123,9 +123,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
 
     async def _collect(self, global_steps: int) -> dict[str, float]:
         # verl counts steps from 1 and updates the weights after each: step k samples with the weights of step k - 1.
-        while self.scheduler.version < global_steps - 1:
+        while self.scheduler.engine_version < global_steps - 1:
             await self.scheduler.update_weights()
-        step = await self.scheduler.collect()
+        step = await self.scheduler.next_batch()
         # One after another: verl takes rows in the order they came, and a group's belong together.
         for group in step.groups:
             await self._hand_over(group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 
 
 class Admission(Protocol):
@@ -16,7 +16,7 @@ class Admission(Protocol):
         """What to aim at in the step that begins."""
         ...
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: RolloutBatch) -> None:
         """Learn from a step that is over."""
         ...
 

@@ -31,8 +31,8 @@ from april.rollout.admission.forecast import Conditions, Forecast
 from april.rollout.admission.lengths import LengthModel
 from april.rollout.admission.rates import EngineRates
 from april.rollout.admission.recent_steps import RecentSteps
+from april.rollout.batch import Alternative, Plan, RolloutBatch
 from april.rollout.engine import Engine
-from april.rollout.step import Alternative, Plan, Step
 
 UNBOUNDED = 8
 """The largest N'/N that is considered where no staleness bound limits it."""
@@ -98,7 +98,7 @@ class AutoAdmission:
         twice = min(2 * batch_size, self._largest(batch_size))
         return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were seen")
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: RolloutBatch) -> None:
         batch_size, probed = len(step.groups), self.observed.probing
         prompts = [len(group.prompt.token_ids) for group in step.groups]
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class FixedAdmission:
     def plan(self, batch_size: int) -> Plan:
         return Plan(max(self.over_sampling_batch_size, batch_size))
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: RolloutBatch) -> None:
         """Nothing changes its mind."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from april.rollout.admission.admission import Admission
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class RampedAdmission:
         target = batch_size + (wanted.target - batch_size) * self.steps // self.ramp_steps
         return replace(wanted, target=target, reason=f"on the way to {wanted.target} ({wanted.reason})")
 
-    def observe(self, step: Step) -> None:
+    def observe(self, step: RolloutBatch) -> None:
         self.goal.observe(step)
         self.steps += 1
 

@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.admission.stays import Stays, crowd, queue
+from april.rollout.batch import RequestInterval
 from april.rollout.engine import Capacity
-from april.rollout.step import Span
 
 Floats = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ class EngineRates:
         slots), read and prefilled."""
         return float(self.costs @ np.array([depth, sampled, crowded, read, prompt, resumed, preempted], dtype=float))
 
-    def observe(self, spans: Sequence[Span], prompt_tokens: float, capacity: Capacity) -> None:
+    def observe(self, spans: Sequence[RequestInterval], prompt_tokens: float, capacity: Capacity) -> None:
         """Learn from one step's stays in the engine; new prompts are `prompt_tokens` long on average."""
         slots, kv_tokens = capacity.slots, capacity.kv_tokens
         begun = [span for span in spans if span.queued is not None and span.after > span.before]

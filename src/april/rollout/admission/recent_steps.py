@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from april.rollout.step import Plan, Step
+from april.rollout.batch import Plan, RolloutBatch
 
 PROOF = 4
 """Steps with the same N' before its measured throughput is compared with the forecast."""
@@ -53,7 +53,7 @@ class RecentSteps:
     proven: int = 0
     """Largest N' for which the measured throughput was close to its forecast; 0 for none."""
 
-    def step(self, step: Step, prompt_tokens: float, slots: int) -> None:
+    def step(self, step: RolloutBatch, prompt_tokens: float, slots: int) -> None:
         """Learn from a step that is over, on so many slots."""
         if step.target != self.target:
             self.target, self.target_steps, self.target_tokens, self.target_seconds = step.target, 0, 0, 0.0

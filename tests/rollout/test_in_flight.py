@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from april import Chunk, ChunkError, EngineError, Group, Prompt, RolloutScheduler, SamplingParams, Step
+from april import Chunk, ChunkError, EngineError, Group, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from tests.rollout.test_overlap import passing
 from tests.rollout.test_scheduler import SETTINGS, build, check_conservation, scheduler
 from tests.scripted_engine import ScriptedEngine, response
@@ -20,9 +20,9 @@ HELD_OUT = [Prompt((7, i), f"held out {i}") for i in range(3)]
 SAMPLING = SamplingParams(max_tokens=60)
 
 
-async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[Step], list[list[Group]]]:
+async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[RolloutBatch], list[list[Group]]]:
     """Steps that overlap, with evaluations that begin at any moment of them."""
-    steps: list[Step] = []
+    steps: list[RolloutBatch] = []
     evaluated: list[list[Group]] = []
 
     async def evaluate(after: int, give_up: bool) -> None:
@@ -38,11 +38,11 @@ async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[Step], li
     async with rollouts:
         for training, after, give_up in schedule:
             beside = asyncio.create_task(evaluate(after, give_up))
-            steps.append(await rollouts.take())
+            steps.append(await rollouts.next_batch())
             await passing(training)
-            await rollouts.swap()
+            await rollouts.update_weights()
             if after % 2:
-                async with rollouts.paused():
+                async with rollouts.pause():
                     assert not rollouts.in_flight
             await beside
     return steps, evaluated
@@ -51,7 +51,7 @@ async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[Step], li
 @given(SETTINGS, MOMENTS)
 @settings(max_examples=40, deadline=None)
 def test_whenever_evaluations_come_each_token_is_in_its_own_sample(s: dict[str, object], schedule: Any) -> None:
-    engine, rollouts = build(s)
+    engine, rollouts = build(s, overlap=True)
     steps, evaluated = asyncio.run(run(rollouts, schedule))
     check_conservation(s, engine, rollouts, steps)
     if s["max_staleness"] is not None:
@@ -64,23 +64,23 @@ def test_whenever_evaluations_come_each_token_is_in_its_own_sample(s: dict[str, 
 
 async def test_rollouts_and_their_step_go_on_while_an_evaluation_does() -> None:
     engine = ScriptedEngine(slots=40)
-    async with scheduler(engine, max_staleness=3) as rollouts:
-        await rollouts.take()
+    async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
+        await rollouts.next_batch()
         held = SamplingParams(max_tokens=2000)
         measuring = asyncio.create_task(rollouts.evaluate([Prompt((7, i)) for i in range(8)], 4, held))
         await passing(4)
         before = rollouts.buffer.sampled_tokens
         await passing(10)
         assert rollouts.buffer.sampled_tokens > before
-        assert await rollouts.take()
+        assert await rollouts.next_batch()
         assert not measuring.done()
-        swapping = asyncio.create_task(rollouts.swap())
+        swapping = asyncio.create_task(rollouts.update_weights())
         await passing(20)
         assert not measuring.done()
-        assert rollouts.version == 0, "the weights stay as long as they are evaluated"
+        assert rollouts.engine_version == 0, "the weights stay as long as they are evaluated"
         await swapping
         assert measuring.done()
-        assert rollouts.version == 1
+        assert rollouts.engine_version == 1
 
 
 async def test_what_belongs_to_nobody_ends_the_rollouts_and_not_the_evaluation() -> None:
@@ -92,23 +92,23 @@ async def test_what_belongs_to_nobody_ends_the_rollouts_and_not_the_evaluation()
             return [*chunks, Chunk("nobody's", [1], [0.0], self.version)] if self.confuse else chunks
 
     engine = Confused(slots=40)
-    async with scheduler(engine, max_staleness=3) as rollouts:
-        await rollouts.take()
+    async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
+        await rollouts.next_batch()
         measuring = asyncio.create_task(rollouts.evaluate(HELD_OUT, 2, SAMPLING))
         await passing(2)
         engine.confuse = True
         await passing(20)
         engine.confuse = False
         with pytest.raises(ChunkError, match="nobody's"):
-            await rollouts.take()
+            await rollouts.next_batch()
         assert len(await measuring) == 3
-        assert await rollouts.take()
+        assert await rollouts.next_batch()
 
 
 async def test_an_engine_that_dies_ends_both_and_leaves_nothing_in_flight() -> None:
     engine = ScriptedEngine(slots=40)
-    async with scheduler(engine, max_staleness=3) as rollouts:
-        await rollouts.take()
+    async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
+        await rollouts.next_batch()
         measuring = asyncio.create_task(rollouts.evaluate(HELD_OUT, 2, SamplingParams(max_tokens=2000)))
         await passing(3)
         engine.dead = True
@@ -116,8 +116,8 @@ async def test_an_engine_that_dies_ends_both_and_leaves_nothing_in_flight() -> N
             await measuring
         await passing(20)
         with pytest.raises(EngineError, match="was killed"):
-            await rollouts.take()
+            await rollouts.next_batch()
         assert not rollouts.in_flight
         engine.dead = False
         engine.flight.clear()
-        assert await rollouts.take()
+        assert await rollouts.next_batch()

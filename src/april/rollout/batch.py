@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Span:
+class RequestInterval:
     """One sample's stay in the engine during one step. Times are seconds from the start of the step."""
 
     sample_id: str
@@ -103,10 +103,10 @@ class Quarantine:
 
 
 @dataclass(slots=True)
-class Step:
+class RolloutBatch:
     """Exactly N complete, rewarded groups, and the account of how they came about.
 
-    `seconds` is the whole of `collect()` by the event loop's clock, or the time since the step before was taken where
+    `seconds` is the whole of `next_batch` by the event loop's clock, or the time since the step before was taken where
     generation goes on; `reward_wait_seconds` the part of it in which generation was over and rewards were not,
     `environment_wait_seconds` that in which nothing was generated because all samples left awaited their environments.
     `occupancy` is the time-weighted share of the engine's slots that were decoding.
@@ -117,7 +117,7 @@ class Step:
     plan: Plan
     """What admission aimed at in this step, and why."""
     groups: list[Group] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    request_intervals: list[RequestInterval] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     rejections: list[tuple[int, Rejection]] = field(default_factory=list)
     quarantined: list[Quarantine] = field(default_factory=list)
@@ -176,23 +176,26 @@ class Step:
         return 0.0 if self.resumed_at is None or self.interrupted_at is None else self.interrupted_at
 
     @property
-    def stretches(self) -> list[list[Span]]:
+    def stretches(self) -> list[list[RequestInterval]]:
         """The stays of each stretch of generation, which a weight update in the midst of the step ends."""
         middle = self.resumed_at
         if middle is None:
-            return [self.spans]
-        return [[s for s in self.spans if s.start < middle], [s for s in self.spans if s.start >= middle]]
+            return [self.request_intervals]
+        return [
+            [s for s in self.request_intervals if s.start < middle],
+            [s for s in self.request_intervals if s.start >= middle],
+        ]
 
     @property
     def resumed_samples(self) -> int:
         """Samples that went on from tokens they had when the step began."""
-        first = {span.sample_id: span for span in reversed(self.spans)}
+        first = {span.sample_id: span for span in reversed(self.request_intervals)}
         return sum(span.before > 0 and not span.running for span in first.values())
 
     @property
     def interrupted_samples(self) -> int:
         """Samples stopped after at least one token; those that never left the engine's queue are not counted."""
-        last = {span.sample_id: span for span in self.spans}
+        last = {span.sample_id: span for span in self.request_intervals}
         return sum(span.outcome == "interrupted" and span.after > 0 for span in last.values())
 
     @property
@@ -303,17 +306,17 @@ class Step:
     def to_dict(self) -> dict[str, Any]:
         """The account of the step, without its groups, as JSON types; `from_dict` restores it."""
         account = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}
-        records = ("spans", "failures", "quarantined")
+        records = ("request_intervals", "failures", "quarantined")
         return account | {
             "plan": asdict(self.plan),
             **{name: [asdict(item) for item in account[name]] for name in records},
         }
 
     @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Step:
+    def from_dict(cls, state: Mapping[str, Any]) -> RolloutBatch:
         own = {
             "plan": Plan(**state["plan"]),
-            "spans": [Span(**span) for span in state["spans"]],
+            "request_intervals": [RequestInterval(**span) for span in state["request_intervals"]],
             "failures": [Failure(**failure) for failure in state["failures"]],
             "rejections": [(id, Rejection(reason)) for id, reason in state["rejections"]],
             "quarantined": [Quarantine(**{**one, "reason": Rejection(one["reason"])}) for one in state["quarantined"]],

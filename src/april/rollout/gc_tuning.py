@@ -13,6 +13,6 @@ THRESHOLDS = (10_000, 20, 100)
 """Objects more than went, before the youngest are looked through; and how many times before the next older ones are."""
 
 
-def collect_seldom() -> None:
+def raise_gc_thresholds() -> None:
     """Set this process's collector to look seldom."""
     gc.set_threshold(*THRESHOLDS)

@@ -5,8 +5,8 @@ Invariants:
 - every token an engine hands out is appended to its sample before anything else happens, so an interrupt, a failing
   request, a dead engine or a cancelled wait loses nothing that was sampled;
 - one of two moves the rollouts on at any time: the background task between `start` and `stop`, or else the caller;
-- with S the bound, at most N * (S + 1 - (`head` - version)) groups are under way: a group that begins now, under the
-  version that the engine holds, can still be trained on in time behind all the others, counted from the next step.
+- with S the bound, at most N * (S + 1 - (`next_train_version` - `engine_version`)) groups are in the buffer: a group
+  that begins now, at `engine_version`, can still be trained on in time after all others, counted from the next batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from april.rollout.account import Account
+from april.rollout.batch import Failure, Plan, Quarantine
 from april.rollout.buffer import Rejection
 from april.rollout.engine import Chunk, Engine, EngineError
 from april.rollout.episodes import EpisodeError, Episodes
@@ -30,12 +30,12 @@ from april.rollout.params import FaultSettings
 from april.rollout.prompt_source import PromptSource
 from april.rollout.retries import Retries
 from april.rollout.rewards import RewardError, RewardTasks, Verdict, described
-from april.rollout.step import Failure, Plan, Quarantine
+from april.rollout.step_stats import StepStats
 from april.rollout.trajectory import Group, Reward, Sample
 from april.rollout.user_code import UserCode
 
 
-class Pump:
+class RolloutLoop:
     """Moves rollouts on.
 
     Args:
@@ -47,10 +47,10 @@ class Pump:
         episodes: the environments that answer the policy's turns.
         dynamic_filter: called with each complete, rewarded group; False turns it away.
         on_progress: called whenever something was sampled.
+        overlap: generation continues while the trainer trains, so batches since the last weight update count.
 
     Attributes:
-        account: of the step that is being made.
-        overlaps: steps are taken while generation goes on, so those since the last update of the weights count.
+        stats: of the batch that is being collected.
         error: what ended the background task; the next step raises it.
     """
 
@@ -64,6 +64,7 @@ class Pump:
         episodes: Episodes | None = None,
         dynamic_filter: Callable[[Group], bool] | None = None,
         on_progress: Callable[[], None] | None = None,
+        overlap: bool = False,
     ) -> None:
         self.engine = engine
         self.history = history
@@ -74,13 +75,13 @@ class Pump:
         self.episodes = episodes
         self.dynamic_filter = dynamic_filter
         self.on_progress = on_progress
+        self.overlap = overlap
         self.params = params = self.state.params
         self.order = ORDERS[params.order] if isinstance(params.order, str) else params.order
         self.retries = Retries(faults.max_retries, faults.retry_delay, faults.outage_limit)
         self.flights = Flights()
         self.flight = self.flights.rollouts
-        self.account = Account(Plan(params.rollout_batch_size))
-        self.overlaps = False
+        self.stats = StepStats(Plan(params.rollout_batch_size))
         self.error: Exception | None = None
         self._quarantined: dict[int, Quarantine] = {}
         """Groups to turn away as soon as nothing of them is in flight."""
@@ -91,9 +92,9 @@ class Pump:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def head(self) -> int:
-        """The version at which the next step is trained on."""
-        return self.state.trained if self.overlaps else self.state.version
+    def next_train_version(self) -> int:
+        """The policy version that is trained on the next batch."""
+        return self.state.trainer_version if self.overlap else self.state.engine_version
 
     @property
     def running(self) -> bool:
@@ -155,8 +156,8 @@ class Pump:
 
     def begin(self, update_seconds: float | None) -> None:
         """A step begins with nothing in flight: all that is unfinished is submitted, and what lacks a reward scored."""
-        self.open_account()
-        self.account.step.update_seconds = update_seconds
+        self.open_stats()
+        self.stats.batch.update_seconds = update_seconds
         self._resume = True
         self.retries.new_step()
         self.rewards.missing(self.state.buffer)
@@ -164,18 +165,22 @@ class Pump:
             if failure := self._decide(group):
                 raise RewardError.of(failure)
 
-    def open_account(self) -> None:
+    def open_stats(self) -> None:
         """The account of the next step, with what attempts at it brought that were cut short."""
         plan, largest = self.state.admission.plan(self.params.rollout_batch_size), self.params.largest_target
         plan = plan if largest is None else replace(plan, target=min(plan.target, largest))
-        self.account = Account(plan, self.state.grown)
-        self.account.start()
+        self.stats = StepStats(plan, self.state.grown)
+        self.stats.start()
 
     @property
     def target(self) -> int:
         """Groups to have under way now: as many as admission wants and the bound allows."""
-        size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.account.step.target
-        return wanted if bound is None else min(wanted, size * (bound + 1 - (self.head - self.state.version)))
+        size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.stats.batch.target
+        return (
+            wanted
+            if bound is None
+            else min(wanted, size * (bound + 1 - (self.next_train_version - self.state.engine_version)))
+        )
 
     def fill(self) -> None:
         """A new prompt for each group that is missing; then everything unfinished is submitted, in its order.
@@ -193,7 +198,7 @@ class Pump:
             admitted = self.prompts.admit(buffer.admitted)
             if admitted is None:
                 break
-            self.history.happen(admitted)
+            self.history.apply(admitted)
             groups.append(buffer.groups[admitted.group_id])
         if groups:
             work = self.order(groups, self.state.lengths)
@@ -213,23 +218,23 @@ class Pump:
                 if sample.awaits_environment:
                     self.episodes.begin(sample, self.state.buffer.group_of(sample), durable)
             work = [sample for sample in work if not sample.awaits_environment]
-        self.flight.submit(self.engine, work, self.account.now, self.account.step.spans)
+        self.flight.submit(self.engine, work, self.stats.now, self.stats.batch.request_intervals)
 
     async def poll(self, or_verdict: bool = False) -> None:
         """Wait for the next thing to happen: tokens, the answer of an environment, or a verdict that may decide about a
         group; any verdict if it is asked for."""
-        before = self.account.now
+        before = self.stats.now
         if self.flight:
             try:
                 ask = partial(self.flights.poll, self.engine, self.flight)
                 chunks = await self.flight.poll(ask, self.retries.next(True), self._arrivals(or_verdict))
             finally:
                 busy = self.engine.running / self.engine.capacity.slots
-                self.account.step.occupancy += (self.account.now - before) * busy
+                self.stats.batch.occupancy += (self.stats.now - before) * busy
             self.absorb(chunks)
         elif self.episodes:
             await first_of(self._arrivals(or_verdict), self.retries.next(False))
-            self.account.step.environment_wait_seconds += self.account.now - before
+            self.stats.batch.environment_wait_seconds += self.stats.now - before
         elif self.retries:
             await first_of(self._arrivals(or_verdict), self.retries.next(False))
         else:
@@ -242,15 +247,15 @@ class Pump:
         return [*waits, self.retries.wait] if self.retries.controls else waits
 
     async def await_reward(self) -> None:
-        before = self.account.now
+        before = self.stats.now
         await self.rewards.wait()
-        self.account.step.reward_wait_seconds += self.account.now - before
+        self.stats.batch.reward_wait_seconds += self.stats.now - before
 
     def absorb(self, chunks: Sequence[Chunk]) -> None:
         """Put what was sampled into its samples, then deal with those that ended."""
-        now = self.account.now
+        now = self.stats.now
         tokens, ended, failed, complete, broken = self.history.absorb(chunks, self.flight.samples)
-        self.account.step.sampled_tokens += tokens
+        self.stats.batch.sampled_tokens += tokens
         self.retries.heard(chunks, self.flight.begun(chunks, now), self.flight.samples)
         for chunk in failed:
             self._failed(chunk, now)
@@ -281,13 +286,13 @@ class Pump:
         complete: list[Group] = []
         hopeless = None
         for sample, group, event, failures in episodes.take():
-            self.account.step.failures += failures
+            self.stats.batch.failures += failures
             if group.id not in self.state.buffer.groups or group.id in self._quarantined:
                 continue
             if event is None:
                 hopeless = self._give_up(group, Rejection.ENVIRONMENT, failures[-1].error) or hopeless
                 continue
-            self.history.happen(event)
+            self.history.apply(event)
             if sample.finish is None:
                 self._answered.append(sample)
             else:
@@ -311,7 +316,7 @@ class Pump:
     def _failed(self, chunk: Chunk, now: float) -> None:
         """Record that a request failed: its sample waits to go on from its last token."""
         group = self.state.buffer.group_of(self.flight.samples[chunk.sample_id])
-        self.account.step.failures.append(Failure("engine", chunk.sample_id, group.prompt.id, chunk.error or ""))
+        self.stats.batch.failures.append(Failure("engine", chunk.sample_id, group.prompt.id, chunk.error or ""))
         [sample] = self.flight.end([chunk.sample_id], now, "failed")
         if group.id not in self._quarantined:
             self.retries.failed(sample, chunk)
@@ -334,9 +339,9 @@ class Pump:
     def _give_up(self, group: Group, reason: Rejection, error: str) -> str | None:
         """Quarantine a group; returns the error once that has happened to a step's worth of groups."""
         self._quarantine(group, reason, error)
-        rejections = self.account.step.rejections
+        rejections = self.stats.batch.rejections
         given_up = len(self._quarantined) + sum(rejected is reason for _, rejected in rejections)
-        return None if given_up < self.account.step.target else error
+        return None if given_up < self.stats.batch.target else error
 
     def _quarantine(self, group: Group, reason: Rejection, error: str) -> None:
         """Leave a group out as soon as nothing of it runs."""
@@ -363,7 +368,7 @@ class Pump:
         for id in list(self._quarantined):
             if not any(sample in self.flight for sample in self.state.buffer.groups[id].samples):
                 quarantine = self._quarantined.pop(id)
-                self.account.step.quarantined.append(quarantine)
+                self.stats.batch.quarantined.append(quarantine)
                 self._reject(self.state.buffer.groups[id], quarantine.reason)
         for verdict in verdicts:
             if verdict.hopeless:
@@ -378,14 +383,14 @@ class Pump:
             return None
         if verdict.error is not None:
             failure = Failure(verdict.failure, samples[0].id, group.prompt.id, verdict.error)
-            self.account.step.failures.append(failure)
+            self.stats.batch.failures.append(failure)
             if self.faults.on_reward_error == "raise":
                 return failure
             if self.faults.on_reward_error == "reject":
                 self._quarantine(group, Rejection.REWARD, verdict.error)
                 return None
             rewards = [Reward(0.0)] * len(samples)
-        self.history.happen(Rewarded(group.id, {s.index: reward for s, reward in zip(samples, rewards, strict=True)}))
+        self.history.apply(Rewarded(group.id, {s.index: reward for s, reward in zip(samples, rewards, strict=True)}))
         return self._decide(group)
 
     def _decide(self, group: Group) -> Failure | None:
@@ -399,25 +404,25 @@ class Pump:
                 accepted = bool(self.dynamic_filter(group))
         except Exception as error:
             failure = Failure("filter", group.samples[0].id, group.prompt.id, described(error))
-            self.account.step.failures.append(failure)
+            self.stats.batch.failures.append(failure)
             if self.faults.on_reward_error == "raise":
                 return failure
             self._quarantine(group, Rejection.FILTER, failure.error)
             return None
         if accepted:
-            self.history.happen(Accepted(group.id))
+            self.history.apply(Accepted(group.id))
         else:
             self._reject(group, Rejection.FILTER)
         return None
 
     def _reject(self, group: Group, reason: Rejection) -> None:
-        self.history.happen(Rejected(group.id, reason))
+        self.history.apply(Rejected(group.id, reason))
         if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
             self.engine.forget(unfinished)
         if self.episodes is not None:
             self.episodes.drop(group.samples)
         limit, ready = self.faults.max_rejected_groups, len(self.state.ready)
-        self.account.reject(group, reason, limit, ready, self.params.rollout_batch_size)
+        self.stats.reject(group, reason, limit, ready, self.params.rollout_batch_size)
 
     async def interrupt(self) -> None:
         """Stop what is in flight and keep every token of it; once begun, it is not given up half way."""
@@ -443,7 +448,7 @@ class Pump:
                 self.absorb(late)
             raise
         finally:
-            self.flight.end_all(self.account.now)
+            self.flight.end_all(self.stats.now)
             self._resume = True
             if cancelled:
                 raise asyncio.CancelledError

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from april.rollout.batch import Plan, RequestInterval, RolloutBatch
 from april.rollout.buffer import Rejection
-from april.rollout.step import Plan, Span, Step
 from april.rollout.trajectory import Group
 
 
@@ -15,7 +15,7 @@ class RejectionError(Exception):
     """Too many groups of one step were turned away."""
 
 
-class Account:
+class StepStats:
     """A step in the making.
 
     Args:
@@ -23,8 +23,8 @@ class Account:
         earlier: what attempts at this step brought that were cut short.
     """
 
-    def __init__(self, plan: Plan, earlier: Sequence[Span] = ()) -> None:
-        self.step = Step(version=0, plan=plan, spans=list(earlier))
+    def __init__(self, plan: Plan, earlier: Sequence[RequestInterval] = ()) -> None:
+        self.batch = RolloutBatch(version=0, plan=plan, request_intervals=list(earlier))
         self._began = 0.0
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class Account:
         Raises:
             RejectionError: there were more than `limit`.
         """
-        rejections = self.step.rejections
+        rejections = self.batch.rejections
         rejections.append((group.id, reason))
         if limit is not None and len(rejections) > limit:
             counts = ", ".join(f"{reason}: {n}" for reason, n in Counter(reason for _, reason in rejections).items())
@@ -51,12 +51,12 @@ class Account:
                 "or raise max_rejected_groups"
             )
 
-    def close(self, version: int, chosen: list[Group], rest: Sequence[Group]) -> Step:
+    def close(self, version: int, chosen: list[Group], rest: Sequence[Group]) -> RolloutBatch:
         """The step that is taken at `version`; `rest` stays under way."""
-        step = self.step
-        step.version, step.groups, step.seconds = version, chosen, self.now
-        step.occupancy /= max(step.seconds, 1e-9)
-        step.surplus_groups = sum(group.complete for group in rest)
-        step.buffered_groups = len(rest)
-        step.buffered_tokens = sum([s.length - s.environment_tokens for group in rest for s in group.samples])
-        return step
+        batch = self.batch
+        batch.version, batch.groups, batch.seconds = version, chosen, self.now
+        batch.occupancy /= max(batch.seconds, 1e-9)
+        batch.surplus_groups = sum(group.complete for group in rest)
+        batch.buffered_groups = len(rest)
+        batch.buffered_tokens = sum([s.length - s.environment_tokens for group in rest for s in group.samples])
+        return batch
