@@ -49,6 +49,7 @@ HERE = Path(__file__).parent
 TASKS = ("gcd", "primes", "factors")
 ALGORITHMS = ("grpo", "dapo", "gspo")
 CORRECTIONS = ("none", "behaviour", "decoupled", "tis", "icepop")
+"""As recorded in `study.jsonl`: april calls the correction `behaviour` `rollout_logprobs` today."""
 OVER_SAMPLING = (1.5, 2.0, 3.0, 4.0)
 BOUNDS = (1, 2, 5, None)
 ARMS = ((1.0, 0), (2.0, 5))
@@ -107,7 +108,8 @@ class Cell:
         rollout.partial_rollout = self.over_sampling > 1
         rollout.over_sampling_batch_size = round(self.over_sampling * rollout.rollout_batch_size)
         rollout.max_staleness = NO_BOUND if self.max_staleness is None else self.max_staleness
-        recipe.algorithm.algorithm, recipe.algorithm.correction = self.algorithm, self.correction
+        recipe.algorithm.algorithm = self.algorithm
+        recipe.algorithm.correction = "rollout_logprobs" if self.correction == "behaviour" else self.correction
         recipe.training.seed = self.seed
         recipe.training.steps *= LONGER if self.grid == "long" else 1
         recipe.engine.on_update = "keep" if self.grid == "keep" else "recompute"

@@ -37,7 +37,7 @@ def check_row(sample: Sample, batch: Batch, row: int) -> None:
     assert batch.mask[row, where].tolist() == sample.loss_mask.tolist()
     assert int(batch.mask[row].sum()) == int(sample.loss_mask.sum())
     mask = batch.mask[row, where]
-    torch.testing.assert_close(batch.behaviour[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
-    assert (VERSION - batch.ages[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
-    assert not batch.behaviour[row][~batch.mask[row]].any()
-    assert not batch.ages[row][~batch.mask[row]].any()
+    torch.testing.assert_close(batch.rollout_logprobs[row, where][mask], torch.from_numpy(sample.logprobs)[mask])
+    assert (VERSION - batch.token_staleness[row, where][mask]).tolist() == sample.versions[sample.loss_mask].tolist()
+    assert not batch.rollout_logprobs[row][~batch.mask[row]].any()
+    assert not batch.token_staleness[row][~batch.mask[row]].any()

@@ -106,7 +106,7 @@ def test_a_loss_called_by_itself_has_the_same_clip_range(name: str) -> None:
 def test_corrections_have_the_published_bounds() -> None:
     assert {name: rule.bounds for name, rule in CORRECTIONS.items()} == {
         "none": {},
-        "behaviour": {},
+        "rollout_logprobs": {},
         "decoupled": {"cap": INF, "low": 0.0, "high": INF},
         "tis": {"cap": 2.0, "low": 0.0, "high": INF},
         "icepop": {"cap": INF, "low": 0.5, "high": 5.0},

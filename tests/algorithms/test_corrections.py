@@ -46,7 +46,7 @@ def expected(kind: str, logp: Tensor, prox: Tensor, behaviour: Tensor, mask: Ten
             fallen = sum(old[i, u] - new[i, u] for u in tokens) / len(tokens)
             result[i, t] = {
                 "none": 1.0,
-                "behaviour": 1.0,
+                "rollout_logprobs": 1.0,
                 "decoupled": w,
                 "tis": min(w, 2.0),
                 "icepop": w if 0.5 <= w <= 5.0 else 0.0,
@@ -75,7 +75,7 @@ def test_weights_and_denominator_match_the_papers(kind: str, shape: tuple[int, i
     wanted = expected(kind, logp, prox, behaviour, mask)
     np.testing.assert_allclose(c.weights, wanted, atol=1e-9, rtol=1e-9)
     assert torch.equal(c.mask, torch.tensor(wanted > 0))
-    torch.testing.assert_close(c.old_logprobs, behaviour if kind in ("behaviour", "dppo", "opsm") else prox)
+    torch.testing.assert_close(c.old_logprobs, behaviour if kind in ("rollout_logprobs", "dppo", "opsm") else prox)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -153,7 +153,7 @@ def test_tokens_beyond_the_age_carry_no_gradient(kind: str) -> None:
 
 def test_what_a_correction_looks_at_must_be_given() -> None:
     logp, prox, behaviour, mask, ages = batch((2, 2), 0)
-    with pytest.raises(ValueError, match="needs the tokens' ages"):
+    with pytest.raises(ValueError, match="needs token_staleness"):
         correct("none", logp, prox, behaviour, mask, max_age=1)
     for kind in ("dppo", "opsm"):
         with pytest.raises(ValueError, match="needs the advantages"):
@@ -185,7 +185,7 @@ def test_a_weight_on_its_bound_is_within_it(kind: str) -> None:
     ("kind", "bound"),
     [
         ("none", "cap"),
-        ("behaviour", "low"),
+        ("rollout_logprobs", "low"),
         ("opsm", "high"),
         ("tis", "delta"),
         ("decoupled", "delta"),
@@ -200,7 +200,7 @@ def test_a_bound_that_does_not_apply_is_a_mistake(kind: str, bound: str) -> None
 
 def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
     logp, prox, behaviour, mask, _ = batch((2, 2), 0)
-    with pytest.raises(ValueError, match="'ris': must be one of none, behaviour, decoupled, tis"):
+    with pytest.raises(ValueError, match="'ris': must be one of none, rollout_logprobs, decoupled, tis"):
         correct("ris", logp, prox, behaviour, mask)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from april.algorithms import ALGORITHMS
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import CorrectionKind, Diagnostics
-from april.algorithms.objective import Objective, Sums, resolve
+from april.algorithms.objective import Objective, UpdateSums, resolve
 from tests.algorithms.reference import STEADY
 from tests.training.steps import rollout
 
@@ -33,11 +33,11 @@ def test_own_settings_take_the_place_of_published_ones() -> None:
 @pytest.mark.parametrize(
     ("name", "correction", "own", "expected"),
     [
-        ("gspo", "behaviour", {}, True),
+        ("gspo", "rollout_logprobs", {}, True),
         ("gspo_token", "opsm", {}, True),
         ("gspo", "geometric", {}, False),
-        ("gspo", "behaviour", {"eps_low": 0.03}, False),
-        ("grpo", "behaviour", {}, False),
+        ("gspo", "rollout_logprobs", {"eps_low": 0.03}, False),
+        ("grpo", "rollout_logprobs", {}, False),
     ],
 )
 def test_a_range_made_for_one_step_is_known_to_clip_older_policies(
@@ -48,13 +48,13 @@ def test_a_range_made_for_one_step_is_known_to_clip_older_policies(
 
 def test_an_algorithm_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
-        resolve("grpoo", "behaviour", {})
+        resolve("grpoo", "rollout_logprobs", {})
 
 
 @STEADY
 @given(st.sampled_from(sorted(ALGORITHMS)), st.integers(0, 1000), st.integers(1, 11))
 def test_the_losses_of_micro_batches_add_up_to_that_of_the_update(name: str, seed: int, cut: int) -> None:
-    objective = Objective(resolve(name, "behaviour", {"kl_coefficient": 0.0}), budget=64)
+    objective = Objective(resolve(name, "rollout_logprobs", {"kl_coefficient": 0.0}), budget=64)
     step = rollout(seed)
     samples = [sample for group in step.groups for sample in group.samples]
     batch = Batch.of(samples, step.version)
@@ -76,9 +76,9 @@ def test_the_losses_of_micro_batches_add_up_to_that_of_the_update(name: str, see
 
 def test_sums_add_up() -> None:
     met = Diagnostics(torch.ones(6, 9), torch.ones(9), torch.arange(9.0), torch.ones(3))
-    both = Sums(1.0, 2.0, 3.0, 4.0, 5, met) + Sums(1.0, 1.0, 1.0, 1.0, 1)
+    both = UpdateSums(1.0, 2.0, 3.0, 4.0, 5, met) + UpdateSums(1.0, 1.0, 1.0, 1.0, 1)
     assert (both.loss, both.value_loss, both.entropy, both.kl, both.tokens) == (2, 3, 4, 5, 6)
-    assert both.met.metrics() == met.metrics()
+    assert both.diagnostics.metrics() == met.metrics()
 
 
 def scored(objective: Objective, seed: int) -> tuple[Batch, torch.Tensor, torch.Tensor]:
@@ -86,18 +86,20 @@ def scored(objective: Objective, seed: int) -> tuple[Batch, torch.Tensor, torch.
     step = rollout(seed)
     batch = Batch.of([sample for group in step.groups for sample in group.samples], step.version)
     rewards = torch.tensor([[sample.reward for sample in group.samples] for group in step.groups])
-    batch = objective.with_advantages(dataclasses.replace(batch, reference=batch.behaviour - 0.1), rewards)
+    batch = objective.with_advantages(
+        dataclasses.replace(batch, reference_logprobs=batch.rollout_logprobs - 0.1), rewards
+    )
     noise = torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(seed))
-    return batch, (batch.behaviour + 0.1 * noise[0]).requires_grad_(), noise[1].abs().requires_grad_()
+    return batch, (batch.rollout_logprobs + 0.1 * noise[0]).requires_grad_(), noise[1].abs().requires_grad_()
 
 
-@pytest.mark.parametrize("correction", ["behaviour", "dppo", "decoupled"])
+@pytest.mark.parametrize("correction", ["rollout_logprobs", "dppo", "decoupled"])
 def test_no_term_gives_gradient_to_tokens_beyond_the_age(correction: CorrectionKind) -> None:
     algorithm = resolve("grpo", correction, {"kl_coefficient": 0.1})
     objective = Objective(algorithm, 64, correction, {"max_age": 1}, entropy_coef=0.1)
     batch, logp, entropy = scored(objective, 1)
     objective.loss(batch, logp, entropy, objective.denominator(batch)).loss.backward()
-    old = batch.ages > 1
+    old = batch.token_staleness > 1
     for gradient in (logp.grad, entropy.grad):
         assert gradient is not None
         assert not gradient[old].any()
@@ -108,9 +110,9 @@ def test_dppo_holds_every_token_to_the_policy_that_sampled_it() -> None:
     """Also tokens that carry no signal: 0.001 (log π_θ/μ)², whose gradient is 0.002 log π_θ/μ."""
     objective = Objective(resolve("dr_grpo", "dppo", {}), 64, "dppo")
     batch, logp, entropy = scored(objective, 2)
-    batch = dataclasses.replace(batch, advantages=torch.zeros(len(batch)), reference=None)
-    assert objective.carrying_signal(batch) == batch.mask.any(-1).nonzero()[:, 0].tolist()
+    batch = dataclasses.replace(batch, advantages=torch.zeros(len(batch)), reference_logprobs=None)
+    assert objective.rows_with_gradient(batch) == batch.mask.any(-1).nonzero()[:, 0].tolist()
     objective.loss(batch, logp, entropy, 1.0).loss.backward()
-    expected = 0.002 * (logp.detach() - batch.behaviour) * batch.mask
+    expected = 0.002 * (logp.detach() - batch.rollout_logprobs) * batch.mask
     torch.testing.assert_close(logp.grad, expected)
     assert resolve("grpo", "dppo", {}).eps_high == math.inf, "its choice of tokens takes the place of the clip"

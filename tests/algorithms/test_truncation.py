@@ -67,8 +67,8 @@ async def test_the_trainer_scores_fresh_tokens_as_the_engine_recorded_them(setti
     with torch.no_grad():
         scored, _ = PolicyModel(POLICY, params.temperature, rule)(batch)
         whole, _ = PolicyModel(POLICY, params.temperature)(batch)
-    assert (scored - batch.behaviour)[batch.mask].abs().max() < 1e-3
-    assert (whole - batch.behaviour)[batch.mask].mean() < -0.05, "without it they would look stale"
+    assert (scored - batch.rollout_logprobs)[batch.mask].abs().max() < 1e-3
+    assert (whole - batch.rollout_logprobs)[batch.mask].mean() < -0.05, "without it they would look stale"
 
 
 def test_nothing_is_cut_off_unless_a_rule_says_so() -> None:

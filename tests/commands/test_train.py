@@ -50,7 +50,7 @@ from tests.commands.conftest import status
         ((), ("--task.kind", "records", "--task.path", "nothing.jsonl"), "no such file"),
         ((), ("--algorithm", "grop"), "did you mean 'grpo'"),
         ((), ("--correction", "tiss"), "correction"),
-        ((), ("--correction-cap", "2"), "correction_cap does not apply to correction = 'behaviour'"),
+        ((), ("--correction-cap", "2"), "correction_cap does not apply to correction = 'rollout_logprobs'"),
         ((), ("--correction", "tis", "--correction-delta", "1"), "choose one of dppo"),
         ((), ("--correction", "icepop", "--correction-low", "9"), "correction_low = 9 is above correction_high = 5"),
         ((), ("--gae-lambda", "1.5"), "must lie in [0, 1]"),

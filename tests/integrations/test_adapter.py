@@ -97,7 +97,7 @@ async def serve(case: dict[str, Any]) -> None:
             assert all(group.complete and len(group.samples) == 2 for group in groups)
             assert adapter.state_dict() == before, "evaluation changed the buffer"
         else:
-            position = adapter.prompts.asked
+            position = adapter.prompts.requested
             step = await adapter.rollout([prompt("asked", position + i) for i in range(batch_size)])
             assert len(step.groups) == batch_size
             for group in step.groups:
@@ -115,15 +115,15 @@ async def serve(case: dict[str, Any]) -> None:
     assert sorted(ids) == list(range(adapter.scheduler.buffer.admitted))
     seen = {(g.prompt.metadata["kind"], g.prompt.metadata["number"]): g.id for g in [*returned, *waiting]}
     assert len(seen) == len(returned) + len(waiting), "a prompt was begun twice"
-    queued = [("asked", p.metadata["number"]) for p in adapter.prompts.waiting]
-    for kind, count in (("asked", adapter.prompts.asked), ("extra", adapter.prompts.drawn)):
+    queued = [("asked", p.metadata["number"]) for p in adapter.prompts.queue]
+    for kind, count in (("asked", adapter.prompts.requested), ("extra", adapter.prompts.extra_drawn)):
         admitted = sorted((number, id) for (k, number), id in seen.items() if k == kind)
         assert [id for _, id in admitted] == sorted(id for _, id in admitted), "prompts were begun out of order"
         if not case["filtered"]:
             begun = [(kind, number) for number, _ in admitted]
             assert begun + [q for q in queued if q[0] == kind] == [(kind, number) for number in range(count)]
-    if not case["filtered"] and adapter.prompts.asked:
-        assert adapter.prompts.drawn == adapter.scheduler.state.admission.plan(batch_size).target - batch_size
+    if not case["filtered"] and adapter.prompts.requested:
+        assert adapter.prompts.extra_drawn == adapter.scheduler.state.admission.plan(batch_size).target - batch_size
 
 
 @given(CASES)
@@ -140,7 +140,7 @@ def test_a_restored_adapter_returns_the_same_groups(case: dict[str, Any]) -> Non
                     state = json.loads(json.dumps(adapter.state_dict()))
                     adapter = build(case, engine)
                     adapter.load_state_dict(state)
-            position = adapter.prompts.asked
+            position = adapter.prompts.requested
             asked = [prompt("asked", position + i) for i in range(case["batch_size"])]
             steps.append([group.to_dict() for group in (await adapter.rollout(asked)).groups])
             await adapter.update_weights()
@@ -162,7 +162,7 @@ async def test_only_the_first_call_draws_extra_prompts() -> None:
     async with adapter(ScriptedEngine()) as rollouts:
         for call in range(4):
             await rollouts.rollout(ASKED[3 * call : 3 * call + 3])
-            assert rollouts.prompts.drawn == 3
+            assert rollouts.prompts.extra_drawn == 3
             await rollouts.update_weights()
 
 
@@ -178,9 +178,9 @@ async def test_without_extra_prompts_rollouts_are_synchronous() -> None:
 
 async def test_a_call_of_the_wrong_size_is_refused_before_anything_is_begun() -> None:
     async with adapter(ScriptedEngine()) as rollouts:
-        with pytest.raises(ValueError, match="2 prompts were asked for where rollout_batch_size = 3"):
+        with pytest.raises(ValueError, match="2 prompts were requested where rollout_batch_size = 3"):
             await rollouts.rollout(ASKED[:2])
-        assert rollouts.prompts.asked == 0
+        assert rollouts.prompts.requested == 0
         assert not len(rollouts.scheduler.buffer)
 
 
@@ -195,8 +195,8 @@ async def test_a_failed_call_is_resumed_without_asking_again() -> None:
         engine.flight.clear()
         step = await rollouts.resume()
         assert len(step.groups) == 3
-        assert rollouts.prompts.asked == 6
-        assert rollouts.prompts.drawn == 3
+        assert rollouts.prompts.requested == 6
+        assert rollouts.prompts.extra_drawn == 3
 
 
 async def test_calls_at_the_same_time_wait_for_one_another() -> None:

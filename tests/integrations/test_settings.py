@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from april.integrations.rows import Rows
+from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings, at, refuse
 from april.integrations.version_tracker import VersionTracker
 from april.rollout.params import MAX_STALENESS
@@ -78,13 +78,13 @@ class Batches:
 
 @pytest.mark.parametrize("stop", range(14))
 def test_rows_go_on_where_they_were_saved(stop: int) -> None:
-    rows = Rows(Batches())
+    rows = DataloaderRows(Batches())
     whole = [next(rows) for _ in range(18)]
     assert [sorted(whole[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3
     assert whole[:6] != whole[6:12], "each epoch has its own order"
-    first = Rows(Batches())
+    first = DataloaderRows(Batches())
     before = [next(first) for _ in range(stop)]
-    second = Rows(Batches())
+    second = DataloaderRows(Batches())
     second.load_state_dict(first.state_dict())
     assert second.peek() == whole[stop]
     assert before + [next(second) for _ in range(18 - stop)] == whole

@@ -84,7 +84,7 @@ def test_the_bounds_of_a_recipe_reach_the_correction() -> None:
     assert met(correction="tis", correction_cap=0.1)["capped_fraction"] > 0
     assert met(correction="icepop", correction_low=0.0, correction_high=math.inf)["masked_fraction"] == 0
     assert met(correction="icepop")["masked_fraction"] > 0
-    young = met(correction="behaviour", correction_max_age=0)
+    young = met(correction="rollout_logprobs", correction_max_age=0)
     assert young["by_age/age_0/masked"] == 0
     assert young["by_age/age_1/masked"] == young["by_age/age_2/masked"] == 1
 
@@ -231,8 +231,8 @@ def test_the_proximal_policy_stays_put_while_updates_move_the_policy(correction:
     batch = alone.prepare(step)
     start = alone.logprobs(batch).detach()
     trained = batch.advantages != 0
-    torch.testing.assert_close(batch.prox[trained], start[trained], atol=1e-5, rtol=1e-5)
-    assert not batch.prox[~trained].any(), "what carries no signal is not scored"
+    torch.testing.assert_close(batch.proximal_logprobs[trained], start[trained], atol=1e-5, rtol=1e-5)
+    assert not batch.proximal_logprobs[~trained].any(), "what carries no signal is not scored"
     learner.train(step, 1)
     for parameters in alone.optimizer.param_groups:
         parameters["lr"] = settings.training.learning_rate

@@ -108,7 +108,9 @@ def test_the_reference_is_the_policy_without_adapters() -> None:
     assert learner.train(rollout(1), 1)["kl_reference"] == pytest.approx(0, abs=1e-6)
     batch = learner.prepare(rollout(1))
     plain = LocalLearner(tiny.model(sharpness=1.0), recipe(kl_coef=0.1))
-    torch.testing.assert_close(batch.reference, plain.prepare(rollout(1)).reference, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        batch.reference_logprobs, plain.prepare(rollout(1)).reference_logprobs, atol=1e-5, rtol=1e-5
+    )
     assert learner.train(rollout(1), 2)["kl_reference"] > 0
 
 

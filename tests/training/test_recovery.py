@@ -128,7 +128,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_its_batch_kept(tmp_path: Pa
     ids = [*sample.prompt_ids, *sample.response_ids]
     assert kept["input_ids"][row, : record["lengths"][row]].tolist() == ids
     assert record["measured"] == {"loss": "nan", "grad_norm": "nan"}
-    assert {"behaviour", "ages", "advantages", "mask"} <= kept.keys()
+    assert {"rollout_logprobs", "token_staleness", "advantages", "mask"} <= kept.keys()
 
 
 def test_only_skipped_updates_in_a_row_stop_the_training(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def scores(model: Any, batch: Batch, row: int, temperature: float = 1.0) -> tupl
 class Formula:
     """The objective that some settings of a recipe stand for."""
 
-    ratio: str = "behaviour"
+    ratio: str = "rollout_logprobs"
     low: float = 0.2
     high: float = 0.2
     dual: float = 1e9
@@ -52,7 +52,7 @@ class Formula:
         """The loss of each trained token of a row."""
         mask = batch.mask[row]
         a = batch.advantages[row].expand(mask.shape)[mask]
-        prox, mu, age = (x[row][mask] for x in (batch.prox, batch.behaviour, batch.ages))
+        prox, mu, age = (x[row][mask] for x in (batch.proximal_logprobs, batch.rollout_logprobs, batch.token_staleness))
         ratio, w = (logp - mu).exp(), torch.ones_like(mu)
         if self.ratio == "prox":
             ratio, w = (logp - prox).exp(), (prox - mu).exp()
@@ -119,7 +119,7 @@ def off_policy(batch: Batch) -> Batch:
     """`batch` with older policies around log π_θ, so that ratios and weights lie on both sides of 1."""
     noise = 0.7 * torch.randn(2, *batch.mask.shape, generator=torch.Generator().manual_seed(0))
     behaviour = (noise[0] - 4.6) * batch.mask
-    return dataclasses.replace(batch, behaviour=behaviour, prox=behaviour + noise[1] * batch.mask)
+    return dataclasses.replace(batch, rollout_logprobs=behaviour, proximal_logprobs=behaviour + noise[1] * batch.mask)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -169,8 +169,8 @@ def test_a_sequences_ratio_is_that_of_the_tokens_it_keeps() -> None:
     )
     batch, expected = off_policy(learner.prepare(uneven())), 0.0
     for row in range(len(batch)):
-        kept = batch.ages[row][batch.mask[row]] == 0
-        prox, mu = (x[row][batch.mask[row]][kept] for x in (batch.prox, batch.behaviour))
+        kept = batch.token_staleness[row][batch.mask[row]] == 0
+        prox, mu = (x[row][batch.mask[row]][kept] for x in (batch.proximal_logprobs, batch.rollout_logprobs))
         s, a = (scores(learner.model, batch, row)[0][kept] - prox).mean().exp(), batch.advantages[row]
         objective = torch.minimum(s * a, s.clamp(0.8, 1.2) * a) * (prox - mu).exp().sum()
         expected -= float(objective) / len(kept) / len(batch)
@@ -263,7 +263,7 @@ def test_metrics_are_means_over_the_tokens_of_each_update() -> None:
         for row in range(len(batch)):
             logp, entropy = scores(learner.model, batch, row)
             k1 = logp - scores(other, batch, row)[0]
-            ratio, a = (logp - batch.behaviour[row][batch.mask[row]]).exp(), batch.advantages[row]
+            ratio, a = (logp - batch.rollout_logprobs[row][batch.mask[row]]).exp(), batch.advantages[row]
             entropies.append(entropy)
             divergences.append((-k1).exp() - 1 + k1)
             clipped.append((ratio > 1.2) & (a > 0) | (ratio < 0.8) & (a < 0))

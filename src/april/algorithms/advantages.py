@@ -1,11 +1,11 @@
-"""How much better each sample was than expected.
+"""Advantage estimators.
 
-The group estimators take rewards of shape [groups, samples], or flat [n] with `group_ids` [n] (any integers, in any
-order) where groups differ in size, and return advantages of the same shape.
+Group estimators take rewards of shape [groups, samples], or flat [n] with `group_ids` [n] (any integers, in any
+order) if groups differ in size, and return advantages of the same shape.
 
 Invariants:
-- equal rewards have advantage exactly 0, not a rounding error blown up by a vanishing deviation;
-- a group of one has no baseline, so its advantage is 0 (only `reinforce_plus_plus` needs no group);
+- equal rewards have advantage exactly 0, not a rounding error amplified by a vanishing deviation;
+- a group of one sample has no baseline, so its advantage is 0 (only `reinforce_plus_plus` needs no group);
 - advantages do not depend on the order of samples or groups.
 """
 
@@ -29,7 +29,7 @@ def grpo(rewards: Tensor, group_ids: Tensor | None = None, eps: float = 1e-6) ->
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor | None = None) -> Tensor:
     """R - mean within each group. Dr. GRPO, arXiv 2503.20783, section 3.2: no division by the deviation, which
-    would favour prompts that are nearly always or nearly never solved. Goes with a constant divisor of the loss."""
+    would favour prompts that are nearly always or nearly never solved. Use it with a constant divisor of the loss."""
     centred, _, _ = _centre(rewards, group_ids)
     return centred.view_as(rewards)
 
@@ -42,7 +42,7 @@ def rloo(rewards: Tensor, group_ids: Tensor | None = None) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """R - mean within each group, divided by the standard deviation of that over the whole batch.
+    """R - mean within each group, divided by the batch's standard deviation of these differences.
 
     REINFORCE++ with baseline, arXiv 2501.03262, section 3.3. Needs the whole batch, not a micro-batch. The batch mean
     of centred rewards is 0, so whitening is the division alone.
@@ -52,10 +52,10 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor | None = Non
 
 
 def reinforce_plus_plus(rewards: Tensor, group_ids: Tensor | None = None, eps: float = 1e-8) -> Tensor:
-    """(R - mean) / (std + eps) over the whole batch, groups or none. REINFORCE++, arXiv 2501.03262, section 3.2.
+    """(R - mean) / (std + eps) over the whole batch. REINFORCE++, arXiv 2501.03262, section 3.2.
 
-    `group_ids` is accepted, and ignored, so that all estimators are called alike. A KL penalty on each token's reward
-    is part of the published method: `reinforce_plus_plus_per_token` takes it.
+    `group_ids` is ignored; it is a parameter so that all estimators have one signature. The published method includes
+    a KL penalty on each token's reward: see `reinforce_plus_plus_per_token`.
     """
     flat = at_least_float32(rewards).flatten()
     if not len(flat):
@@ -67,14 +67,14 @@ def reinforce_plus_plus(rewards: Tensor, group_ids: Tensor | None = None, eps: f
 def reinforce_plus_plus_per_token(
     rewards: Tensor, mask: Tensor, penalty: Tensor | None = None, eps: float = 1e-8
 ) -> Tensor:
-    """REINFORCE++ with its penalty: A_t = R - sum of the penalties from t on, whitened over the batch's tokens.
+    """REINFORCE++ with KL penalty: A_t = R - sum of the penalties from t on, whitened over the batch's tokens.
 
     arXiv 2501.03262, section 3.2 (discount 1). Needs the whole batch, not a micro-batch.
 
     Args:
-        rewards: one per sample, [B].
+        rewards: reward of each sample, [B].
         mask: True for trained policy tokens, [B, T].
-        penalty: β · k1 of each token against the reference policy, [B, T], without gradient; none if absent.
+        penalty: β · k1 of each token against the reference policy, [B, T], without gradient; None for no penalty.
 
     Returns:
         [B, T], 0 outside the mask.
@@ -89,7 +89,7 @@ def reinforce_plus_plus_per_token(
 def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """(x - mean) / (std + eps) over the trained tokens of the batch, [B, T] -> [B, T]; 0 outside the mask.
 
-    PPO for language models whitens what `gae` returns like this (arXiv 1909.08593).
+    PPO for language models whitens the result of `gae` in this way (arXiv 1909.08593).
     """
     result = torch.zeros_like(at_least_float32(x))
     if mask.any():
@@ -99,7 +99,7 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Each sample's reward on its last trained token, [B] and mask [B, T] -> [B, T]; none for an empty response."""
+    """Each sample's reward on its last trained token, [B] and mask [B, T] -> [B, T]; 0 for an empty response."""
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     return at_least_float32(rewards)[:, None] * last
 
@@ -116,14 +116,14 @@ def gae(
     """Generalised advantage estimation. arXiv 1506.02438, equation 16:
     A_t = Σ_l (γλ)^l δ_{t+l}, δ_t = r_t + γ V_{t+1} - V_t.
 
-    Tokens outside the mask (padding, environment turns) are stepped over: the state after a trained token is the next
-    trained one, neither discounted nor rewarded in between.
+    Tokens outside the mask (padding, environment turns) are skipped: the state after a trained token is the next
+    trained token, without discount or reward in between.
 
     Args:
-        rewards: of each token, [B, T] (`outcome_rewards` for one per sample).
-        values: the value head's estimate before each token, [B, T].
+        rewards: reward of each token, [B, T] (`outcome_rewards` for one reward per sample).
+        values: value head's estimate before each token, [B, T].
         mask: True for trained policy tokens, [B, T].
-        bootstrap: value of the state after the last token, [B]; 0 (the end) if absent. For truncated responses.
+        bootstrap: value of the state after the last token, [B], for truncated responses; 0 (terminal) if None.
 
     Returns:
         advantages [B, T] and returns [B, T] (advantages + values, the value head's target), 0 outside the mask.
@@ -142,7 +142,8 @@ def gae(
 
 
 def _centre(rewards: Tensor, group_ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards less their group's mean [n], each sample's group 0 … groups-1 [n], and the groups' sizes [groups]."""
+    """Return rewards minus their group's mean [n], each sample's group 0 … groups-1 [n], and the groups' sizes
+    [groups]."""
     flat = at_least_float32(rewards).flatten()
     if group_ids is not None:
         if group_ids.shape != rewards.shape:
@@ -155,7 +156,7 @@ def _centre(rewards: Tensor, group_ids: Tensor | None) -> tuple[Tensor, Tensor, 
     else:
         raise ValueError(f"rewards of shape {list(rewards.shape)} need group_ids; without them pass [groups, samples]")
     counts = torch.bincount(ids)
-    # Measured from the group's smallest reward first: equal rewards are then exact zeros before anything is rounded.
+    # Subtract the group's smallest reward first: equal rewards become exact zeros before any rounding.
     smallest = flat.new_zeros(len(counts)).scatter_reduce(0, ids, flat, "amin", include_self=False)
     flat = flat - smallest[ids]
     return flat - (_group_sum(flat, ids, counts) / counts)[ids], ids, counts
@@ -181,4 +182,4 @@ ADVANTAGES = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
 }
-"""The estimators that need rewards alone, by the names the catalogue of algorithms uses: f(rewards, group_ids)."""
+"""Estimators that need only rewards, by their names in the catalogue: f(rewards, group_ids)."""

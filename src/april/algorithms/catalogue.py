@@ -1,9 +1,9 @@
-"""The named algorithms with their published settings: what `april algorithms` lists and a recipe names.
+"""Catalogue of algorithms and off-policy corrections with their published settings, as listed by `april algorithms`.
 
 Invariants:
-- an entry holds what its sources publish; where they leave a setting open, `note` says what stands here and why;
-- `advantage` and `loss` are names in `advantages.ADVANTAGES` and `losses.LOSSES` ("gae": `advantages.gae`);
-- nothing here imports torch, so listing costs nothing.
+- an entry has the settings that its sources publish; if they leave a setting open, `note` gives a reason;
+- `advantage` and `loss` are keys of `advantages.ADVANTAGES` and `losses.LOSSES` ("gae": `advantages.gae`);
+- this module does not import torch, so that listing algorithms is fast.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ UNBOUNDED = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm's settings.
+    """Settings of an algorithm.
 
     Args:
-        name: what a recipe says.
-        title: what people say.
+        name: value of a recipe's setting `algorithm`.
+        title: name in the literature.
         sources: arXiv numbers, the defining paper first.
-        advantage: the estimator.
-        loss: the policy loss of each token.
-        eps_low: the ratio is clipped below 1 - eps_low; inf is no bound.
-        eps_high: the ratio is clipped above 1 + eps_high; inf is no bound.
-        aggregation: how token losses become one number.
-        dual_clip: bound of the loss for negative advantages; None is no bound.
-        kl_estimator: of the divergence from the reference policy; None where there is no such term.
-        kl_coefficient: of that term; 0 needs no reference policy.
-        kl_place: whether the term is part of the loss or taken from each token's reward.
+        advantage: advantage estimator.
+        loss: policy loss per token.
+        eps_low: the ratio is clipped below 1 - eps_low; inf for no bound.
+        eps_high: the ratio is clipped above 1 + eps_high; inf for no bound.
+        aggregation: reduction of token losses to one number.
+        dual_clip: bound of the loss for negative advantages; None for no bound.
+        kl_estimator: estimator of the KL divergence from the reference policy; None without a KL term.
+        kl_coefficient: weight of the KL term; 0 needs no reference policy.
+        kl_place: whether the KL term is added to the loss or subtracted from each token's reward.
         gamma: discount of `gae`.
         lam: λ of `gae`.
-        dynamic_sampling: groups without reward variance are replaced.
-        overlong_filter: truncated samples carry no gradient.
-        soft_overlong_penalty: rewards fall linearly over the last part of the response budget.
-        note: choices the sources leave open.
+        dynamic_sampling: replace groups without reward variance.
+        overlong_filter: mask truncated samples.
+        soft_overlong_penalty: lower rewards linearly over the last part of the response budget.
+        note: choices that the sources leave open.
     """
 
     name: str
@@ -66,50 +66,50 @@ class Algorithm:
 
     @property
     def value_head(self) -> bool:
-        """Whether the policy needs one."""
+        """Whether the algorithm trains a value head."""
         return self.advantage == "gae"
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionRule:
-    """What a kind of off-policy correction does, and its published bounds.
+    """Definition of a kind of off-policy correction, with its published bounds.
 
     Args:
-        name: what a recipe says.
-        summary: one line for people.
-        denominator: of the loss's ratio.
-        level: whether the weight w = π_prox/μ is a token's own, the product over its sequence, or the sequence's
-            geometric mean; None is no weight.
-        cap: weights above are cut down to it.
+        name: value of a recipe's setting `correction`.
+        summary: one-line description.
+        denominator: denominator of the loss's ratio.
+        level: whether the weight w = π_prox/μ is per token, the product over the sequence, or the sequence's geometric
+            mean; None for no weight.
+        cap: upper bound of weights.
         low: tokens (or sequences) with a smaller weight are dropped.
         high: tokens (or sequences) with a larger weight are dropped.
-        trust: what is dropped once π_θ has moved further than `delta` from μ the way its advantage pushes: a token, by
-            its probability, or a sequence of negative advantage, by its mean log-probability; None is neither.
-        delta: how far that is.
-        pull: what (log π_θ/μ)² counts in each token's loss.
+        trust: level of the trust region: drop a "token" whose probability has moved from μ by more than `delta` in the
+            direction of its advantage, or a "sequence" with negative advantage whose mean log μ/π_θ exceeds `delta`.
+        delta: size of the trust region.
+        log_ratio_penalty: weight of (log π_θ/μ)² in each token's loss.
     """
 
     name: str
     summary: str
-    denominator: Literal["prox", "behaviour"] = "prox"
+    denominator: Literal["proximal_logprobs", "rollout_logprobs"] = "proximal_logprobs"
     level: Literal["token", "sequence", "geometric"] | None = None
     cap: float = UNBOUNDED
     low: float = 0.0
     high: float = UNBOUNDED
     trust: Literal["token", "sequence"] | None = None
     delta: float = UNBOUNDED
-    pull: float = 0.0
+    log_ratio_penalty: float = 0.0
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The bounds that apply to this kind, by name."""
+        """Bounds that apply to this kind, by name."""
         if self.trust is not None:
             return {"delta": self.delta}
         return {} if self.level is None else {"cap": self.cap, "low": self.low, "high": self.high}
 
     @property
     def replaces_clip(self) -> bool:
-        """Whether the choice of tokens takes the place of PPO's clip."""
+        """Whether the correction replaces PPO's clip."""
         return self.trust == "token"
 
 
@@ -245,17 +245,21 @@ _ENTRIES = (
 )
 
 ALGORITHMS: dict[str, Algorithm] = {entry.name: entry for entry in _ENTRIES}
-"""Every named algorithm, in the order of the list."""
+"""All algorithms by name, in listing order."""
 
 _RULES = (
-    CorrectionRule("none", "stale tokens are taken for on-policy; the ratio is π_θ/π_prox"),
-    CorrectionRule("behaviour", "PPO on the recorded probabilities; the ratio is π_θ/μ (1707.06347)", "behaviour"),
+    CorrectionRule("none", "treats stale tokens as on-policy; the ratio is π_θ/π_prox"),
+    CorrectionRule(
+        "rollout_logprobs",
+        "PPO on the log-probabilities of the rollout; the ratio is π_θ/μ (1707.06347)",
+        "rollout_logprobs",
+    ),
     CorrectionRule(
         "decoupled", "ratio π_θ/π_prox, each token weighted by w = π_prox/μ (AReaL, 2505.24298)", level="token"
     ),
     CorrectionRule(
         "tis",
-        "decoupled with w cut down to a cap (truncated importance sampling, Yao et al. 2025)",
+        "decoupled with w capped (truncated importance sampling, Yao et al. 2025)",
         level="token",
         cap=2.0,
     ),
@@ -266,9 +270,7 @@ _RULES = (
         low=0.5,
         high=5.0,
     ),
-    CorrectionRule(
-        "sequence", "decoupled with the product of w over the sequence, cut down to a cap", level="sequence", cap=2.0
-    ),
+    CorrectionRule("sequence", "decoupled with the product of w over the sequence, capped", level="sequence", cap=2.0),
     CorrectionRule(
         "geometric",
         "sequences dropped unless the geometric mean of w lies between low and high",
@@ -278,33 +280,33 @@ _RULES = (
     ),
     CorrectionRule(
         "dppo",
-        "ratio π_θ/μ; tokens dropped once their probability has moved by more than delta the way their advantage "
-        "pushes, in place of the clip, and all held to μ by 0.001 (log π_θ/μ)² (DPPO-Binary-TV, 2602.04879)",
-        "behaviour",
+        "ratio π_θ/μ; tokens dropped once their probability has moved by more than delta in the direction of their "
+        "advantage, instead of the clip, and a penalty 0.001 (log π_θ/μ)² on all (DPPO-Binary-TV, 2602.04879)",
+        "rollout_logprobs",
         trust="token",
         delta=0.2,
-        pull=1e-3,
+        log_ratio_penalty=1e-3,
     ),
     CorrectionRule(
         "opsm",
-        "ratio π_θ/μ; responses of negative advantage dropped once the mean of log μ/π_θ is above delta, beside the "
-        "clip (off-policy sequence masking, DeepSeek-V3.2; it leaves delta open, 1e-4 is slime's)",
-        "behaviour",
+        "ratio π_θ/μ; responses of negative advantage dropped once the mean of log μ/π_θ is above delta, in addition "
+        "to the clip (off-policy sequence masking, DeepSeek-V3.2, which leaves delta open: 1e-4 is slime's)",
+        "rollout_logprobs",
         trust="sequence",
         delta=1e-4,
     ),
 )
 
 CORRECTIONS: dict[str, CorrectionRule] = {rule.name: rule for rule in _RULES}
-"""The kinds of `corrections.correct`: μ sampled a token, π_prox is the policy as training of the batch began, π_θ the
-one being trained."""
+"""The kinds of `corrections.correct`. μ is the policy that sampled a token, π_prox the policy at the start of the
+training step, π_θ the policy being trained."""
 
 
 def algorithm(name: str) -> Algorithm:
-    """The algorithm called `name`.
+    """Return the algorithm called `name`.
 
     Raises:
-        ValueError: there is none; the message names the nearest one.
+        ValueError: there is no such algorithm; the message names the nearest one.
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]

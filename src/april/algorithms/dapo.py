@@ -1,5 +1,6 @@
-"""The pieces of DAPO (arXiv 2503.14476) around its loss: which groups and which samples are trained on, and how length
-enters the reward. Clip-higher and the token-level mean are `losses.ppo_clip` and `losses.aggregate`.
+"""Dynamic sampling, overlong filtering and the soft overlong penalty of DAPO (arXiv 2503.14476).
+
+DAPO's clip-higher and token-level mean are in `losses.ppo_clip` and `losses.aggregate`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from april.algorithms.ratios import at_least_float32
 
 
 def informative_groups(rewards: Tensor, group_ids: Tensor | None = None) -> Tensor:
-    """Dynamic sampling (section 3.2): True for groups whose rewards are not all equal; the others have no gradient.
+    """Dynamic sampling (section 3.2): True for groups whose rewards differ; a group of equal rewards has no gradient.
 
     Args:
         rewards: [groups, samples], or flat [n] with `group_ids`.
@@ -32,12 +33,12 @@ def informative_groups(rewards: Tensor, group_ids: Tensor | None = None) -> Tens
 
 
 def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """What is added to the reward for length (equation 13): 0 up to `max_length - cache` tokens, from there linear to
-    -1 at `max_length`, and -1 beyond. The paper: max_length 20,480, cache 4,096.
+    """Term added to the reward for length (equation 13): 0 up to `max_length - cache` tokens, then linear to -1 at
+    `max_length`, and -1 beyond. The paper uses max_length 20,480 and cache 4,096.
 
     Args:
         lengths: response tokens of each sample, any shape.
-        max_length: L_max, the length whose penalty is full.
+        max_length: L_max, the shortest length with the full penalty.
         cache: L_cache, the length of the ramp; in (0, max_length].
     """
     if not 0 < cache <= max_length:
@@ -48,11 +49,11 @@ def soft_overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tenso
 def overlong_filter(mask: Tensor, truncated: Tensor) -> Tensor:
     """Overlong filtering (section 3.4): the loss mask without truncated samples.
 
-    Their rewards still count in the baselines of their groups. Since the mask itself shrinks, denominators taken from
-    it shrink too.
+    Rewards of truncated samples still count in the baselines of their groups. Denominators computed from the mask
+    shrink with it.
 
     Args:
         mask: True for trained policy tokens, [B, T].
-        truncated: True for samples cut off by the response budget, [B].
+        truncated: True for samples truncated by the response budget, [B].
     """
     return mask & ~truncated.to(torch.bool)[:, None]

@@ -1,10 +1,11 @@
 """Log-probabilities of given tokens, and the entropy of the distributions they were drawn from.
 
 Invariants:
-- the distribution is softmax(logits / temperature), of `token_logprobs` renormalised over what a truncation leaves: the
-  one that the recorded behaviour log-probabilities are of. It is computed in float32 from logits of any precision;
-- `token_logprobs` never holds more than one chunk of logits, forward or backward; its values and gradients are those
-  of `logprobs_from_logits` on the whole.
+- the distribution is softmax(logits / temperature), in `token_logprobs` renormalised over the tokens that a truncation
+  keeps: the distribution that engines record log-probabilities of. It is computed in float32 from logits of any
+  precision;
+- `token_logprobs` never holds more than one chunk of logits, forward or backward; its values and gradients equal those
+  of `logprobs_from_logits` on all positions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from april.algorithms.truncation import WHOLE, Truncation
 
 CHUNK_ELEMENTS = 1 << 26
-"""Logits of one chunk where no chunk size is given: 256 MiB in float32."""
+"""Default number of logits in a chunk: 256 MiB in float32."""
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -26,7 +27,7 @@ def logprobs_from_logits(logits: Tensor, targets: Tensor, temperature: float | T
     Args:
         logits: [..., V].
         targets: token ids, [...].
-        temperature: positive; one for all, or one for each position, [...].
+        temperature: positive; a number, or one per position, [...].
     """
     scaled = logits.float() / _column(temperature)
     log_p = scaled.log_softmax(-1)
@@ -43,27 +44,28 @@ def token_logprobs(
     softcap: float | None = None,
     truncation: Truncation = WHOLE,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy (nats) under softmax(logits / temperature), without ever holding all logits.
+    """log p(target) and entropy (nats) under softmax(logits / temperature), without materialising all logits.
 
-    logits = hidden @ weight.T + bias, in the precision of `weight` like the model's own head; the rest is float32. The
-    backward pass computes each chunk's logits again. Gradients reach `hidden`, `weight` and `bias`.
+    logits = hidden @ weight.T + bias, in the precision of `weight` like the model's own head; all else is float32. The
+    backward pass recomputes each chunk's logits. Gradients flow to `hidden`, `weight` and `bias`.
 
     Args:
-        hidden: last hidden states, [N, D]; only the positions that predict a trained token, to save work.
-        weight: the language-model head's weight, [V, D].
+        hidden: last hidden states, [N, D]; pass only the positions that predict a trained token.
+        weight: weight of the language-model head, [V, D].
         targets: token ids, [N].
-        temperature: positive; one for all, or one for each position, [N]. For tokens drawn greedily (temperature 0)
-            the recorded distribution is that of temperature 1.
+        temperature: positive; a number, or one per position, [N]. Pass 1 for greedy tokens (temperature 0): engines
+            record log-probabilities at temperature 1 for them.
         chunk_size: positions whose logits are held at a time; None keeps them under `CHUNK_ELEMENTS`.
-        bias: of the head, [V].
-        softcap: logits become softcap · tanh(logits / softcap) first (`final_logit_softcapping` of Gemma 2).
-        truncation: what tokens are drawn from; sorts the vocabulary at each position. Targets are always left.
+        bias: bias of the head, [V].
+        softcap: apply softcap · tanh(logits / softcap) to the logits (`final_logit_softcapping` of Gemma 2).
+        truncation: truncation that tokens were sampled with; it sorts the vocabulary at each position and always keeps
+            the targets.
 
     Returns:
         log-probabilities [N] and entropies [N], float32.
 
     Raises:
-        ValueError: shapes that do not fit, or a temperature that is not positive.
+        ValueError: shapes do not match, or a temperature is not positive.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden is {list(hidden.shape)}, weight {list(weight.shape)}: must be [N, D] and [V, D]")
@@ -73,7 +75,7 @@ def token_logprobs(
         raise ValueError(f"temperature = {temperature}: must be positive (tokens drawn greedily are scored at 1)")
     rows = chunk_size or max(1, CHUNK_ELEMENTS // len(weight))
     temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(targets.shape)
-    # Under autocast the backward pass would otherwise see other logits than the forward pass.
+    # With autocast enabled, the forward and backward passes would compute different logits.
     with torch.autocast(hidden.device.type, enabled=False):
         logp, entropy = _ChunkedLogprobs.apply(
             hidden.to(weight.dtype), weight, bias, targets, temperatures, rows, softcap, truncation
@@ -101,7 +103,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             logits, _ = _scaled_logits(hidden[part], weight, bias, temperatures[part], softcap)
             if truncation:
                 logits = truncation.apply(logits, targets[part])
-            # Overwritten in place with log-probabilities: a chunk is held once, and once more for its exponential.
+            # In place, so that a chunk is held twice at most: its log-probabilities and their exponentials.
             log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
             logp[part] = log_p.gather(-1, targets[part, None]).squeeze(-1)
             entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
@@ -116,7 +118,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, temperatures, entropy = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in float32: in bfloat16 small contributions would round away.
+        # Accumulate over chunks in float32: bfloat16 would round small contributions to 0.
         wide = torch.promote_types(weight.dtype, torch.float32)
         grad_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
@@ -166,7 +168,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
 def _scaled_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """logits / temperature of a chunk in float32, [rows, V], and the slope of the softcap, [rows, V] or None."""
+    """Return a chunk's logits / temperature in float32, [rows, V], and the slope of the softcap, [rows, V] or None."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     slope = None
     if softcap is not None:

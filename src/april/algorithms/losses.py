@@ -1,14 +1,14 @@
-"""Policy losses of each token, and how a batch of them becomes one number.
+"""Policy losses per token, and their aggregation to one number.
 
-Every policy loss takes the same first four arguments:
+Every policy loss has the same first four parameters:
     logp        log π_θ of each token, [B, T], with gradient;
     old_logp    log π_old of each token, [B, T]: the denominator of the ratio, chosen by `corrections.correct`;
-    advantages  [B], or [B, T] for one per token; gradient never flows into them;
+    advantages  [B], or [B, T] for one per token; treated as constants;
     mask        True for trained policy tokens, [B, T];
-and returns a `PolicyLoss`. Losses are to be minimised.
+and returns a `PolicyLoss`. Losses are minimised.
 
 Invariants:
-- outside the mask every loss is 0 and no gradient flows, whatever the padding holds;
+- outside the mask every loss is 0 and no gradient flows, for any padding, NaN included;
 - a batch without a trained token has loss 0 and zero gradients;
 - with global denominators, `aggregate` over micro-batches sums to the loss of the whole batch.
 """
@@ -48,7 +48,7 @@ def ppo_clip(
     arXiv 2503.14476, equation 8.
 
     Args:
-        dual_clip: for A < 0 the loss is at most -c A (arXiv 1912.09729, equation 5: c = 3). None: no such bound.
+        dual_clip: c of the bound -c A on the loss for A < 0 (arXiv 1912.09729, equation 5: c = 3); None for no bound.
     """
     ratio = bounded_exp(log_ratio(logp, old_logp, mask))
     return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high, dual_clip)
@@ -68,12 +68,12 @@ def gspo(
     token's, since s is a geometric mean.
 
     Raises:
-        ValueError: advantages are not one per sequence (`gspo_token` takes one per token).
+        ValueError: advantages are not [B] (`gspo_token` takes one per token).
     """
     if advantages.dim() != 1:
         raise ValueError(f"gspo needs one advantage per sequence, got shape {list(advantages.shape)}: use gspo_token")
     ratio = bounded_exp(sequence_mean(log_ratio(logp, old_logp, mask), mask))[:, None]
-    # A token outside the mask has ratio 1, like everywhere else.
+    # Tokens outside the mask have ratio 1, as in the other losses.
     ratio = torch.where(mask, ratio, ratio.new_ones(()))
     return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high)
 
@@ -107,8 +107,8 @@ def cispo(
 ) -> PolicyLoss:
     """-sg[clip(r, 1 - ε_low, 1 + ε_high)] A log π_θ. CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5.
 
-    Clipping bounds the weight of a token's gradient and never removes the token. The paper has no lower bound and
-    publishes no ε_high: 4 (ratios up to 5) is what ScaleRL, arXiv 2510.13786, found to work.
+    Clipping bounds the weight of a token's gradient and never drops the token. The paper has no lower bound and does
+    not publish ε_high: 4 (ratios up to 5) is ScaleRL's recommendation (arXiv 2510.13786).
     """
     ratio = bounded_exp(log_ratio(logp.detach(), old_logp, mask))
     weight = ratio.clamp(1 - eps_low, 1 + eps_high)
@@ -118,11 +118,11 @@ def cispo(
 
 
 def kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, estimator: KLEstimator = "k3") -> Tensor:
-    """An estimate of KL(π_θ ‖ π_ref) from each sampled token, [B, T], with gradient to `logp`; 0 outside the mask.
+    """Estimate KL(π_θ ‖ π_ref) from each sampled token, [B, T], with gradient to `logp`; 0 outside the mask.
 
     k1 = log π_θ/π_ref, k2 = k1²/2, k3 = e^{-k1} - 1 + k1 (Schulman, "Approximating KL divergence", 2020; k3 is
-    GRPO's, arXiv 2402.03300, equation 4). As a loss take k2 or k3: the expected gradient of k1 is 0, so k1 belongs in
-    the reward.
+    GRPO's, arXiv 2402.03300, equation 4). Use k2 or k3 in a loss and k1 in the reward: the expected gradient of k1
+    is 0.
     """
     k1 = log_ratio(logp, ref_logp, mask)
     if estimator == "k1":
@@ -135,14 +135,14 @@ def kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, estimator: KLEstimator = "k
 
 
 def entropy_bonus(entropy: Tensor, mask: Tensor) -> Tensor:
-    """The loss that rewards entropy: -H of each token, [B, T] -> [B, T]; to be weighted by a small coefficient."""
+    """Entropy loss, -H of each token, [B, T] -> [B, T]; add it with a small coefficient."""
     return -at_least_float32(entropy).masked_fill(~mask, 0.0)
 
 
 def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps: float = 0.2) -> Tensor:
     """max((V - R)², (V_old + clip(V - V_old, ±ε) - R)²) / 2 of each token, [B, T]: PPO's loss of the value head.
 
-    The clipped form is that of the PPO implementations (arXiv 2005.12729, section 3). `eps=inf` is the plain square.
+    PPO implementations use this clipped form (arXiv 2005.12729, section 3). `eps=inf` gives the squared error.
     """
     values, old_values, returns = (
         at_least_float32(x).masked_fill(~mask, 0.0) for x in (values, old_values.detach(), returns.detach())
@@ -154,20 +154,20 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor
 def aggregate(
     loss: Tensor, mask: Tensor, mode: Aggregation = "token-mean", denominator: float | Tensor | None = None
 ) -> Tensor:
-    """One number from the losses of the tokens.
+    """Aggregate token losses to one number.
 
     - "token-mean": sum over trained tokens / number of trained tokens (DAPO, arXiv 2503.14476, equation 8);
     - "sequence-mean": mean over each sequence's trained tokens, summed / number of sequences (GRPO, arXiv 2402.03300,
       equation 3); a sequence without a trained token counts as 0;
     - "constant": sum over trained tokens / `denominator` (Dr. GRPO, arXiv 2503.20783: sequences × response budget).
 
-    For gradient accumulation give the *whole* batch's denominator (trained tokens; sequences; sequences × budget):
-    the results of the micro-batches then add up to the loss of the whole batch, whatever their sizes.
+    For gradient accumulation pass the denominator of the *whole* batch (trained tokens; sequences; sequences × budget):
+    the results of micro-batches of any size then add up to the loss of the whole batch.
 
     Args:
-        loss: of each token, [B, T].
+        loss: loss of each token, [B, T].
         mask: True for trained policy tokens, [B, T].
-        denominator: what to divide by; that of `loss` itself if absent ("constant" has no such default).
+        denominator: divisor; computed from `mask` if None, except for "constant", which requires it.
     """
     held = loss.masked_fill(~mask, 0.0)
     if mode == "token-mean":
@@ -186,7 +186,7 @@ def aggregate(
 
 
 def _per_token(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Advantages as [B, T] without gradient, 0 outside the mask."""
+    """Return advantages as [B, T] without gradient, 0 outside the mask."""
     held = advantages.detach().to(dtype)
     if held.dim() == 1:
         held = held[:, None]
@@ -209,4 +209,4 @@ def _clipped(
 
 
 LOSSES = {"ppo_clip": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "cispo": cispo}
-"""The policy losses by the names the catalogue of algorithms uses."""
+"""Policy losses by their names in the catalogue."""

@@ -1,11 +1,11 @@
-"""What an update minimises: an algorithm, a correction and their coefficients, as functions of a batch's tensors.
+"""The objective of an update: an algorithm, a correction and their coefficients, as functions of a batch's tensors.
 
-It knows no model: log-probabilities, entropies and values come from whoever has one.
+This module computes no model outputs: callers pass log-probabilities, entropies and values.
 
 Invariants:
-- advantages and whitening are of the whole batch;
+- advantages and whitening are computed over the whole batch;
 - with the update's denominator, the losses of its micro-batches add up to the loss of the update;
-- a sample without advantage still counts in every denominator, also where its loss is not computed.
+- a sample with zero advantage still counts in every denominator, even when its loss is not computed.
 """
 
 from __future__ import annotations
@@ -25,54 +25,54 @@ from april.algorithms.corrections import CorrectionKind, Diagnostics, correct, d
 from april.algorithms.dapo import overlong_filter, soft_overlong_penalty
 from april.algorithms.losses import LOSSES, aggregate, entropy_bonus, kl, value_clip
 from april.algorithms.ratios import log_ratio
-from april.algorithms.turns import Turns, gae_over_turns, rewards_to_go, turn_advantages
+from april.algorithms.turn_rewards import TurnRewards, gae_over_turns, rewards_to_go, turn_advantages
 from april.rollout.trajectory import Sample
 
 
 class PolicyTerms(NamedTuple):
-    """What a micro-batch adds to an update."""
+    """Contribution of a micro-batch to an update."""
 
     loss: Tensor
     entropy: Tensor
     """Sum over the tokens, in nats."""
     kl: Tensor
-    """Sum over the tokens of the estimate of KL(π_θ ‖ π_ref); 0 without a reference policy."""
-    met: Diagnostics
+    """Sum of the tokens' estimates of KL(π_θ ‖ π_ref); 0 without a reference policy."""
+    diagnostics: Diagnostics
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """What an update amounts to, as sums: of micro-batches, and of whoever computed some of them."""
+class UpdateSums:
+    """Loss and metric sums of an update, additive over micro-batches and ranks."""
 
     loss: float = 0.0
     value_loss: float = 0.0
     entropy: float = 0.0
     kl: float = 0.0
     tokens: int = 0
-    met: Diagnostics = field(default_factory=Diagnostics.none)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics.none)
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
+    def __add__(self, other: UpdateSums) -> UpdateSums:
+        return UpdateSums(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What is optimised.
+    """Objective of training: advantages, policy loss, regularisers and value loss.
 
     Args:
-        algorithm: with the settings that are used.
-        budget: of a response, in tokens.
-        correction: of tokens that older policies sampled.
-        bounds: of the correction, by the names `correct` gives them, in place of the published ones.
+        algorithm: algorithm with the settings in use.
+        budget: response budget in tokens.
+        correction: kind of off-policy correction.
+        bounds: bounds of the correction, by the parameter names of `correct`, that replace the published ones.
         entropy_coef: weight of the entropy bonus.
-        value_clip: how far a value may move from its estimate before the update.
-        turn_discount: reward each turn of an episode with what comes from it on, discounted by this a turn; None
-            rewards the episode as a whole.
+        value_clip: largest change of a value from its estimate before the update.
+        turn_discount: discount per turn of the rewards to go that each turn of an episode is trained on; None trains
+            every turn on the reward of the whole episode.
     """
 
     algorithm: Algorithm
     budget: int
-    correction: CorrectionKind = "behaviour"
+    correction: CorrectionKind = "rollout_logprobs"
     bounds: Mapping[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
     value_clip: float = 0.2
@@ -80,41 +80,42 @@ class Objective:
 
     @property
     def regularised(self) -> bool:
-        """Whether there is a KL penalty, which needs a reference policy."""
+        """Whether the objective has a KL penalty, which needs a reference policy."""
         return self.algorithm.kl_coefficient > 0
 
     @property
     def penalised(self) -> bool:
-        """Whether the KL penalty is taken from the reward."""
+        """Whether the KL penalty is subtracted from the reward."""
         return self.regularised and self.algorithm.kl_place == "reward"
 
     def mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
-        """The tokens trained on.
+        """Return the mask of tokens to train on.
 
         Args:
             mask: True where a policy sampled the token, [B, T].
-            truncated: True for samples cut off by the response budget, [B].
+            truncated: True for samples truncated by the response budget, [B].
         """
         return overlong_filter(mask, truncated) if self.algorithm.overlong_filter else mask
 
     def rewards(self, rewards: Tensor, lengths: Tensor) -> Tensor:
-        """The rewards trained on, from each sample's own and its response's length in tokens, [groups, samples]."""
+        """Return the rewards to train on, given rewards and response lengths in tokens, [groups, samples] each."""
         if not self.algorithm.soft_overlong_penalty:
             return rewards
         return rewards + soft_overlong_penalty(lengths, self.budget, max(self.budget // 5, 1))
 
     def with_advantages(self, batch: Batch, rewards: Tensor, samples: Sequence[Sample] = ()) -> Batch:
-        """`batch` with an advantage of each sample or of each token, and with returns if there is a critic.
+        """Return `batch` with an advantage per sample or per token, and with returns if there is a critic.
 
         Args:
-            batch: all samples of the step, with what the objective needs of `reference`, `prox` and `values`.
-            rewards: those trained on, [groups, samples].
-            samples: the batch's own, which know their turns; needed where turns are rewarded.
+            batch: all samples of the step, with `reference_logprobs`, `proximal_logprobs` and `values` as far as the
+                objective uses them.
+            rewards: rewards to train on, [groups, samples].
+            samples: samples of the batch; needed with `turn_discount`.
         """
         chosen, mask = self.algorithm, batch.mask
         penalty = self._penalty(batch)
         if self.turn_discount is not None:
-            turns = Turns.of(samples, rewards.flatten(), mask.shape[1]).penalised(penalty)
+            turns = TurnRewards.of(samples, rewards.flatten(), mask.shape[1]).penalised(penalty)
             return self._by_turn(batch, turns, rewards.shape[1], self.turn_discount)
         if chosen.value_head:
             assert batch.values is not None
@@ -129,8 +130,8 @@ class Objective:
             advantages = estimators.ADVANTAGES[chosen.advantage](penalised).flatten()
         return dataclasses.replace(batch, advantages=advantages)
 
-    def _by_turn(self, batch: Batch, turns: Turns, group_size: int, discount: float) -> Batch:
-        """`batch` with an advantage of each turn, at all of its tokens."""
+    def _by_turn(self, batch: Batch, turns: TurnRewards, group_size: int, discount: float) -> Batch:
+        """Return `batch` with an advantage per turn, at all tokens of the turn."""
         chosen, mask = self.algorithm, batch.mask
         if chosen.value_head:
             assert batch.values is not None
@@ -143,33 +144,35 @@ class Objective:
         return dataclasses.replace(batch, advantages=advantages)
 
     def _penalty(self, batch: Batch) -> Tensor:
-        """What is taken from the reward of each token, [B, T]."""
+        """Return the KL penalty on each token's reward, [B, T]."""
         if not self.penalised:
             return torch.zeros(batch.mask.shape)
-        assert batch.prox is not None
-        assert batch.reference is not None
-        estimate = kl(batch.prox, batch.reference, batch.mask, self.algorithm.kl_estimator or "k1")
+        assert batch.proximal_logprobs is not None
+        assert batch.reference_logprobs is not None
+        estimate = kl(
+            batch.proximal_logprobs, batch.reference_logprobs, batch.mask, self.algorithm.kl_estimator or "k1"
+        )
         return self.algorithm.kl_coefficient * estimate
 
-    def carrying_signal(self, batch: Batch) -> list[int]:
-        """The rows that can have a gradient."""
+    def rows_with_gradient(self, batch: Batch) -> list[int]:
+        """Return the rows whose loss can have a gradient."""
         assert batch.advantages is not None
         trained = batch.mask.any(-1)
         everywhere = self.regularised or self.algorithm.value_head or self.entropy_coef
-        if not everywhere and not CORRECTIONS[self.correction].pull:
+        if not everywhere and not CORRECTIONS[self.correction].log_ratio_penalty:
             advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
             trained &= (advantages != 0).any(-1)
         return trained.nonzero()[:, 0].tolist()
 
     @property
     def clips_older_policies(self) -> bool:
-        """Whether a clip range made for a response's ratio within one step meets ratios against older policies."""
+        """Whether a clip range meant for sequence ratios within one step bounds ratios against older policies."""
         chosen = self.algorithm
-        against_older = CORRECTIONS[self.correction].denominator == "behaviour"
+        against_older = CORRECTIONS[self.correction].denominator == "rollout_logprobs"
         return against_older and chosen.loss in ("gspo", "gspo_token") and chosen.eps_low < 0.01
 
     def denominator(self, batch: Batch) -> float:
-        """What the sum over an update's rows is divided by, so that micro-batches add up to the whole."""
+        """Return the divisor of the update's loss sum. With it, the losses of micro-batches add up to the update's."""
         if self.algorithm.aggregation == "sequence-mean":
             return len(batch)
         if self.algorithm.aggregation == "constant":
@@ -177,42 +180,45 @@ class Objective:
         return max(int(batch.mask.sum()), 1)
 
     def loss(self, batch: Batch, logp: Tensor, entropy: Tensor, denominator: float) -> PolicyTerms:
-        """What a micro-batch adds to the policy's loss.
+        """Compute a micro-batch's contribution to the policy loss.
 
         Args:
             logp: log π_θ of each token, [B, T], with gradient.
-            entropy: of the distribution each token was drawn from, [B, T], in nats, with gradient.
-            denominator: of the whole update.
+            entropy: entropy of the distribution each token was drawn from, [B, T], in nats, with gradient.
+            denominator: denominator of the whole update.
         """
         chosen, mask, rule = self.algorithm, batch.mask, CORRECTIONS[self.correction]
         assert batch.advantages is not None
-        held = recent(mask, batch.ages, self.bounds.get("max_age"))
-        prox = logp.detach() if batch.prox is None else batch.prox
-        known = batch.behaviour, mask, batch.ages, batch.advantages
-        correction = correct(self.correction, logp, prox, *known, **self.bounds)
+        held = recent(mask, batch.token_staleness, self.bounds.get("max_age"))
+        proximal = logp.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
+        known = batch.rollout_logprobs, mask, batch.token_staleness, batch.advantages
+        correction = correct(self.correction, logp, proximal, *known, **self.bounds)
         clip = {"eps_low": chosen.eps_low, "eps_high": chosen.eps_high}
         if chosen.dual_clip is not None:
             clip["dual_clip"] = chosen.dual_clip
         policy = LOSSES[chosen.loss](logp, correction.old_logprobs, batch.advantages, correction.mask, **clip)
         tokens = policy.loss * correction.weights
         divergence = torch.zeros(mask.shape, device=mask.device)
-        if rule.pull:
-            tokens = tokens + rule.pull * log_ratio(logp, batch.behaviour, held).square()
-        if batch.reference is not None:
-            divergence = kl(logp, batch.reference, mask, chosen.kl_estimator or "k3")
+        if rule.log_ratio_penalty:
+            tokens = tokens + rule.log_ratio_penalty * log_ratio(logp, batch.rollout_logprobs, held).square()
+        if batch.reference_logprobs is not None:
+            divergence = kl(logp, batch.reference_logprobs, mask, chosen.kl_estimator or "k3")
         if not self.penalised:
             tokens = tokens + chosen.kl_coefficient * divergence.masked_fill(~held, 0.0)
         if self.entropy_coef:
             tokens = tokens + self.entropy_coef * entropy_bonus(entropy, held)
-        met = diagnostics(correction, prox, batch.behaviour, mask, batch.ages, policy.clipped, logp=logp)
+        measured = diagnostics(
+            correction, proximal, batch.rollout_logprobs, mask, batch.token_staleness, policy.clipped, logp=logp
+        )
         loss = aggregate(tokens, mask, chosen.aggregation, denominator)
-        return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), met)
+        return PolicyTerms(loss, (entropy.detach() * mask).sum(), divergence.detach().sum(), measured)
 
     def value_loss(self, batch: Batch, values: Tensor, tokens: int) -> Tensor:
-        """What a micro-batch adds to the critic's loss, the mean over the update's trained `tokens`.
+        """Compute a micro-batch's contribution to the critic's loss, a mean over the update's trained tokens.
 
         Args:
-            values: the critic's of each token, [B, T], with gradient.
+            values: critic's value of each token, [B, T], with gradient.
+            tokens: number of trained tokens of the whole update.
         """
         assert batch.values is not None
         assert batch.returns is not None
@@ -221,10 +227,10 @@ class Objective:
 
 
 def resolve(name: str, correction: CorrectionKind, own: Mapping[str, Any]) -> Algorithm:
-    """The algorithm called `name` beside a correction, with one's `own` settings in place of the published ones.
+    """Return the algorithm called `name` for use with `correction`, with `own` settings replacing the published ones.
 
     Args:
-        own: settings by their names in `Algorithm`; None stands for the published one.
+        own: settings by their names in `Algorithm`; None keeps the published value.
 
     Raises:
         ValueError: there is no such algorithm.

@@ -1,7 +1,7 @@
-"""Probability ratios between two policies, token by token.
+"""Probability ratios between two policies, per token.
 
 Invariants:
-- positions outside the mask never matter, whatever they hold: their log-ratio is 0 and no gradient reaches them;
+- positions outside the mask have no effect, for any values there: their log-ratio is 0 and they get no gradient;
 - half-precision inputs are computed in float32;
 - every ratio and its gradient is finite for any finite log-probabilities.
 """
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
-"""Ratios are exact up to e^20 (4.9e8) and go on along the tangent from there: a finite value and a gradient of the
-right sign where the exponential would overflow. No published method has its clip, cap or window beyond this."""
+"""Ratios are exact up to e^20 (4.9e8) and continue along the tangent above it, which keeps values finite and gradients
+of the right sign where the exponential would overflow. The clips, caps and windows of published methods are below."""
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x` in float32, or as it is where it has more precision."""
+    """Return `x` in float32; unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """log(π_a/π_b) of each token, 0 outside the mask.
+    """Return log(π_a/π_b) of each token, 0 outside the mask.
 
     Args:
         numerator: log π_a of each token, [B, T].
@@ -38,5 +38,5 @@ def bounded_exp(x: Tensor) -> Tensor:
 
 
 def sequence_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each sequence's trained tokens, [B, T] -> [B]; 0 for a sequence that has none."""
+    """Return the mean over each sequence's trained tokens, [B, T] -> [B]; 0 for a sequence without trained tokens."""
     return x.masked_fill(~mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)

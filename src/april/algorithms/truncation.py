@@ -1,10 +1,9 @@
-"""Which tokens top-k, top-p and min-p leave to be drawn.
+"""Truncation of distributions by top-k, top-p and min-p.
 
-Engines record the log-probability of a token under the distribution it was drawn from. With a truncated one the trainer
-has to score tokens under what the same rule leaves of its own distribution: then the ratio of a fresh token is 1, and
-only what has really moved counts as stale.
+Engines record the log-probability of a token under the distribution it was drawn from. If that was truncated, the
+trainer must truncate its own distribution by the same rule: then the ratio of an on-policy token is 1.
 
-Invariant: the most probable token is always left, and so is every token that is said to have been drawn.
+Invariant: truncation keeps the most probable token and every token that was drawn.
 """
 
 from __future__ import annotations
@@ -16,27 +15,28 @@ import torch
 from torch import Tensor
 
 NEVER = -1e4
-"""How far below the highest a logit makes a token impossible: its probability, and that times its logarithm, are 0."""
+"""Logit of a removed token, relative to the highest: its p and p · log p are 0 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """top_k, then top_p of what that leaves, then min_p, as in `SamplingParams`."""
+    """top_k, then top_p of the remaining tokens, then min_p, as in `SamplingParams`."""
 
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __bool__(self) -> bool:
-        """Whether anything is cut off."""
+        """Whether any token can be removed."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def apply(self, logits: Tensor, drawn: Tensor) -> Tensor:
-        """`logits` with those that cannot be drawn set far below the others.
+        """Return `logits` with those of removed tokens set far below the highest.
 
         Args:
-            logits: already divided by the temperature, [N, V].
-            drawn: token ids that were drawn, [N]; they are left even where the rule has come to cut them off.
+            logits: logits divided by the temperature, [N, V].
+            drawn: token ids that were drawn, [N]; they are kept even if the policy has changed so that the rule would
+                now remove them.
         """
         kept = self._kept(logits).scatter_(1, drawn[:, None], True)
         return torch.where(kept, logits, logits.amax(-1, keepdim=True) + NEVER)

@@ -35,7 +35,7 @@ class AlgorithmSettings:
     """
 
     algorithm: str = "grpo"
-    correction: str = "behaviour"
+    correction: str = "rollout_logprobs"
     correction_cap: PositiveUnbounded[float] | None = None
     correction_low: NotNegative[float] | None = None
     correction_high: PositiveUnbounded[float] | None = None

@@ -12,11 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from april.integrations.prompts import RequestedPrompts
 from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 from april.rollout.params import RolloutParams
@@ -24,51 +24,6 @@ from april.rollout.rewards import GroupRewardFunction, RewardFunction
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Sample
-
-
-class AskedPrompts(Iterator[Prompt]):
-    """The prompts asked for and not begun, in order; `extra` ones when there are none.
-
-    Args:
-        extra: more prompts. If it has `state_dict` and `load_state_dict`, its position is saved too.
-
-    Attributes:
-        asked: prompts asked for so far.
-        drawn: extra prompts drawn so far.
-    """
-
-    def __init__(self, extra: Iterable[Prompt] = ()) -> None:
-        self.extra = extra
-        self.waiting: deque[Prompt] = deque()
-        self.asked = 0
-        self.drawn = 0
-        self._more = iter(extra)
-
-    def ask(self, prompts: Sequence[Prompt]) -> None:
-        self.waiting.extend(prompts)
-        self.asked += len(prompts)
-
-    def __next__(self) -> Prompt:
-        if self.waiting:
-            return self.waiting.popleft()
-        prompt = next(self._more)
-        self.drawn += 1
-        return prompt
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "waiting": [prompt.to_dict() for prompt in self.waiting],
-            "asked": self.asked,
-            "drawn": self.drawn,
-            "extra": self.extra.state_dict() if hasattr(self.extra, "state_dict") else None,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.waiting = deque(Prompt.from_dict(saved) for saved in state["waiting"])
-        self.asked, self.drawn = state["asked"], state["drawn"]
-        if state["extra"] is not None:
-            self.extra.load_state_dict(state["extra"])  # type: ignore[attr-defined]
-            self._more = iter(self.extra)
 
 
 async def unscored(prompt: Prompt, sample: Sample) -> float:
@@ -98,7 +53,7 @@ class RolloutAdapter:
         reward: RewardFunction | GroupRewardFunction = unscored,
         **settings: Any,
     ) -> None:
-        self.prompts = AskedPrompts(extra)
+        self.prompts = RequestedPrompts(extra)
         self.scheduler = RolloutScheduler(engine, self.prompts, reward, params, **settings)
         self._turn = asyncio.Lock()
 
@@ -118,9 +73,9 @@ class RolloutAdapter:
         """
         expected = self.scheduler.params.rollout_batch_size
         if len(prompts) != expected:
-            raise ValueError(f"{len(prompts)} prompts were asked for where rollout_batch_size = {expected}")
+            raise ValueError(f"{len(prompts)} prompts were requested where rollout_batch_size = {expected}")
         async with self._turn:
-            self.prompts.ask(prompts)
+            self.prompts.request(prompts)
             return await self.scheduler.next_batch()
 
     async def resume(self) -> RolloutBatch:

@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
 from april.algorithms.corrections import Diagnostics
-from april.algorithms.objective import Objective, Sums, resolve
+from april.algorithms.objective import Objective, UpdateSums, resolve
 from april.algorithms.truncation import WHOLE, Truncation
 from april.config.algorithm import AlgorithmSettings
 from april.config.error import ConfigError
@@ -165,7 +165,7 @@ class LocalLearner:
         own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
         if (updated := self._updated_share()) is not None:
             own["updated_share"] = updated
-        return metrics | own | _off_policy(functools.reduce(operator.add, (met for _, met in results)))
+        return metrics | own | _off_policy(functools.reduce(operator.add, (diagnostics for _, diagnostics in results)))
 
     def _updated_share(self) -> float | None:
         return self.update_share.take()
@@ -185,15 +185,15 @@ class LocalLearner:
         truncated = torch.tensor([sample.truncated for sample in samples])
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
         if self.objective.regularised:
-            batch = dataclasses.replace(batch, reference=self._score(self._reference_logprobs, batch))
+            batch = dataclasses.replace(batch, reference_logprobs=self._score(self._reference_logprobs, batch))
         if self.objective.penalised:
-            batch = dataclasses.replace(batch, prox=self._score(self.logprobs, batch))
+            batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch))
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
-        if batch.prox is None and self.settings.updates_per_step > 1:
-            signal = self.objective.carrying_signal(batch)
-            batch = dataclasses.replace(batch, prox=self._score(self.logprobs, batch, signal))
+        if batch.proximal_logprobs is None and self.settings.updates_per_step > 1:
+            signal = self.objective.rows_with_gradient(batch)
+            batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch, signal))
         return batch
 
     def rewards(self, groups: Sequence[Group]) -> Tensor:
@@ -226,8 +226,8 @@ class LocalLearner:
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
         means = {term: total / sums.tokens for term, total in means.items() if sums.tokens}
         rate = self.optimizer.param_groups[0]["lr"]
-        more = {"ess": sums.met.effective_sample_size, "lr": rate, "skipped_updates": float(not finite)}
-        return means | measured | more, sums.met
+        more = {"ess": sums.diagnostics.effective_sample_size, "lr": rate, "skipped_updates": float(not finite)}
+        return means | measured | more, sums.diagnostics
 
     def _trained(self) -> tuple[Any, ...]:
         return (self.policy, self.critic) if self.critic else (self.policy,)
@@ -248,12 +248,12 @@ class LocalLearner:
         """Clip the gradient of `module` and return its norm before that."""
         return float(torch.nn.utils.clip_grad_norm_(self.masters.trained(module), self.settings.max_grad_norm))
 
-    def gradient(self, batch: Batch) -> Sums:
+    def gradient(self, batch: Batch) -> UpdateSums:
         """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
         self.release_gradients()
-        sums = Sums()
-        for _, micro in self._passes(batch, self.objective.carrying_signal(batch)):
+        sums = UpdateSums()
+        for _, micro in self._passes(batch, self.objective.rows_with_gradient(batch)):
             sums += self._backward(micro, denominator, trained)
         return sums
 
@@ -263,7 +263,7 @@ class LocalLearner:
         if self.critic_optimizer:
             self.critic_optimizer.zero_grad(set_to_none=True)
 
-    def _backward(self, micro: Batch, denominator: float, trained: int) -> Sums:
+    def _backward(self, micro: Batch, denominator: float, trained: int) -> UpdateSums:
         """Add the gradient of a micro-batch."""
         logp, entropy = self.policy(micro)
         terms = self.objective.loss(micro, logp, entropy, denominator)
@@ -274,7 +274,7 @@ class LocalLearner:
             loss.backward()  # type: ignore[no-untyped-call]
             value_loss = loss.item()
         entropy_sum, kl_sum, tokens = terms.entropy.item(), terms.kl.item(), int(micro.mask.sum())
-        return Sums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.met.to("cpu"))
+        return UpdateSums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.diagnostics.to("cpu"))
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
         """`rows` of the batch in micro-batches, and which rows each has."""
@@ -405,9 +405,9 @@ def _drawn_from(rollout: RolloutSettings) -> tuple[float, Truncation]:
     return rollout.temperature, Truncation(rollout.top_k, rollout.top_p, rollout.min_p)
 
 
-def _off_policy(met: Diagnostics) -> dict[str, float]:
+def _off_policy(diagnostics: Diagnostics) -> dict[str, float]:
     """How far from on-policy the step's tokens were and what was done about it, overall and by age."""
-    named = met.metrics()
+    named = diagnostics.metrics()
     return {
         "clip_fraction": named["clipped"],
         "masked_fraction": named["masked"],

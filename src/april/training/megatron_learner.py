@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from april.algorithms.batch import Batch
-from april.algorithms.objective import Sums
+from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.training.checkpoint import TRAINING
 from april.training.forward import PolicyModel, alike, probe
@@ -62,7 +62,7 @@ class MegatronLearner(ShardedLearner):
         """Megatron's own layers take no packed rows, so none are packed here."""
         yield
 
-    def gradient(self, batch: Batch) -> Sums:
+    def gradient(self, batch: Batch) -> UpdateSums:
         sums = super().gradient(batch)
         self.policy.reduce_gradient()
         return sums

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from april.algorithms.corrections import Diagnostics
-from april.algorithms.objective import Sums
+from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.training.context import Context
 from april.training.meeting import meet
@@ -108,15 +108,17 @@ class Ranks:
         dist.all_reduce(tensor)
         return tensor
 
-    def total(self, sums: Sums) -> Sums:
+    def total(self, sums: UpdateSums) -> UpdateSums:
         """What all ranks' sums add up to."""
         own = [sums.loss, sums.value_loss, sums.entropy, sums.kl, float(sums.tokens)]
         loss, value_loss, entropy, kl, tokens = self.sum(torch.tensor(own, dtype=torch.float64)).tolist()
-        largest = sums.met.largest.clone()
+        largest = sums.diagnostics.largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        of_tokens, k3, sequences = (self.sum(t.clone()) for t in (sums.met.sums, sums.met.k3, sums.met.sequences))
-        met = Diagnostics(of_tokens, k3, largest, sequences)
-        return Sums(loss, value_loss, entropy, kl, round(tokens), met)
+        of_tokens, k3, sequences = (
+            self.sum(t.clone()) for t in (sums.diagnostics.sums, sums.diagnostics.k3, sums.diagnostics.sequences)
+        )
+        diagnostics = Diagnostics(of_tokens, k3, largest, sequences)
+        return UpdateSums(loss, value_loss, entropy, kl, round(tokens), diagnostics)
 
     def send(self, command: Any) -> None:
         """Of the leader: send a command to all others."""

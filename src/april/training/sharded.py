@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.algorithms.batch import Batch
-from april.algorithms.objective import Sums
+from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.device_memory import is_out_of_memory
@@ -214,9 +214,9 @@ class ShardedLearner(LocalLearner):
             gradient.to_local().mul_(scale)
         return norm
 
-    def gradient(self, batch: Batch) -> Sums:
+    def gradient(self, batch: Batch) -> UpdateSums:
         own = super().gradient(batch)
-        return self.ranks.total(own if self.ranks.counts else Sums())
+        return self.ranks.total(own if self.ranks.counts else UpdateSums())
 
     def _updated_share(self) -> float | None:
         return self.update_share.take(self.ranks.sum)

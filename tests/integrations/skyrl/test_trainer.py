@@ -175,7 +175,7 @@ def use(folder: Path, env_class: str) -> None:
 
 def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> None:
     use(tmp_path, "endless")
-    with pytest.raises(RewardError, match="the environment goes on after the first turn"):
+    with pytest.raises(RewardError, match="the environment asks for another turn"):
         run(trainer__max_prompt_length=64)  # room for a second turn, whatever the first was; else SkyRL ends there
 
 

@@ -17,10 +17,11 @@ from datasets import Dataset
 from peft import IA3Config, LoraConfig
 
 from april.extras import install_command
+from april.integrations.prompts import DatasetPrompts
 from april.integrations.requirement import require
 from april.integrations.trl import GRPOTrainer, PartialRollouts
 from april.integrations.trl.checkpoint import STATE
-from april.integrations.trl.prompts import ShuffledRows, StreamedRows
+from april.integrations.trl.prompts import dataset_prompts
 from april.rollout.trajectory import Prompt
 from tests import tiny
 from tests.integrations.trl.trainer import TEMPLATE, Reward, Watched, rows
@@ -284,13 +285,13 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
     def encode(row: Any) -> Prompt:
         return Prompt((row["answer"],))
 
-    def drawn(stream: ShuffledRows, count: int) -> list[int]:
+    def drawn(stream: DatasetPrompts, count: int) -> list[int]:
         return [next(stream).token_ids[0] for _ in range(count)]
 
-    whole = drawn(ShuffledRows(rows(10), encode, 3), 25)
+    whole = drawn(dataset_prompts(rows(10), encode, 3), 25)
     assert sorted(whole[:10]) == sorted(whole[10:20]) == list(range(10))
     assert whole[:10] != whole[10:20]
-    first, second = ShuffledRows(rows(10), encode, 3), ShuffledRows(rows(10), encode, 3)
+    first, second = dataset_prompts(rows(10), encode, 3), dataset_prompts(rows(10), encode, 3)
     begun = drawn(first, 13)
     second.load_state_dict(first.state_dict())
     assert begun + drawn(second, 12) == whole
@@ -389,11 +390,11 @@ def test_a_streamed_dataset_trains_and_goes_on_after_a_restart(tmp_path: Path) -
 
 
 def test_rows_of_a_stream_come_epoch_after_epoch_and_go_on_after_a_restart() -> None:
-    def drawn(stream: StreamedRows, count: int) -> list[int]:
+    def drawn(stream: DatasetPrompts, count: int) -> list[int]:
         return [next(stream).token_ids[0] for _ in range(count)]
 
-    def stream() -> StreamedRows:
-        return StreamedRows(rows(10).to_iterable_dataset(), lambda row: Prompt((row["answer"],)))
+    def stream() -> DatasetPrompts:
+        return dataset_prompts(rows(10).to_iterable_dataset(), lambda row: Prompt((row["answer"],)), 3)
 
     assert drawn(stream(), 25) == [n % 10 for n in range(25)]
     for begun in (3, 10, 13):

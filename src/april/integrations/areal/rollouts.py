@@ -27,16 +27,12 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 
-from april.engines.pool import EnginePool
-from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import local_vocab_size
-from april.engines.servers.sglang import SGLang
-from april.engines.servers.stream import Delta, Stream
 from april.integrations.areal.settings import params_of
-from april.integrations.areal.workflow import Asked, Finished, Question
-from april.integrations.rows import Rows
-from april.integrations.saved import opened, stamped
+from april.integrations.areal.workflow import RequestCapture, RequestMade, WorkflowResponse
+from april.integrations.prompts import DataloaderRows
+from april.integrations.servers import UnlabelledSGLang, connect
 from april.integrations.settings import Settings
+from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
@@ -46,35 +42,11 @@ from april.rollout.trajectory import Group, Prompt, Reward, Sample
 FORMAT = 1
 
 
-class Unnamed(SGLang):
-    """SGLang whose weights AReaL counts itself."""
-
-    async def label(self) -> str | None:
-        return None
-
-    def read(self, event: bytes, stream: Stream) -> Delta | None:
-        delta = super().read(event, stream)
-        return None if delta is None else delta._replace(version=None, spans=())
-
-
-class ArealServer(ServerEngine):
-    """One of AReaL's servers, which AReaL gives weights."""
-
-    async def refresh(self) -> None:
-        await super().refresh()
-        self._label = None
-
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """AReaL has brought the weights there already."""
-        self.version = version
-        self._name_weights()
-
-
 class Prompts:
     """AReaL's training dataloader, with what is under way as a part of its state. Only `Rollouts` draws from it."""
 
     def __init__(self, dataloader: Any, rollouts: Rollouts) -> None:
-        self.rows = Rows(dataloader)
+        self.rows = DataloaderRows(dataloader)
         self.batch_size: int = dataloader.batch_size
         self._rollouts = rollouts
 
@@ -130,13 +102,9 @@ class Rollouts:
     async def _begin(self, addresses: Sequence[str]) -> RolloutScheduler:
         assert self.prompts is not None, "AReaL's trainer has no dataloader"
         self._sampling = self._sampling_of(self._asked(self.prompts.rows.peek()))
-        vocab_size = local_vocab_size(self.config.actor.path)
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
-        servers = [
-            await ArealServer.connect(url, Unnamed, vocab_size=vocab_size, stream_interval="auto") for url in urls
-        ]
         scheduler = RolloutScheduler(
-            EnginePool(servers),
+            await connect(urls, UnlabelledSGLang, self.config.actor.path),
             map(self._encode, self.prompts.rows),
             self._score,
             self.params,
@@ -157,9 +125,9 @@ class Rollouts:
     async def _question(self, row: Any) -> ModelRequest:
         assert self._workflow is not None
         try:
-            await self._workflow.arun_episode(Question(), row)
-        except Asked as asked:
-            return asked.request
+            await self._workflow.arun_episode(RequestCapture(), row)
+        except RequestMade as made:
+            return made.request
         raise ValueError("the workflow returns without asking its engine for a response")
 
     @staticmethod
@@ -189,7 +157,7 @@ class Rollouts:
         """What the workflow makes of a finished response."""
         assert self._workflow is not None
         workflow_context.set(WorkflowContext(is_eval=False, task_id=int(sample.group_id)))
-        made = await self._workflow.arun_episode(Finished(sample), copy.deepcopy(prompt.metadata["row"]))
+        made = await self._workflow.arun_episode(WorkflowResponse(sample), copy.deepcopy(prompt.metadata["row"]))
         if made is None:
             return Reward(0.0, {"tensors": None})
         if not all(isinstance(value, torch.Tensor) for value in made.values()):
@@ -243,7 +211,7 @@ class Rollouts:
         return self._loop.run(self._state(self.scheduler))
 
     async def _state(self, scheduler: RolloutScheduler) -> Mapping[str, Any]:
-        return stamped(FORMAT, scheduler=scheduler.state_dict())
+        return with_format(FORMAT, scheduler=scheduler.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from `state_dict`, before the first batch.
@@ -251,7 +219,7 @@ class Rollouts:
         Raises:
             ValueError: another april made it.
         """
-        self._saved = None if state is None else opened(state, FORMAT, "AReaL's recovery state")
+        self._saved = None if state is None else check_format(state, FORMAT, "AReaL's recovery state")
 
     def close(self) -> None:
         if self.scheduler is not None:

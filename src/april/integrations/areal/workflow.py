@@ -1,46 +1,44 @@
-"""AReaL's workflow asked for its request, and given a finished response."""
+"""Engines that stand in for AReaL's when april runs a workflow.
+
+april runs each workflow twice: once to learn the request that it would send, and once with the finished response, which
+it scores.
+"""
 
 from __future__ import annotations
 
 from areal.api import ModelRequest, ModelResponse
 
-from april.rollout.sampling import FinishReason
+from april.integrations.finished_response import FinishedResponse
 from april.rollout.trajectory import Sample
 
 
-class Asked(BaseException):
-    """A workflow has asked for its response. No workflow catches it by accident."""
+class RequestMade(BaseException):
+    """Carries a workflow's request out of it. A workflow that catches `Exception` does not catch this."""
 
     def __init__(self, request: ModelRequest) -> None:
         self.request = request
 
 
-class Question:
-    """Where a workflow expects AReaL's engine, to learn what it asks for."""
+class RequestCapture:
+    """An engine that ends the workflow at its first request."""
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        raise Asked(request)
+        raise RequestMade(request)
 
 
-class Finished:
-    """A finished response, where a workflow asks AReaL's engine to generate one."""
+class WorkflowResponse(FinishedResponse):
+    """An engine that returns a finished response."""
 
     def __init__(self, sample: Sample) -> None:
-        self.sample = sample
-        self.asked = 0
+        super().__init__(sample, "the workflow")
 
     async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        self.asked += 1
-        sample = self.sample
-        if self.asked > 1:
-            raise RuntimeError("the workflow asks for another turn: april generates one turn a sample")
-        if tuple(request.input_ids) != tuple(sample.prompt_ids):
-            raise RuntimeError("the workflow asks with another prompt than the first time: it has to be the same")
+        sample = self.response_to(request.input_ids)
         return ModelResponse(
             input_tokens=list(request.input_ids),
             output_tokens=list(sample.response_ids),
             output_logprobs=sample.logprobs.tolist(),
             output_versions=sample.versions.tolist(),
-            stop_reason="length" if sample.finish is FinishReason.LENGTH else "stop",
+            stop_reason=self.stop_reason,
             tokenizer=request.tokenizer,
         )

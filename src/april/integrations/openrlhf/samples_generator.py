@@ -25,10 +25,12 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from april.engines.pool import EnginePool
+from april.integrations.finished_response import FinishedResponse
 from april.integrations.openrlhf.settings import check, params_of
 from april.integrations.openrlhf.vllm_actor import replicas
-from april.integrations.saved import opened, stamped
+from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings
+from april.integrations.state_format import check_format, with_format
 from april.integrations.version_tracker import VersionTracker
 from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
@@ -41,48 +43,23 @@ from april.rollout.trajectory import Group, Prompt, Reward, Sample
 FORMAT = 1
 
 
-class Finished:
-    """A finished response, where OpenRLHF's executor asks an engine to generate one."""
+class ExecutorResponse(FinishedResponse):
+    """A finished response, in place of the vLLM engine that OpenRLHF's executor calls."""
 
     def __init__(self, sample: Sample) -> None:
-        ids = sample.response_ids
-        logprobs = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, sample.logprobs, strict=True)]
-        reason = "length" if sample.finish is FinishReason.LENGTH else "stop"
-        self.output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=reason)
+        super().__init__(sample, "the executor")
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling_params: Any, **_: Any) -> Any:
-        return SimpleNamespace(outputs=[self.output])
+        sample = self.response_to(prompt_token_ids)
+        ids = sample.response_ids
+        logprobs = [{id: SimpleNamespace(logprob=float(p))} for id, p in zip(ids, sample.logprobs, strict=True)]
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason=self.stop_reason)
+        return SimpleNamespace(outputs=[output])
 
 
-class Prompts(Iterator[Prompt]):
-    """OpenRLHF's prompts, episode after episode without a break."""
-
-    def __init__(self, dataloader: Any, encode: Any) -> None:
-        self.dataloader = dataloader
-        self.encode = encode
-        self.drawn = 0
-        self._rows: Iterator[Any] | None = None
-
-    def __next__(self) -> Prompt:
-        if self._rows is None:
-            self._rows = iter(self.dataloader)
-        row = next(self._rows, None)
-        if row is None:
-            self._rows = iter(self.dataloader)
-            row = next(self._rows)
-        _, (prompt,), (label,), (images,) = row
-        if images is not None:
-            raise ValueError("a prompt has images: april's prompts are text")
-        self.drawn += 1
-        made: Prompt = self.encode(prompt, label)
-        return made
-
-    def state_dict(self) -> dict[str, int]:
-        """The place in the dataloader is in OpenRLHF's checkpoint."""
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.drawn, self._rows = state["drawn"], None
+def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
+    """Split a batch of OpenRLHF's dataloader into rows of prompt, label and images."""
+    return zip(*batch[1:], strict=True)
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
@@ -101,10 +78,10 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._loop.run(self._set_up(settings))
 
     async def _set_up(self, settings: Settings) -> None:
-        self.prompts = Prompts(self.prompts_dataloader, self._encode)
+        self.rows = DataloaderRows(self.prompts_dataloader, rows_of)
         self.scheduler = RolloutScheduler(
             EnginePool(list[Engine](replicas(self.vllm_engines))),
-            self.prompts,
+            map(self._encode_row, self.rows),
             self._score,
             params_of(self.args, settings),
             sampling=self._sampling(self.generate_kwargs),
@@ -123,6 +100,12 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             top_k=max(kwargs.get("top_k", -1), 0),
         )
 
+    def _encode_row(self, row: tuple[Any, ...]) -> Prompt:
+        prompt, label, images = row
+        if images is not None:
+            raise ValueError("a prompt has images: april's prompts are text")
+        return self._encode(prompt, label)
+
     def _encode(self, prompt: str, label: Any) -> Prompt:
         """As OpenRLHF's executor tokenizes it, and shortens it where it would leave a response no room."""
         ids = self.tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
@@ -139,7 +122,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             sampling_params=params,
             max_length=kwargs["max_len"],
             hf_tokenizer=self.tokenizer,
-            llm_engine=Finished(sample),
+            llm_engine=ExecutorResponse(sample),
         )
         assert response["observation_tokens"] == [*sample.prompt_ids, *sample.response_ids]
         return response
@@ -187,7 +170,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
         """A step's samples, the % of groups that the filter kept, prompts begun, and whether the episode is over."""
-        before = self.prompts.drawn
+        before = self.rows.drawn
         self._awake("wake_up")
         try:
             self._loop.run(self._catch_up())
@@ -202,7 +185,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             self._steps = 0
         kept = 100 * len(step.groups) / (len(step.groups) + len(step.rejections))
         share = kept if self.args.algo.dynamic_filtering_enable else None
-        return self._experiences(step.groups, generate_kwargs), share, self.prompts.drawn - before, over
+        return self._experiences(step.groups, generate_kwargs), share, self.rows.drawn - before, over
 
     async def _catch_up(self) -> None:
         if self.updated:
@@ -231,10 +214,11 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def state_dict(self) -> str:
         """The buffer, for OpenRLHF's checkpoint."""
         state = self.scheduler.state_dict()
-        return as_json(stamped(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
+        return as_json(with_format(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
 
     def load_state_dict(self, saved: str) -> None:
-        state = opened(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
+        state = check_format(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
+        self.rows.reopen()
         self.scheduler.load_state_dict(state["scheduler"])
         self._steps, self._versions.taken, self.updated = state["steps"], state["taken"], True
 

@@ -29,19 +29,17 @@ from skyrl.train.generators.base import (
 )
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
 
-from april.engines.pool import EnginePool
-from april.engines.servers.server import ServerEngine
-from april.engines.servers.server_api import local_vocab_size
-from april.engines.servers.vllm import VLLM
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.rows import Rows
-from april.integrations.saved import opened, stamped
+from april.integrations.finished_response import FinishedResponse
+from april.integrations.prompts import DataloaderRows
+from april.integrations.servers import UnlabelledVLLM, connect
 from april.integrations.settings import Settings
 from april.integrations.skyrl.settings import check, params_of
+from april.integrations.state_format import check_format, with_format
 from april.integrations.version_tracker import VersionTracker
 from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
-from april.rollout.sampling import FinishReason, SamplingParams
+from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 FORMAT = 1
@@ -56,7 +54,7 @@ class Prompts:
     """
 
     def __init__(self, dataloader: Any, size: int) -> None:
-        self.rows = Rows(dataloader)
+        self.rows = DataloaderRows(dataloader)
         self.size = size
         self._steps = 0
         """Batches that the loop has had of this epoch."""
@@ -78,43 +76,22 @@ class Prompts:
         self.rows.load_state_dict(state["rows"])
 
 
-class Unnamed(VLLM):
-    """vLLM whose weights SkyRL counts itself."""
-
-    async def label(self) -> str | None:
-        return None
-
-
-class SkyRLServer(ServerEngine):
-    """One of SkyRL's servers, which SkyRL gives weights."""
-
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """SkyRL has brought the weights there already."""
-        self.version = version
-        self._name_weights()
-
-
-class Finished:
-    """A finished response, where SkyRL's agent loop asks its servers to generate one."""
+class AgentLoopResponse(FinishedResponse):
+    """A finished response, in place of the inference client that SkyRL's agent loop calls."""
 
     def __init__(self, sample: Sample, client: Any) -> None:
-        self.sample = sample
-        self.asked = 0
+        super().__init__(sample, "the environment")
         self._client = client
 
-    async def generate(self, asked: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked > 1:
-            raise RuntimeError("the environment goes on after the first turn: april generates one turn a sample")
-        (prompt,) = asked["prompt_token_ids"]
-        if tuple(prompt) != tuple(self.sample.prompt_ids):
-            raise RuntimeError("the environment's init says another prompt than the first time: it has to say the same")
-        ids = list(self.sample.response_ids)
+    async def generate(self, request: Mapping[str, Any], model: str | None = None) -> dict[str, Any]:
+        (prompt,) = request["prompt_token_ids"]
+        sample = self.response_to(prompt)
+        ids = list(sample.response_ids)
         return {
             "responses": await self._client.detokenize([ids]),
             "response_ids": [ids],
-            "stop_reasons": ["length" if self.sample.finish is FinishReason.LENGTH else "stop"],
-            "response_logprobs": [self.sample.logprobs.tolist()],
+            "stop_reasons": [self.stop_reason],
+            "response_logprobs": [sample.logprobs.tolist()],
         }
 
     async def finish_session(self, session_id: str) -> None:
@@ -196,7 +173,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         """What SkyRL's agent loop makes of a finished response."""
         row = prompt.metadata
         loop = copy.copy(self)
-        loop.inference_engine_client = Finished(sample, self.inference_engine_client)
+        loop.inference_engine_client = AgentLoopResponse(sample, self.inference_engine_client)
         output = await SkyRLGymGenerator.agent_loop(
             loop,
             copy.deepcopy(row["prompt"]),
@@ -253,14 +230,9 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
 
     async def _begin(self) -> RolloutAdapter:
         drawn = self.generator_cfg.sampling_params
-        vocab_size = local_vocab_size(self.cfg.trainer.policy.model.path)
-        servers = [
-            await SkyRLServer.connect(url, Unnamed, vocab_size=vocab_size, stream_interval="auto")
-            for url in self.inference_engine_client.server_urls
-        ]
         filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
         return RolloutAdapter(
-            EnginePool(servers),
+            await connect(self.inference_engine_client.server_urls, UnlabelledVLLM, self.cfg.trainer.policy.model.path),
             params_of(self.cfg, self.settings),
             extra=self._extra(),
             reward=self._score,
@@ -280,7 +252,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         """The buffer, for SkyRL's checkpoint; None before the first rollout."""
         if self.adapter is None or self._versions is None:
             return self._saved
-        return stamped(FORMAT, taken=self._versions.taken, scheduler=self.adapter.state_dict())
+        return with_format(FORMAT, taken=self._versions.taken, scheduler=self.adapter.state_dict())
 
     def load_state_dict(self, saved: Mapping[str, Any], where: str) -> None:
         """Go on from `state_dict`, before the first rollout.
@@ -288,7 +260,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         Raises:
             ValueError: another april made it.
         """
-        self._saved = opened(saved, FORMAT, where)
+        self._saved = check_format(saved, FORMAT, where)
 
     async def close(self) -> None:
         if self.adapter is not None:

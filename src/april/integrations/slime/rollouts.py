@@ -38,10 +38,10 @@ from slime.utils.types import Sample as SlimeSample
 from transformers import AutoConfig, GenerationConfig
 
 from april.engines.servers.stream_interval import StreamInterval
-from april.integrations.saved import opened, stamped
 from april.integrations.slime.samples import differs, mark_begun, sampled, scored
 from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
+from april.integrations.state_format import check_format, with_format
 from april.integrations.support_sets import Kept
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
@@ -117,7 +117,7 @@ class SlimeRollouts:
         self._scheduler: RolloutScheduler | None = None
         self._label: str | None = None
         self._interval = StreamInterval("auto")
-        self._saved = opened(state, FORMAT, "slime's checkpoint") if state else None
+        self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
         self._kept = kept_of(args, self._saved)
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
@@ -166,7 +166,7 @@ class SlimeRollouts:
         ahead = batch.to_dict() if batch is not None and batch.rollout_id > rollout_id else None
         if self._scheduler is None:
             return {**self._saved, "ahead": ahead} if self._saved is not None else {}
-        return stamped(
+        return with_format(
             FORMAT,
             drawn=self.drawn,
             scheduler=self._scheduler.state_dict(),

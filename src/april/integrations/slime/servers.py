@@ -12,11 +12,11 @@ from slime.utils.http_utils import get
 
 from april.engines.pool import EnginePool
 from april.engines.servers.client import HTTPClient, RequestError
-from april.engines.servers.server import ServerEngine
 from april.engines.servers.server_api import local_vocab_size
 from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.stream_interval import StreamInterval
+from april.integrations.servers import FrameworkServer
 from april.integrations.support_sets import Kept
 from april.rollout.engine import Engine, EngineError
 from april.rollout.sampling import SamplingParams
@@ -59,7 +59,7 @@ class OneVersion(SGLang):
         return delta._replace(version=None, spans=())
 
 
-class SlimeServer(ServerEngine):
+class SlimeServer(FrameworkServer):
     """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
 
     _api: OneVersion
@@ -76,11 +76,6 @@ class SlimeServer(ServerEngine):
             now, self._label = self._label, before
             raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
         self._api.expected = self._label
-
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """slime has seen to it already."""
-        self.version = version
-        self._name_weights()
 
 
 async def connect(args: Namespace, kept: Kept | None, interval: StreamInterval) -> tuple[Engine, str | None]:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from april.integrations.saved import opened, stamped
+from april.integrations.state_format import check_format, with_format
 from april.rollout.disk import write_whole
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Checkpoint(TrainerCallback):
         if not state.is_world_process_zero:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        write_whole(checkpoint / STATE, json.dumps(stamped(FORMAT, **self.rollouts.state_dict())))
+        write_whole(checkpoint / STATE, json.dumps(with_format(FORMAT, **self.rollouts.state_dict())))
 
 
 def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> Mapping[str, Any] | None:
@@ -50,7 +50,7 @@ def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> Ma
     if not path.exists():
         logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
         return None
-    return opened(json.loads(path.read_text()), FORMAT, path)
+    return check_format(json.loads(path.read_text()), FORMAT, path)
 
 
 def how_to_go_on(directory: Path, what: str) -> str:

@@ -1,4 +1,4 @@
-"""TRL's rows as april's prompts."""
+"""Rows of TRL's datasets as april's prompts."""
 
 from __future__ import annotations
 
@@ -6,89 +6,18 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, IterableDataset
-from numpy.typing import NDArray
+from datasets import Dataset
 
+from april.integrations.prompts import DatasetPrompts
 from april.rollout.trajectory import Prompt
 
-
-class ShuffledRows(Iterator[Prompt]):
-    """A dataset's rows as prompts, epoch after epoch, in an order that follows from (seed, epoch).
-
-    These are the prompts that bring what is under way from N to N'; the dataloader asks for its own.
-    """
-
-    def __init__(self, dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed: int) -> None:
-        self.dataset = dataset
-        self.encode = encode
-        self.seed = seed
-        self.drawn = 0
-        self._epoch = 0
-        self._order = self._permutation()
-
-    def _permutation(self) -> NDArray[np.int64]:
-        return np.random.default_rng((self.seed, self._epoch)).permutation(len(self.dataset))
-
-    def __next__(self) -> Prompt:
-        epoch, position = divmod(self.drawn, len(self.dataset))
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = self._permutation()
-        self.drawn += 1
-        return self.encode(self.dataset[int(self._order[position])])
-
-    def state_dict(self) -> dict[str, int]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.drawn = state["drawn"]
+Row = Mapping[str, Any]
 
 
-class StreamedRows(Iterator[Prompt]):
-    """The rows of a dataset that can only be read from its beginning, epoch after epoch, in the order it gives.
+def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> Callable[[Row], Prompt]:
+    """Return a function that tokenizes a row's prompt as TRL does, and keeps the whole row as the prompt's metadata."""
 
-    TRL shuffles a stream through a buffer of its own; these rows, which bring what is under way from N to N', are not.
-    """
-
-    def __init__(self, dataset: IterableDataset, encode: Callable[[Mapping[str, Any]], Prompt]) -> None:
-        self.dataset = dataset
-        self.encode = encode
-        self.drawn = 0
-        """Rows of this epoch."""
-        self.epoch = 0
-        self._rows: Iterator[Mapping[str, Any]] | None = None
-
-    def _read(self) -> Iterator[Mapping[str, Any]]:
-        self.dataset.set_epoch(self.epoch)
-        return iter(self.dataset.skip(self.drawn) if self.drawn else self.dataset)
-
-    def __next__(self) -> Prompt:
-        if self._rows is None:
-            self._rows = self._read()
-        row = next(self._rows, None)
-        if row is None:
-            self.epoch, self.drawn = self.epoch + 1, 0
-            self._rows = self._read()
-            row = next(self._rows)
-        self.drawn += 1
-        return self.encode(row)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "drawn": self.drawn}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.epoch, self.drawn, self._rows = state["epoch"], state["drawn"], None
-
-
-def extra_rows(dataset: Any, encode: Callable[[Mapping[str, Any]], Prompt], seed: int) -> Iterator[Prompt]:
-    """Rows beyond those that the dataloader asks for."""
-    return ShuffledRows(dataset, encode, seed) if isinstance(dataset, Dataset) else StreamedRows(dataset, encode)
-
-
-def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Prompt]:
-    """How TRL tokenizes the prompt of a row, with the whole row as the prompt's metadata."""
-
-    def encode(row: Mapping[str, Any]) -> Prompt:
+    def encode(row: Row) -> Prompt:
         prompt = row["prompt"]
         if isinstance(prompt, str):
             token_ids = tokenizer(text=prompt)["input_ids"]
@@ -104,3 +33,21 @@ def encoder(tokenizer: Any, template: str | None, options: Mapping[str, Any]) ->
         return Prompt(tuple(token_ids), metadata=dict(row))
 
     return encode
+
+
+def dataset_prompts(dataset: Any, encode: Callable[[Row], Prompt], seed: int) -> DatasetPrompts:
+    """Prompts beyond those that TRL's dataloader requests, which raise the groups in flight from N to N'.
+
+    The rows of a `Dataset` are shuffled; those of an `IterableDataset`, which can only be read from its beginning, keep
+    its order, although TRL shuffles them through a buffer of its own.
+    """
+
+    def shuffled(epoch: int, skip: int) -> Iterator[Row]:
+        order = np.random.default_rng((seed, epoch)).permutation(len(dataset))
+        return (dataset[int(index)] for index in order[skip:])
+
+    def streamed(epoch: int, skip: int) -> Iterator[Row]:
+        dataset.set_epoch(epoch)
+        return iter(dataset.skip(skip) if skip else dataset)
+
+    return DatasetPrompts(shuffled if isinstance(dataset, Dataset) else streamed, encode)

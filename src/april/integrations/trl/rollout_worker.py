@@ -23,7 +23,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
 from april.integrations.trl.episodes import TRLEpisodes
-from april.integrations.trl.prompts import ShuffledRows, encoder
+from april.integrations.trl.prompts import dataset_prompts, encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
 from april.rollout.event_loop import EventLoop
 from april.rollout.scheduler import RolloutScheduler
@@ -93,7 +93,7 @@ class AsyncRollouts:
                 sampling = replace(sampling, max_turns=self.episodes.most_calls + 1, observations_count=True)
             self.scheduler = RolloutScheduler(
                 self.engine,
-                ShuffledRows(dataset, encode, args.seed),
+                dataset_prompts(dataset, encode, args.seed),
                 self._score,
                 settings.params(batch_size, args.num_generations, args.max_staleness),
                 sampling=sampling,

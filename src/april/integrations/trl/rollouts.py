@@ -25,7 +25,7 @@ from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.ranks import Job
 from april.integrations.trl.episodes import Row, TRLEpisodes
-from april.integrations.trl.prompts import encoder, extra_rows
+from april.integrations.trl.prompts import dataset_prompts, encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
 from april.integrations.trl.whole_model import WholeModel
 from april.reporting.totals import Totals
@@ -103,7 +103,7 @@ class TRLRollouts:
                 self.adapter = RolloutAdapter(
                     self.engine,
                     settings.params(batch_size, trainer.num_generations, settings.max_staleness),
-                    extra=extra_rows(trainer.train_dataset, self.encode, args.seed),
+                    extra=dataset_prompts(trainer.train_dataset, self.encode, args.seed),
                     sampling=sampling,
                     seed=args.seed,
                     episodes=episodes,

@@ -100,7 +100,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         behaviour = inputs.get("sampling_per_token_logps")
         if self.model.training and behaviour is not None and self._logprobs is not None:
             mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
-            correction = correct("behaviour", self._logprobs, self._logprobs, behaviour, mask)
+            correction = correct("rollout_logprobs", self._logprobs, self._logprobs, behaviour, mask)
             # Sums stay on the device until they are logged, so that no micro-batch waits for the GPU.
             self._drift = diagnostics(correction, self._logprobs, behaviour, mask) + self._drift.to(mask.device)
         return loss

@@ -30,7 +30,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils import tensordict_utils as tu
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
-from april.integrations.saved import opened, stamped
+from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import MOST_TURNS, AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
 from april.integrations.verl.settings import params_of
@@ -278,7 +278,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:
-        return stamped(
+        return with_format(
             FORMAT,
             queue=[prompt.id for prompt in self._queue],
             sampling=self._sampling_params,
@@ -291,7 +291,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         Raises:
             ValueError: the state is of another april.
         """
-        opened(state, FORMAT, "verl's checkpoint")
+        check_format(state, FORMAT, "verl's checkpoint")
         self._sampling_params.update(state["sampling"])
         self.scheduler.load_state_dict(state["scheduler"])
         uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]

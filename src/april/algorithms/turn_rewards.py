@@ -1,10 +1,10 @@
-"""Rewards by turn: what each turn of an episode is worth, instead of the episode as a whole.
+"""Rewards and advantages per turn of an episode, instead of per episode.
 
 Invariants:
 - all tokens of a turn have one advantage: the turn is the action;
-- an episode of one turn has the advantage of its outcome, whatever the discount;
-- the rewards of an episode's turns add up to the reward that is trained on: what is not any turn's own (a task's
-  reward, a penalty for length) comes with the last turn.
+- an episode of one turn has the advantage of its outcome, for every discount;
+- the rewards of an episode's turns add up to the reward that is trained on: parts that belong to no turn (a task's
+  reward, a penalty for length) are added to the last turn.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from april.rollout.trajectory import ENVIRONMENT, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
-    """The turns of a batch's samples, at most K each."""
+class TurnRewards:
+    """Turns of a batch's samples and their rewards, at most K turns per sample."""
 
     index: Tensor
-    """Which turn the next token belongs to, from 0; -1 where no policy sampled it. [B, T - 1]."""
+    """Turn of the next token, from 0, [B, T - 1]; -1 for environment tokens."""
     rewards: Tensor
-    """Of each turn, 0 behind the last, [B, K]."""
+    """Reward of each turn, [B, K]; 0 after a sample's last turn."""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], rewards: Tensor, width: int) -> Turns:
-        """Those of `samples`.
+    def of(cls, samples: Sequence[Sample], rewards: Tensor, width: int) -> TurnRewards:
+        """Collect the turns of `samples`.
 
         Args:
-            rewards: what each sample is trained on, [B].
+            rewards: reward that each sample is trained on, [B].
             width: T - 1 of the batch.
         """
         index = np.full((len(samples), width), -1, dtype=np.int64)
@@ -51,13 +51,15 @@ class Turns:
         most = max(int(index.max(initial=0)) + 1, *map(len, given), 1)
         return cls(torch.from_numpy(index), table[:, :most])
 
-    def penalised(self, penalty: Tensor) -> Turns:
-        """With what is taken from the reward of each token, [B, T - 1], taken from its turn's."""
+    def penalised(self, penalty: Tensor) -> TurnRewards:
+        """Subtract a penalty per token, [B, T - 1], from the rewards of the tokens' turns."""
         taken = penalty.masked_fill(self.index < 0, 0.0)
-        return Turns(self.index, self.rewards.scatter_add(1, self.index.clamp(min=0), -taken.to(self.rewards.dtype)))
+        return TurnRewards(
+            self.index, self.rewards.scatter_add(1, self.index.clamp(min=0), -taken.to(self.rewards.dtype))
+        )
 
     def spread(self, values: Tensor) -> Tensor:
-        """A value for each turn, [B, K], at each of its tokens, [B, T - 1]; 0 outside."""
+        """Copy a value per turn, [B, K], to each token of the turn, [B, T - 1]; 0 for environment tokens."""
         return values.gather(1, self.index.clamp(min=0)).masked_fill(self.index < 0, 0.0)
 
 
@@ -69,13 +71,15 @@ def rewards_to_go(rewards: Tensor, discount: float) -> Tensor:
     return to_go
 
 
-def turn_advantages(turns: Turns, group_size: int, discount: float, estimate: Callable[[Tensor], Tensor]) -> Tensor:
-    """The advantage of each token by its turn's reward to go, [B, T - 1].
+def turn_advantages(
+    turns: TurnRewards, group_size: int, discount: float, estimate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return each token's advantage, estimated from the reward to go of its turn, [B, T - 1].
 
-    Turn k is compared with turn k of the group's other samples. One that has ended has 0 to go.
+    The baseline of turn k is turn k of the group's other samples; an episode that has ended has reward to go 0.
 
     Args:
-        estimate: a group estimator, [groups, samples] -> [groups, samples].
+        estimate: group estimator, [groups, samples] -> [groups, samples].
     """
     to_go = rewards_to_go(turns.rewards, discount)
     columns = [estimate(column.view(-1, group_size)).flatten() for column in to_go.unbind(1)]
@@ -83,15 +87,15 @@ def turn_advantages(turns: Turns, group_size: int, discount: float, estimate: Ca
 
 
 @torch.no_grad()
-def gae_over_turns(turns: Turns, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation whose steps are turns: A_k = δ_k + γλ A_{k+1}, δ_k = r_k + γ V_{k+1} - V_k, with
-    V_k the value before the first token of turn k, and 0 behind the last.
+def gae_over_turns(turns: TurnRewards, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over turns: A_k = δ_k + γλ A_{k+1}, δ_k = r_k + γ V_{k+1} - V_k, where V_k is
+    the value before the first token of turn k, and 0 after the last turn.
 
     Args:
-        values: the value head's estimate before each token, [B, T - 1].
+        values: value head's estimate before each token, [B, T - 1].
 
     Returns:
-        advantages and returns (A_k + V_k) at each token of turn k, both [B, T - 1], 0 outside.
+        advantages and returns (A_k + V_k) at each token of turn k, both [B, T - 1], 0 for environment tokens.
     """
     values, rewards = at_least_float32(values), at_least_float32(turns.rewards)
     next_value = running = values.new_zeros(len(values))

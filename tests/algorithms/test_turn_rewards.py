@@ -15,7 +15,7 @@ from april.algorithms import advantages as estimators
 from april.algorithms.batch import Batch
 from april.algorithms.catalogue import algorithm
 from april.algorithms.objective import Objective
-from april.algorithms.turns import Turns, gae_over_turns, rewards_to_go, turn_advantages
+from april.algorithms.turn_rewards import TurnRewards, gae_over_turns, rewards_to_go, turn_advantages
 from april.rollout.trajectory import Transition
 from tests.algorithms.reference import STEADY
 
@@ -65,7 +65,7 @@ def test_each_turn_is_compared_by_its_reward_to_go(shapes, discount, name) -> No
     samples = [sample for group in groups for sample in group.samples]
     batch = Batch.of(samples, 0)
     rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups])
-    found = Turns.of(samples, rewards.flatten(), batch.mask.shape[1])
+    found = TurnRewards.of(samples, rewards.flatten(), batch.mask.shape[1])
     assert ((found.index >= 0) == batch.mask).all()
 
     most = max(len(turns) for group in shapes for turns in group)
@@ -95,7 +95,7 @@ def test_gae_takes_a_turn_as_a_step(shapes, gamma, lam, seed) -> None:
     batch = Batch.of(samples, 0)
     values = np.random.default_rng(seed).normal(size=batch.mask.shape).astype(np.float32)
     totals = torch.tensor([sample.reward for sample in samples])
-    found = Turns.of(samples, totals, batch.mask.shape[1])
+    found = TurnRewards.of(samples, totals, batch.mask.shape[1])
     advantages, returns = gae_over_turns(found, torch.from_numpy(values), gamma, lam)
     for row, turns in enumerate(turns for group in shapes for turns in group):
         begins = 3 + np.cumsum([0, *[spoken + heard for spoken, heard, _ in turns[:-1]]])
@@ -126,5 +126,5 @@ def test_an_episode_of_one_turn_has_the_advantage_of_its_outcome(name: str) -> N
 
 def test_what_is_no_turns_own_comes_with_the_last() -> None:
     (group,) = episodes([[[(1, 1, 4), (2, 0, 0)], [(1, 0, 8)]]])
-    found = Turns.of(group.samples, torch.tensor([2.5, 1.0]), 9)
+    found = TurnRewards.of(group.samples, torch.tensor([2.5, 1.0]), 9)
     assert found.rewards.tolist() == [[0.5, 2.0], [1.0, 0.0]]
