@@ -33,7 +33,7 @@ from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 
 class TimedJournal(Journal):
@@ -78,7 +78,7 @@ class Arm:
                 stream_interval=engine.stream_interval,
             ),
             PromptStream(task, Encoder(tokenizer), seed=1),
-            Rewards(task.scorer, tokenizer, rollout),
+            TaskRewards(task.scorer, tokenizer, rollout),
             replace(recipe.rollout_params(), over_sampling_batch_size=48),
             sampling=recipe.sampling(stop_tokens(model, tokenizer)),
             journal=journal,

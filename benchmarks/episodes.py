@@ -34,7 +34,7 @@ from april.simulation.run import no_reward
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
-from april.training.environment import World
+from april.training.environment_setup import EnvironmentSetup
 from april.training.policy import load_policy, stop_tokens
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gcd_tool"
@@ -48,7 +48,9 @@ LATENCIES: dict[str, dict[str, Any]] = {
 class Arm:
     """One way of collecting, with an engine of its own."""
 
-    def __init__(self, name: str, recipe: Recipe, world: World, episodes: Episodes, policy: Any, task: Any) -> None:
+    def __init__(
+        self, name: str, recipe: Recipe, world: EnvironmentSetup, episodes: Episodes, policy: Any, task: Any
+    ) -> None:
         model, tokenizer = policy
         self.name, self.bound = name, recipe.rollout.max_staleness
         engine = EmbeddedEngine(
@@ -134,7 +136,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 def arm_of(recipe: Recipe, size: int, ratio: float, policy: Any, task: Any) -> Iterator[Arm]:
     under_way = {"rollout_batch_size": size, "over_sampling_batch_size": round(ratio * size)}
     own = replace(recipe, rollout=replace(recipe.rollout, partial_rollout=ratio > 1, **under_way))
-    world = World(own, policy[1], stop_tokens(*policy))
+    world = EnvironmentSetup(own, policy[1], stop_tokens(*policy))
     with world.episodes(recipe.engine.context_length or 0) as episodes:
         yield Arm(f"N' = {ratio:g} N" if ratio > 1 else "synchronous", own, world, episodes, policy, task)
 

@@ -32,7 +32,7 @@ from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 SHARES = {"scheduler_share_of_time": "scheduler", "share_without_passes_and_scoring": "everything_else"}
 
@@ -60,7 +60,7 @@ class Arm:
             on_update=on_update,
             stream_interval=recipe.engine.stream_interval,
         )
-        self.rewards = Rewards(task.scorer, tokenizer, rollout)
+        self.rewards = TaskRewards(task.scorer, tokenizer, rollout)
         self.scheduler = RolloutScheduler(
             self.engine,
             iter(self._timed("elsewhere", PromptStream(task, Encoder(tokenizer), seed=1).__next__), None),

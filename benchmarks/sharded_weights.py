@@ -39,10 +39,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from april.config.recipe import Recipe
 from april.engines.servers.weight_group import join
 from april.engines.weight_transfer import Meeting, Receiver
-from april.training.leader import Leader, dismissing, follow
-from april.training.rank_engine import RankEngine
-from april.training.rank_process import RENDEZVOUS
-from april.training.ranks import Ranks, joined
+from april.training.distributed_learner import DistributedLearner, follow_commands
+from april.training.rank_engine import FollowerEngine
+from april.training.rank_protocol import RENDEZVOUS
+from april.training.ranks import Ranks, join_ranks
 from april.training.sharded import BUCKET_BYTES, ShardedLearner
 
 ENGINES = 2
@@ -153,15 +153,15 @@ def rank(rounds: int, hidden: int, out: Path) -> None:
     recipe = Recipe()
     recipe.model.compute_dtype = "bfloat16"
     recipe.engine.engine = "vllm"
-    with joined("cpu", 120) as ranks:
+    with join_ranks("cpu", 120) as ranks:
         torch.set_num_threads(1)
         learner = ShardedLearner(policy(hidden), recipe, ranks, Tokenizer())
         if not ranks.leads:
-            follow(learner, ranks, RankEngine(recipe, learner, ranks))
+            follow_commands(learner, ranks, FollowerEngine(recipe, learner, ranks))
             return
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in learner.model.parameters())}
         engines = [Engine(number) for number in range(ENGINES)]
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as place, dismissing(leader(learner, ranks, place)) as leads:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as place, leader(learner, ranks, place) as leads:
             expected = checksum(leads.weights(0))
             for way in WAYS:
                 sender = leader(learner, ranks, place, way)
@@ -172,14 +172,16 @@ def rank(rounds: int, hidden: int, out: Path) -> None:
         out.write_text(json.dumps(found))
 
 
-def leader(learner: ShardedLearner, ranks: Ranks, place: str, way: str = "tensors") -> Leader:
+def leader(learner: ShardedLearner, ranks: Ranks, place: str, way: str = "tensors") -> DistributedLearner:
     recipe = Recipe()
     recipe.engine.engine = "vllm-inproc" if way == "tensors" else "vllm"
     recipe.engine.weight_transfer = "broadcast" if way == "broadcast" else "disk"
-    return Leader(learner, ranks, recipe, Path(place))
+    return DistributedLearner(learner, ranks, recipe, Path(place))
 
 
-async def measured(way: str, leader: Leader, engines: list[Engine], rounds: int, expected: int) -> dict[str, Any]:
+async def measured(
+    way: str, leader: DistributedLearner, engines: list[Engine], rounds: int, expected: int
+) -> dict[str, Any]:
     seconds, peaks = [], []
     for version in range(rounds + 1):
         before, began = forget_peak(), time.perf_counter()
@@ -200,7 +202,7 @@ async def measured(way: str, leader: Leader, engines: list[Engine], rounds: int,
     return {"seconds": spread(seconds), "peak_bytes_of_rank_0": max(peaks)}
 
 
-def checkpoint(leader: Leader, memory: Path, rounds: int) -> dict[str, Any]:
+def checkpoint(leader: DistributedLearner, memory: Path, rounds: int) -> dict[str, Any]:
     seconds, peaks = [], []
     for number in range(rounds + 1):
         directory = memory / f"checkpoint-{number}"

@@ -28,7 +28,7 @@ from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.training.policy import load_policy, stop_tokens
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 ROOT = Path(__file__).parents[1]
 SLOTS, GROUPS, SAMPLES, WARM_UP, SHOWN = 24, 6, 4, 2, 3
@@ -43,7 +43,7 @@ async def collect(partial: bool) -> list[RolloutBatch]:
     scheduler = RolloutScheduler(
         EmbeddedEngine(model, max_num_seqs=SLOTS, context_length=recipe.engine.context_length, on_update="keep"),
         PromptStream(task, Encoder(tokenizer), seed=7),
-        Rewards(task.scorer, tokenizer, recipe.rollout),
+        TaskRewards(task.scorer, tokenizer, recipe.rollout),
         RolloutParams(
             rollout_batch_size=GROUPS,
             over_sampling_batch_size=2 * GROUPS,

@@ -46,7 +46,7 @@ from april.tasks.prompts import PromptStream
 from april.training.build import carries_signal
 from april.training.local import LocalLearner
 from april.training.policy import load_policy, stop_tokens
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 GROUPS = 16
 TRIED = {"april": (512, 1024, 2048, 4096), "trl": (2, 4, 8, 16)}
@@ -57,7 +57,7 @@ async def rollouts(recipe: Recipe) -> RolloutBatch:
     """A step of groups that carry signal."""
     model, tokenizer = load_policy(recipe.model)
     task = build_task(recipe.task)
-    async with Rewards(task.scorer, tokenizer, recipe.rollout) as rewards:
+    async with TaskRewards(task.scorer, tokenizer, recipe.rollout) as rewards:
         engine = EmbeddedEngine(
             model, max_num_seqs=128, context_length=recipe.engine.context_length, stream_interval=32
         )

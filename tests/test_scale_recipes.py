@@ -12,8 +12,8 @@ from april.commands.assumed import known_model
 from april.commands.main import run
 from april.commands.simulate import SimulateOptions, simulation_of
 from april.config.reading import load_recipe
-from april.training.memory_plan import planned
-from april.training.memory_verdict import phases
+from april.training.memory_check import phases
+from april.training.memory_plan import plan_memory
 from tests import tiny
 
 SCALE = Path(__file__).parent.parent / "examples" / "scale"
@@ -67,7 +67,7 @@ def test_a_recipe_fits_its_gpus(path: Path, tmp_path: Path, capsys: pytest.Captu
     config.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     recipe.model.path = str(tmp_path)
-    plan = planned(recipe)
+    plan = plan_memory(recipe)
     assert plan.parameters == pytest.approx(parameters, rel=1e-3)
     assert (plan.rank | plan.host)["optimizer"] == pytest.approx(8 * parameters / recipe.trainer.processes, rel=0.01)
     assert all(phase.total < SHARE * GPU for phase in phases(plan, recipe))
@@ -91,9 +91,9 @@ def test_a_dry_run_accepts_a_recipe_on_8_gpus(name: str, capsys: pytest.CaptureF
 def test_offloaded_parameters_gradients_and_optimizer_are_in_the_machines_memory() -> None:
     recipe = load_recipe(SCALE / "qwen3-30b-a3b-8gpus.toml")
     with known_model(recipe):
-        offloaded = planned(recipe)
+        offloaded = plan_memory(recipe)
         recipe.trainer.cpu_offload = False
-        whole = planned(recipe)
+        whole = plan_memory(recipe)
     assert offloaded.host == {name: whole.rank[name] for name in ("parameters", "optimizer", "gradients")}
     assert sum(whole.rank.values()) > GPU > sum(offloaded.rank.values())
     assert offloaded.rank["gathered layers"] == whole.rank["gathered layers"] > 0

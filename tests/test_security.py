@@ -17,8 +17,8 @@ from april.config.recipe import Recipe, recipe_from_dict
 from april.config.settings import API_KEY, ModelSettings
 from april.training.checkpoint import TRAINING, CheckpointError
 from april.training.local import LocalLearner
-from april.training.output import locked, prepare_output
 from april.training.policy import load_policy
+from april.training.run_directory import lock_directory, prepare_output
 from tests import forked, tiny
 
 SOURCE = Path(__file__).parents[1] / "src" / "april"
@@ -125,7 +125,7 @@ def test_a_run_does_not_write_among_the_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     prepare_output(tmp_path / "empty", "error")
     (tmp_path / "failed-early").mkdir()
-    with locked(tmp_path / "failed-early"):
+    with lock_directory(tmp_path / "failed-early"):
         pass
     prepare_output(tmp_path / "failed-early", "error")
 

@@ -11,7 +11,7 @@ from gpu_parts.bench import Bench, rolled_out
 from parts import Figures
 
 from april.training.local import LocalLearner
-from april.training.memory_plan import RESIDENT, planned
+from april.training.memory_plan import RESIDENT, plan_memory
 
 
 def measure(bench: Bench) -> Figures:
@@ -25,7 +25,7 @@ def measure(bench: Bench) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         bench.config(bench.shape).save_pretrained(folder)
         recipe.model.path = folder
-        plan = planned(recipe)
+        plan = plan_memory(recipe)
     yield "planned", plan.rank
     expected = {"training": sum(plan.rank.values()), "resident": sum(plan.rank[name] for name in RESIDENT)}
     yield "planned_bytes", expected

@@ -53,7 +53,7 @@ from april.rollout.params import RolloutParams
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.task import Problem
-from april.training.build import trainer_of
+from april.training.build import open_trainer
 from april.training.policy import load_policy, stop_tokens
 from april.training.trainer import Trainer
 
@@ -249,7 +249,7 @@ class Timed(Trainer):
 
 
 async def april_train(recipe: Recipe, begin: Any, end: Any) -> None:
-    async with trainer_of(recipe) as made:
+    async with open_trainer(recipe) as made:
         parts = {part.name: getattr(made, part.name) for part in dataclasses.fields(made)}
         await Timed(**parts, begin=begin, end=end).run()
 

@@ -27,7 +27,7 @@ EXTREMES = Workload("extremes", (Part(100, 0.1, 0.9), Part(50_000, 0.1, 0.1)), m
 SMALL = dataclasses.replace(COST, kv_tokens=COST.kv_tokens // 6)
 """A sixth of the cache: what 256 slots hold of this workload hardly fits."""
 TOKEN_BYTES = 72
-"""Of a buffered token, see `april.training.memory`."""
+"""Of a buffered token, see `april.training.memory_metrics`."""
 KV_BYTES = 147_456
 """Of a token's keys and values: Qwen3-8B, 36 layers, 8 heads of 128, two bytes."""
 

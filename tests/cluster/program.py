@@ -6,11 +6,11 @@ import os
 import sys
 import time
 
-from april.training.rank_process import Report
+from april.training.rank_protocol import StatusReporter
 
 
 def main() -> int:
-    report = Report()
+    report = StatusReporter()
     told = sys.stdin.read()
     report.say(pid=os.getpid(), rank=os.environ["RANK"])
     if told == "wait":

@@ -30,7 +30,7 @@ from april.engines.cluster.placement import Demand, Node
 from april.engines.cluster.process_actor import ProcessSettings
 from april.engines.cluster.process_sites import ProcessSites
 from april.reporting.metrics_log import last_step
-from april.training.rank_process import LINE, ON_NODE
+from april.training.rank_protocol import ON_NODE, STATUS_FD
 from tests import tiny
 from tests.cluster.raylets import Raylets
 from tests.cluster.test_run import GENEROUS, april, ended, until
@@ -169,7 +169,9 @@ async def test_a_stop_while_nodes_are_reserved_is_heeded_at_once(
         return [each["state"] for each in placement_group_table().values() if each["state"] == "PENDING"]
 
     async with connected(raylets.address):
-        settings = ProcessSettings(module="tests.cluster.program", needs=Needs(""), directory=os.getcwd(), line=LINE)
+        settings = ProcessSettings(
+            module="tests.cluster.program", needs=Needs(""), directory=os.getcwd(), line=STATUS_FD
+        )
         taking = ProcessSites(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
         with pytest.raises(EngineError, match="stopped before the ranks had nodes"):
             await asyncio.wait_for(taking, GENEROUS)
@@ -199,7 +201,9 @@ async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_place
         places = ProcessSites(Demand(1, 0))
         with marked(tmp_path) as marker:
             needs = Needs("org/model", tmp_path, marker)
-            settings = ProcessSettings(module="tests.cluster.program", needs=needs, directory=os.getcwd(), line=LINE)
+            settings = ProcessSettings(
+                module="tests.cluster.program", needs=needs, directory=os.getcwd(), line=STATUS_FD
+            )
             sites = await places.take(3, settings, lambda why: True)
         with pytest.raises(EngineError, match="0 of 1 ranks fit, each with 1 CPU"):
             await places.take(1, settings, lambda why: False)

@@ -40,7 +40,7 @@ def test_without_megatron_nothing_is_started(monkeypatch: pytest.MonkeyPatch) ->
     def nowhere(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr("april.training.installed.version", nowhere)
+    monkeypatch.setattr("april.training.megatron_package.version", nowhere)
     recipe = Recipe()
     recipe.trainer.backend = "megatron"
     with pytest.raises(ConfigError, match=r"needs megatron-core, which is not installed here: start april in an env"):

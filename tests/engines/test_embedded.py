@@ -20,7 +20,7 @@ from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import EngineError
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample, Segment
-from april.training.engines import _elsewhere, embedded
+from april.training.engine_builder import _elsewhere, embedded
 from tests.engines.architectures import (
     DEVICE,
     SUPPORTED,

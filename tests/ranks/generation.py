@@ -17,9 +17,9 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.kv_cache import KVCache
 from april.rollout.engine import Engine, EngineError
-from april.training.engines import embedded
-from april.training.leader import Leader, dismissing, follow
-from april.training.rank_engine import RankEngine, RanksEngine
+from april.training.distributed_learner import DistributedLearner, follow_commands
+from april.training.engine_builder import embedded
+from april.training.rank_engine import AllRanksEngine, FollowerEngine
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
 from tests import tiny
@@ -31,19 +31,19 @@ STOPS = [Moment(1, frozenset({0, 3, 4}), False), Moment(2, frozenset({1, 4, 7}),
 
 
 @contextmanager
-def engines(ranks: Ranks, directory: str, **engine: Any) -> Iterator[tuple[Leader, RanksEngine] | None]:
+def engines(ranks: Ranks, directory: str, **engine: Any) -> Iterator[tuple[DistributedLearner, AllRanksEngine] | None]:
     """In the leader, itself and the engines of all ranks as one; None in the others once the leader is through."""
     chosen = settings(**engine)
     learner = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
     if not ranks.leads:
-        follow(learner, ranks, RankEngine(chosen, learner, ranks))
+        follow_commands(learner, ranks, FollowerEngine(chosen, learner, ranks))
         yield None
         return
     with (
-        dismissing(Leader(learner, ranks, chosen, Path(directory))) as leader,
+        DistributedLearner(learner, ranks, chosen, Path(directory)) as leader,
         leader.generating(embedded(chosen, leader.served, beside_trainer=True)) as together,
     ):
-        assert isinstance(together, RanksEngine)
+        assert isinstance(together, AllRanksEngine)
         yield leader, together
 
 
@@ -77,7 +77,7 @@ def compare(ranks: Ranks, directory: str) -> None:
             asyncio.run(_compare(*found))
 
 
-async def _compare(leader: Leader, engine: RanksEngine) -> None:
+async def _compare(leader: DistributedLearner, engine: AllRanksEngine) -> None:
     assert_same(await generated(engine), await generated(alone(leader.served)))
     assert all(member.given for member in engine.members)
     begun = await begin(engine)
@@ -109,7 +109,7 @@ async def begin(engine: Engine) -> list[Sample]:
     return begun
 
 
-async def update(leader: Leader, engine: Engine) -> Any:
+async def update(leader: DistributedLearner, engine: Engine) -> Any:
     """Train on a step, and return the policy whose weights the engine has then."""
     leader.train(rollout(1), 1)
     await engine.update_weights(1, leader.weights(1))
@@ -127,7 +127,7 @@ def keep(ranks: Ranks, directory: str) -> None:
             asyncio.run(_keep(*found))
 
 
-async def _keep(leader: Leader, engine: RanksEngine) -> None:
+async def _keep(leader: DistributedLearner, engine: AllRanksEngine) -> None:
     begun = await begin(engine)
     before = {sample.id: sample.length for sample in begun}
     updated = await update(leader, engine)
@@ -171,7 +171,7 @@ def run_short(kind: Any) -> None:
     kind._compute = short
 
 
-async def _lack_memory(leader: Leader, engine: RanksEngine) -> None:
+async def _lack_memory(leader: DistributedLearner, engine: AllRanksEngine) -> None:
     before = engine.capacity.kv_tokens
     assert_same(await generated(engine), await generated(alone(leader.served)))
     after = engine.capacity.kv_tokens

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from april.training.rank_process import RENDEZVOUS
-from april.training.ranks import joined
+from april.training.rank_protocol import RENDEZVOUS
+from april.training.ranks import join_ranks
 
 ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
@@ -60,5 +60,5 @@ def _rank(function: str, arguments: dict[str, Any], environment: dict[str, str],
     torch.set_num_threads(1)
     module, _, name = function.partition(":")
     layout = {name: arguments.pop(name, 1) for name in ("replicas", "context", "tensor", "expert")}
-    with joined("cpu", 300, **layout) as ranks:
+    with join_ranks("cpu", 300, **layout) as ranks:
         getattr(importlib.import_module(module), name)(ranks, **arguments)

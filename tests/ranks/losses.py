@@ -30,7 +30,7 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.metrics_log import last_step
 from april.rollout.trajectory import Sample
-from april.training import agent
+from april.training import rank_supervisor
 from tests.ranks.launch import ROOT
 from tests.ranks.runs import rank_of, recipe_in, trained
 
@@ -46,9 +46,9 @@ ROUNDING = 1e-5
 def rank() -> int:
     """One of the ranks; the first one notes what each step is trained on."""
     from april.commands.rank import main as rank_main
-    from april.training.leader import Leader
+    from april.training.distributed_learner import DistributedLearner
 
-    note_steps(Leader)
+    note_steps(DistributedLearner)
     return rank_main()
 
 
@@ -84,9 +84,9 @@ def _content(sample: Sample) -> dict[str, Any]:
 
 
 def run_agent(recipe: dict[str, Any]) -> int:
-    agent.COMMAND = [sys.executable, "-m", "tests.ranks.losses", "--part", "rank"]
-    agent.GRACE_SECONDS = 4.0
-    return agent.Agent(recipe_from_dict(recipe)).run()
+    rank_supervisor.COMMAND = [sys.executable, "-m", "tests.ranks.losses", "--part", "rank"]
+    rank_supervisor.GRACE_SECONDS = 4.0
+    return rank_supervisor.RankSupervisor(recipe_from_dict(recipe)).run()
 
 
 def recipe_of(base: Path, name: str, silence: float) -> Recipe:
@@ -102,7 +102,7 @@ def recipe_of(base: Path, name: str, silence: float) -> Recipe:
 
 
 def start(base: Path, name: str, recipe: Recipe) -> subprocess.Popen[str]:
-    """A run with its agent."""
+    """A run with its rank_supervisor."""
     (base / f"{name}-ledger").mkdir()
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, LEDGER: str(base / f"{name}-ledger")}

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from april.config.recipe import Recipe
-from april.training.memory_plan import planned
+from april.training.memory_plan import plan_memory
 from april.training.micro_batches import share
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
@@ -70,7 +70,7 @@ def peaks(ranks: Ranks, directory: str, policy: str, **trainer: Any) -> None:
     full = copy.deepcopy(chosen)
     full.training.max_tokens_per_micro_batch, rows = size
     full.rollout.max_response_length = full.training.max_tokens_per_micro_batch // rows
-    plan = planned(full).rank
+    plan = plan_memory(full).rank
     chosen.engine.engine = "vllm"  # whose copy of the policy is elsewhere
     learner = _learner(chosen)(model, chosen, ranks)
     learner.train(step, 1)

@@ -12,11 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-from april.training.rank_process import LOST, RENDEZVOUS, Report
+from april.training.rank_protocol import EXIT_RANK_LOST, RENDEZVOUS, StatusReporter
 
 
 def main() -> int:
-    report = Report()
+    report = StatusReporter()
     told = json.load(sys.stdin)
     run, rank = Path(told["recipe"]["reporting"]["output"]), os.environ["RANK"]
     lives = run / f"lives-{rank}"
@@ -36,10 +36,10 @@ def main() -> int:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "memory":
             report.say(memory=told["recipe"]["training"]["max_tokens_per_micro_batch"] // 2)
-            return LOST
+            return EXIT_RANK_LOST
         case "starved":
             report.say(died="ran out of memory: no room for a checkpoint")
-            return LOST
+            return EXIT_RANK_LOST
         case "failed":
             report.say(failed="OSError: the disk is full")
             return 1
@@ -56,12 +56,12 @@ def main() -> int:
         case "lost":
             time.sleep(0.3)
             report.say(lost="Connection closed by peer")
-            return LOST
+            return EXIT_RANK_LOST
         case "trains":
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps({"step": lived + 1}) + "\n")
             time.sleep(0.3)
-            return LOST
+            return EXIT_RANK_LOST
         case int(status):
             time.sleep(0.3)
             return status
@@ -71,7 +71,7 @@ def main() -> int:
 def leave_with_all(run: Path) -> None:
     """As the first rank does: what it has collected is on disk before it finds the others gone."""
     (run / "collected").touch()
-    sys.exit(LOST)
+    sys.exit(EXIT_RANK_LOST)
 
 
 def meet(place: Path, rank: str, world: int) -> None:

@@ -11,8 +11,8 @@ from april.commands import rank, resume
 from april.commands.start import check_ranks
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training import crew
-from april.training.rank_process import LOST, RankLostError, Report
+from april.training import distributed
+from april.training.rank_protocol import EXIT_RANK_LOST, RankLostError, StatusReporter
 from april.training.resume import began_here, note_beginning, saved_recipe
 from april.training.sharded import MemoryShortage
 from tests import tiny
@@ -131,8 +131,8 @@ def test_without_an_agent_a_rank_that_ends_says_what_to_do(
         raise error
 
     torchrun(1, 2)
-    monkeypatch.setattr(crew, "following", ends)
-    assert rank.train(Recipe(), False, Report()) == LOST
+    monkeypatch.setattr(distributed, "run_follower", ends)
+    assert rank.train(Recipe(), False, StatusReporter()) == EXIT_RANK_LOST
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith(f"april: rank 1: {said}")
     assert "april resume" in line

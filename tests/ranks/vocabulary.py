@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from april.algorithms.logprobs import token_logprobs
 from april.training.ranks import Ranks
-from april.training.split_vocabulary import split_logprobs
+from april.training.vocab_parallel import vocab_parallel_logprobs
 
 TOKENS, SIZE, VOCABULARY, HELD = 9, 6, 13, 8
 """The last of two ranks has three columns of padding."""
@@ -26,7 +26,7 @@ def compare(ranks: Ranks) -> None:
     (expected[0] @ of_logp + expected[1] @ of_entropy).backward()
     for rows in (None, 1, 4):
         states, own = hidden.clone().requires_grad_(), weight[first : first + HELD].clone().requires_grad_()
-        found = split_logprobs(lambda x, own=own: x @ own.T, states, targets, columns, None, 0.7, rows)
+        found = vocab_parallel_logprobs(lambda x, own=own: x @ own.T, states, targets, columns, None, 0.7, rows)
         (found[0] @ of_logp + found[1] @ of_entropy).backward()
         dist.all_reduce(states.grad)  # as the head's layer does, whose output is divided
         for value, other in zip(found, expected, strict=True):
@@ -34,6 +34,6 @@ def compare(ranks: Ranks) -> None:
         torch.testing.assert_close(states.grad, all_[0].grad)
         torch.testing.assert_close(own.grad[: columns[1]], all_[1].grad[first : first + columns[1]])
         assert not own.grad[columns[1] :].any(), "padding is trained"
-    nothing = split_logprobs(lambda x: x @ weight[:HELD].T, hidden[:0], targets[:0], columns, None)
+    nothing = vocab_parallel_logprobs(lambda x: x @ weight[:HELD].T, hidden[:0], targets[:0], columns, None)
     assert [len(part) for part in nothing] == [0, 0]
     print("same", flush=True)

@@ -17,7 +17,7 @@ from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.report import write_report
 from april.rollout.engine import EngineError
 from april.training.device_map import device_map, device_rows
-from april.training.engines import engine_of
+from april.training.engine_builder import open_engine
 from tests import gpus
 
 STAND_IN = """
@@ -53,7 +53,7 @@ async def started(tmp_path: Path, own: Recipe) -> list[dict[str, Any]]:
     python.chmod(0o700)
     own.engine.server_python = str(python)
     with pytest.raises(EngineError, match="april knows it"):
-        async with engine_of(own, None, tmp_path / "run"):
+        async with open_engine(own, None, tmp_path / "run"):
             pass
     notes = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
     return sorted(notes, key=lambda note: note["environment"]["CUDA_VISIBLE_DEVICES"])

@@ -21,12 +21,12 @@ from april.rollout.params import RolloutParams
 from april.rollout.trajectory import Reward
 from april.tasks.task import Problem
 from april.training.checkpoint import checkpoints
-from april.training.evaluation import Evaluation
+from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.run_state import RunState
 from april.training.stop import StopSignals
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
-from april.training.worker import Worker
+from april.training.training_thread import TrainingThread
 from tests import tiny
 from tests.scripted_engine import ScriptedEngine
 
@@ -92,7 +92,7 @@ async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), overlap: 
     async with AsyncExitStack() as stack:
         journal = Journal(tmp_path / "journal.sqlite", 0)
         stack.callback(journal.close)
-        rewards = await stack.enter_async_context(Rewards(Scorer(), tiny.tokenizer(), recipe.rollout))
+        rewards = await stack.enter_async_context(TaskRewards(Scorer(), tiny.tokenizer(), recipe.rollout))
         params, sampling = RolloutParams(rollout_batch_size=2), SamplingParams(max_tokens=20)
         scheduler = RolloutScheduler(
             ScriptedEngine(), Prompts(), rewards, params, sampling=sampling, journal=journal, overlap=overlap
@@ -104,10 +104,10 @@ async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), overlap: 
             settings=recipe.training,
             learner=learner,
             scheduler=scheduler,
-            evaluation=Evaluation(scheduler, rewards, prompts, 1, sampling),
+            evaluation=HeldOutEvaluation(scheduler, rewards, prompts, 1, sampling),
             state=RunState(recipe, learner, scheduler, journal, log),
             log=log,
-            worker=await stack.enter_async_context(Worker()),
+            worker=await stack.enter_async_context(TrainingThread()),
             signals=stack.enter_context(StopSignals()),
         )
 

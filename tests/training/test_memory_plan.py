@@ -10,7 +10,7 @@ import torch
 from april.algorithms.batch import Batch
 from april.commands.main import run as april
 from april.training.local import LocalLearner
-from april.training.memory_plan import planned
+from april.training.memory_plan import plan_memory
 from tests import tiny
 from tests.training.steps import recipe, rollout
 
@@ -19,7 +19,7 @@ from tests.training.steps import recipe, rollout
 def test_parameters_and_optimizer_are_counted_to_the_byte(settings: dict[str, object], tmp_path: Path) -> None:
     chosen = recipe(**settings)
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
-    plan = planned(chosen).rank
+    plan = plan_memory(chosen).rank
     learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
@@ -51,18 +51,18 @@ def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path) -> None:
     with learner.packed(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         learner.policy(batch)
     held = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
-    kept = planned(chosen).rank["activations"]
+    kept = plan_memory(chosen).rank["activations"]
     assert 0.75 < held / kept < 1.35
     chosen.training.gradient_checkpointing = True
-    assert planned(chosen).rank["activations"] < kept / 2
+    assert plan_memory(chosen).rank["activations"] < kept / 2
 
 
 def test_ranks_share_what_one_process_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = recipe()
     chosen.model.path = str(tiny.save(tmp_path / "policy", sharpness=1.0))
-    whole = planned(chosen).rank
+    whole = plan_memory(chosen).rank
     chosen.trainer.processes = 8
-    eighth = planned(chosen).rank
+    eighth = plan_memory(chosen).rank
     for part in ("parameters", "gradients", "optimizer"):
         assert whole[part] / 8 <= eighth[part] < whole[part] / 6
     capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 from april.config.error import ConfigError
 from april.config.recipe import recipe_from_dict
 from april.engines.servers import installed
-from april.training.engines import engine_of
+from april.training.engine_builder import open_engine
 from tests import gpus
 
 
@@ -20,6 +20,6 @@ async def test_both_versions_are_named_in_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(installed, "installed_in", lambda python: {"nccl": "2.30.7"})
     engine = {"engine": "sglang", "weight_transfer": "broadcast", "server_python": sys.executable}
     with pytest.raises(ConfigError, match=r"has NCCL 2\.30\.7 and april 2\.29\.7, which do not connect: install"):
-        async with engine_of(recipe_from_dict({"engine": engine}), None, tmp_path):
+        async with open_engine(recipe_from_dict({"engine": engine}), None, tmp_path):
             pass
     assert not list(tmp_path.iterdir())

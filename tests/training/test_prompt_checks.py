@@ -11,7 +11,7 @@ import pytest
 from april.config.error import ConfigError
 from april.config.reading import load_recipe
 from april.config.recipe import Recipe
-from april.training.build import trainer_of
+from april.training.build import open_trainer
 from tests import tiny
 
 RECIPE = """
@@ -73,7 +73,7 @@ def recipe(directory: Path, task: str = "", rollout: str = "") -> Recipe:
 )
 async def test_prompts_that_cannot_be_used_stop_a_run_before_it_begins(tmp_path: Path, task: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        async with trainer_of(recipe(tmp_path, task + "\nseed = 1")):
+        async with open_trainer(recipe(tmp_path, task + "\nseed = 1")):
             raise AssertionError("the run has begun")
     assert not (tmp_path / "run").exists()
 
@@ -85,7 +85,7 @@ async def test_prompts_that_cannot_be_used_are_left_out_and_counted(
     tmp_path: Path, task: str, rollout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        async with trainer_of(recipe(tmp_path, task + "\nseed = 1", rollout)) as trainer:
+        async with open_trainer(recipe(tmp_path, task + "\nseed = 1", rollout)) as trainer:
             assert trainer._rollout_metrics()["records_skipped"] == 1
     assert "1 of 18 prompts are left out" in caplog.text
     assert "few prompts are held out to evaluate on (2 of 20)" in caplog.text

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from april import RolloutBatch
 from april.algorithms.batch import Batch
 from april.training.local import LocalLearner
-from april.training.recovery import KEPT, Memory, TrainingError
+from april.training.recovery import KEPT, MicroBatchBudget, TrainingError
 from tests import tiny
 from tests.training.steps import recipe, rollout
 
@@ -105,7 +105,7 @@ def test_other_errors_are_not_taken_for_a_shortage_of_memory() -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        Memory(64).fit(wrong, [8])
+        MicroBatchBudget(64).fit(wrong, [8])
 
 
 def broken_reward(step: RolloutBatch) -> None:

@@ -25,7 +25,7 @@ from april.rollout.scheduler import RolloutScheduler
 from april.training import build, run_state
 from april.training.checkpoint import FORMAT, checkpoints
 from april.training.local import LocalLearner
-from april.training.output import locked
+from april.training.run_directory import lock_directory
 from april.training.stop import SIGNALS
 from tests.crash_points import RECIPE, differences, outcome, prepare
 
@@ -297,7 +297,7 @@ def test_two_runs_in_one_directory_are_refused(
     run = copy(saved_often, tmp_path)
     assert (run / "lock").exists()
     recipe = saved_often.parent / "recipe.toml"
-    with locked(run):
+    with lock_directory(run):
         assert resume(run) == 2
         said = capsys.readouterr().err
         assert f"another run is going on there (process {os.getpid()} on " in said

@@ -15,7 +15,7 @@ from april.rollout.threads import HangingError
 from april.rollout.trajectory import Group, Prompt, Reward
 from april.tasks.scoring import SpecScorer
 from april.tasks.task import TaskSpec
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 FUNCTION = """
 import asyncio, sys, threading, time
@@ -83,9 +83,9 @@ def groups(*responses: int) -> list[Group]:
     return made
 
 
-def rewards(function: str = "score", **settings: Any) -> Rewards:
+def rewards(function: str = "score", **settings: Any) -> TaskRewards:
     scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", reward=f"my_hanging_rewards:{function}"))
-    return Rewards(scorer, Words(), RolloutSettings(**settings))
+    return TaskRewards(scorer, Words(), RolloutSettings(**settings))
 
 
 async def test_what_fails_in_evaluation_scores_0_and_is_counted_and_said_once(caplog):
@@ -167,7 +167,7 @@ async def test_every_part_of_a_reward_is_kept_with_the_sample():
     weights = {"my_hanging_rewards:score": 1.0, "april.tasks.length:per_thousand": 100.0}
     scorer = SpecScorer(TaskSpec("reasoning_gym", "gcd", rewards=weights))
     (group,) = groups(0)
-    async with Rewards(scorer, Words(), RolloutSettings(reward_workers=0)) as subject:
+    async with TaskRewards(scorer, Words(), RolloutSettings(reward_workers=0)) as subject:
         reward = await subject(group.prompt, group.samples[0])
     assert (reward.value, reward.info) == (pytest.approx(0.9), {"score": 1.0, "per_thousand": -0.001})
 
@@ -205,7 +205,7 @@ async def test_a_response_on_which_aprils_own_scorer_hangs_scores_0_and_is_count
     weights = {"task": 1.0, "my_hanging_rewards:score": 0.5}
     scorer = SpecScorer(TaskSpec("reasoning_gym", "countdown", rewards=weights))
     group = written("<answer>9**9**9**9</answer>", "<answer>1+1</answer>")
-    async with Rewards(scorer, Letters(), RolloutSettings(reward_timeout=4.0, reward_workers=2)) as subject:
+    async with TaskRewards(scorer, Letters(), RolloutSettings(reward_timeout=4.0, reward_workers=2)) as subject:
         assert await subject.score_groups([group]) == [[0.5, 1.5]]
         assert subject.take_unjudged() == 1
         assert subject.take_unjudged() == 0
@@ -217,5 +217,5 @@ async def test_a_response_on_which_aprils_own_scorer_hangs_scores_0_and_is_count
 async def test_special_tokens_are_stripped_unless_they_are_to_be_kept(keep: bool) -> None:
     spec = TaskSpec("reasoning_gym", "gcd", reward="builtins:len", keep_special_tokens=keep)
     group = written("four\0")
-    async with Rewards(SpecScorer(spec), Letters(), RolloutSettings(reward_workers=0)) as subject:
+    async with TaskRewards(SpecScorer(spec), Letters(), RolloutSettings(reward_workers=0)) as subject:
         assert await subject.score_groups([group]) == [[5.0 if keep else 4.0]]

@@ -12,7 +12,7 @@ from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap
 from april.engines.gpus import Gpu
 from april.training.memory_plan import active_parameters
-from april.training.utilisation import Utilisation, peak_of, utilisation_of
+from april.training.utilisation import Utilisation, build_utilisation, peak_of
 
 
 def test_peaks_are_those_of_the_cards_that_are_known() -> None:
@@ -36,5 +36,5 @@ def test_a_token_is_multiplied_with_its_own_experts_alone() -> None:
     recipe.model.path = "Qwen/Qwen3-30B-A3B"
     with known_model(recipe):
         assert active_parameters(recipe) == pytest.approx(3.04e9, rel=0.02)
-    assert utilisation_of(recipe, None) is None
-    assert utilisation_of(recipe, DeviceMap((Gpu("0", name="Unknown"),), ())) is None
+    assert build_utilisation(recipe, None) is None
+    assert build_utilisation(recipe, DeviceMap((Gpu("0", name="Unknown"),), ())) is None

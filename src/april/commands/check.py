@@ -62,12 +62,12 @@ def run(args: list[str]) -> int:
         if gpus:
             assume_gpus(recipe)
         misfits: list[str] = []
-        from april.training.installed import check_megatron
-        from april.training.memory_plan import planned
+        from april.training.megatron_package import check_megatron
+        from april.training.memory_plan import plan_memory
 
         check_megatron(recipe)
         with known_model(recipe):
-            plan = planned(recipe)
+            plan = plan_memory(recipe)
             for title, lines in (
                 ("devices", _devices(recipe, gpus)),
                 ("model", _model(recipe, plan)),
@@ -105,7 +105,7 @@ def _model(recipe: Recipe, plan: MemoryPlan) -> Iterator[str]:
 
 
 def _memory(recipe: Recipe, plan: MemoryPlan, gpus: list[Gpu], misfits: list[str]) -> Iterator[str]:
-    from april.training.memory_verdict import USABLE, phases, verdict
+    from april.training.memory_check import USABLE, phases, verdict
 
     smallest = min((gpu.total for gpu in gpus), default=0)
     if plan.host:

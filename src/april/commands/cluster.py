@@ -46,12 +46,12 @@ async def _check(recipe: Recipe) -> int:
         from april.engines.cluster.check import WantedRanks, check, lines_of, missing
         from april.engines.cluster.needs import Needs, marked
         from april.engines.cluster.nodes import home
-        from april.training.engines import wanted_of
-        from april.training.environment import source_of
-        from april.training.memory_plan import planned
+        from april.training.engine_builder import wanted_of
+        from april.training.environment_setup import source_of
+        from april.training.memory_plan import plan_memory
         from april.training.rank_nodes import demand_of_rank, model_of
 
-        weights = planned(recipe).parameters * getattr(torch, recipe.compute_dtype).itemsize
+        weights = plan_memory(recipe).parameters * getattr(torch, recipe.compute_dtype).itemsize
         wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:

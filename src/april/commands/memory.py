@@ -39,11 +39,11 @@ def run(args: list[str]) -> int:
         recipe = read_recipe(given, "april memory", loads=False)
         if options.gpu_memory:
             assume_gpus(recipe)
-        from april.training.memory_plan import planned, table
-        from april.training.memory_verdict import verdict
+        from april.training.memory_check import verdict
+        from april.training.memory_plan import plan_memory, table
 
         with known_model(recipe):
-            plan = planned(recipe)
+            plan = plan_memory(recipe)
             for line in table(plan, recipe):
                 print(line)
             for line in verdict(plan, recipe, options.gpu_memory * 1e9) if options.gpu_memory else ():

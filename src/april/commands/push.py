@@ -22,7 +22,7 @@ def run(args: list[str]) -> int:
     if len(named) != 2 or any(argument.startswith("-") for argument in named):
         raise ConfigError("name a run and a repository: april push DIR OWNER/NAME [--public]")
     from april.training.checkpoint import CheckpointError
-    from april.training.hub import push_to_hub
+    from april.training.hub_upload import push_to_hub
 
     try:
         print(push_to_hub(Path(named[0]), named[1], private="--public" not in args))

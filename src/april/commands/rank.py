@@ -1,6 +1,6 @@
-"""One of several ranks, as `april.training.agent` starts it (`python -m april.commands.rank`), or torchrun does.
+"""Process of one rank, started by `april.training.rank_supervisor` (`python -m april.commands.rank`) or by torchrun.
 
-The agent says what to do on standard input, as JSON: the recipe, and whether a run is resumed.
+The supervisor passes JSON on standard input: the recipe, and whether a run is resumed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from april.training.rank_process import LOST, RankLostError, Report, leads
+from april.training.rank_protocol import EXIT_RANK_LOST, RankLostError, StatusReporter, is_rank_zero
 from april.training.stop import status_of, unwind_on_signals
 
 if TYPE_CHECKING:
@@ -19,37 +19,37 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    report = Report()  # before the imports that take long
+    report = StatusReporter()  # before the imports that take long
     payload = json.load(sys.stdin)
     from april.config.recipe import recipe_from_dict
 
     return train(recipe_from_dict(payload["recipe"]), payload["resume"], report)
 
 
-def train(recipe: Recipe, resume: bool, report: Report) -> int:
+def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
     """Be the rank that the environment names, to the end of the run, and return the exit status."""
     from april.commands.failure import fail
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
     from april.engines.device_memory import is_out_of_memory
-    from april.training.crew import following
+    from april.training.distributed import run_follower
     from april.training.sharded import MemoryShortage
 
     go_on = f"go on from what is on disk: april resume {recipe.reporting.output}"
     try:
-        if leads():
+        if is_rank_zero():
             return run_trainer(recipe, resume)
-        following(recipe)
+        run_follower(recipe)
         return 0
     except MemoryShortage as error:
         advice = f"lower training.max_tokens_per_micro_batch (to {error.tokens}, say), then {go_on}"
         report.say(f"out of memory; {advice}", memory=error.tokens)
-        return LOST
+        return EXIT_RANK_LOST
     except RankLostError as error:
         report.say(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
-        return LOST
+        return EXIT_RANK_LOST
     except ConfigError as error:
-        if not leads():  # what all ranks find wrong is said once
+        if not is_rank_zero():  # what all ranks find wrong is said once
             report.say(failed=str(error))
         return fail(str(error))
     except Exception as error:
@@ -57,7 +57,7 @@ def train(recipe: Recipe, resume: bool, report: Report) -> int:
         if is_out_of_memory(error):  # not in a pass over a batch, which smaller micro-batches would mend
             why = f"ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
             report.say(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
-            return LOST
+            return EXIT_RANK_LOST
         report.say(failed=f"{type(error).__name__}: {error}")
         return 1
 

@@ -16,9 +16,9 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError, DamagedCheckpointError
-from april.training.rank_process import job, leads
-from april.training.rehearsal import check_settings
+from april.training.rank_protocol import is_rank_zero, torchrun_id
 from april.training.resume import Repair, began_here, check_run, check_unchanged, finished_steps, saved_recipe
+from april.training.resume_check import check_settings
 
 OPTION = "--resume"
 REPAIRS: dict[str, Repair] = {"--salvage": "salvage", "--rewind": "rewind"}
@@ -81,11 +81,11 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
     if repair == "none" and (steps := finished_steps(run)) >= recipe.training.steps:
         print(f"{run} has finished after {steps} steps; to train further: april resume {run} --steps N")
         return None
-    if leads():
+    if is_rank_zero():
         if began_here(run) and repair != "none":  # ranks that start anew repair nothing again
             _note(
-                f"torchrun's job {job()} has begun or resumed {run} before, so its ranks start anew and --{repair} is "
-                "not done again; if this is another job, give it an id of its own (--rdzv-id)"
+                f"torchrun's job {torchrun_id()} has begun or resumed {run} before, so its ranks start anew and "
+                f"--{repair} is not done again; if this is another job, give it an id of its own (--rdzv-id)"
             )
             repair = "none"
         if repair == "rewind":

@@ -8,10 +8,10 @@ from april.commands import rank
 from april.commands.rank import leave
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training.agent import Agent
 from april.training.device_map import device_map
-from april.training.installed import check_megatron
-from april.training.rank_process import Report, is_rank, job, may_start_anew
+from april.training.megatron_package import check_megatron
+from april.training.rank_protocol import StatusReporter, is_rank, torchrun_id, torchrun_restarts
+from april.training.rank_supervisor import RankSupervisor
 
 
 def check_ranks(recipe: Recipe) -> None:
@@ -34,7 +34,7 @@ def check_ranks(recipe: Recipe) -> None:
         raise ConfigError(
             'cluster.ranks = "nodes", but torchrun has started the ranks: remove it, or start april train'
         )
-    if may_start_anew() and job() is None:
+    if torchrun_restarts() and torchrun_id() is None:
         raise ConfigError(
             "ranks that torchrun starts anew know their run by the job's id: add --rdzv-id ID, which no other job has, "
             "or --max-restarts 0"
@@ -49,9 +49,9 @@ def start(recipe: Recipe, resume: bool = False) -> int:
         resume: go on with the run in the recipe's directory.
     """
     if recipe.trainer.sharded and is_rank():
-        leave(rank.train(recipe, resume, Report()))
+        leave(rank.train(recipe, resume, StatusReporter()))
     if recipe.trainer.sharded:
-        return Agent(recipe).run(resume)
+        return RankSupervisor(recipe).run(resume)
     from april.commands.trainer import run_trainer  # imports torch and transformers, which an agent does without
 
     return run_trainer(recipe, resume)

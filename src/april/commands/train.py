@@ -10,9 +10,9 @@ from april.commands.failure import fail
 from april.commands.start import check_ranks, start
 from april.rollout.journal_file import JournalError
 from april.training.checkpoint import CheckpointError
-from april.training.output import prepare_output
-from april.training.rank_process import leads
+from april.training.rank_protocol import is_rank_zero
 from april.training.resume import began_here, check_run, check_unchanged, saved_recipe
+from april.training.run_directory import prepare_output
 
 DESCRIPTION = """Train a causal language model by reinforcement learning, with active partial rollouts.
 
@@ -32,10 +32,10 @@ def run(args: list[str]) -> int:
     directory = Path(recipe.reporting.output)
     resumed = began_here(directory)
     try:
-        if leads() and resumed:
+        if is_rank_zero() and resumed:
             list(check_run(directory))
             check_unchanged(directory, saved_recipe(directory), recipe)
-        elif leads():
+        elif is_rank_zero():
             prepare_output(directory, recipe.reporting.if_exists)
     except (CheckpointError, JournalError) as error:
         return fail(str(error))

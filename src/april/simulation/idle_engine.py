@@ -43,15 +43,15 @@ class IdleEngine:
 @asynccontextmanager
 async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
     """Start the recipe's engine, and end it afterwards."""
-    from april.training.engines import engine_of
+    from april.training.engine_builder import open_engine
     from april.training.policy import load_policy
-    from april.training.weights import transfer_of
+    from april.training.weight_transfer import model_transfer
 
     model, tokenizer = load_policy(recipe.model)
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        transfer = transfer_of(recipe, model, tokenizer, directory)
-        async with engine_of(recipe, model, directory) as engine:
+        transfer = model_transfer(recipe, model, tokenizer, directory)
+        async with open_engine(recipe, model, directory) as engine:
 
             async def update(version: int) -> None:
                 await engine.update_weights(version, transfer.offer(version))

@@ -28,26 +28,26 @@ from april.rollout.trajectory import Group
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task
-from april.training.crew import leading
 from april.training.device_map import device_map, device_rows
-from april.training.engines import engine_of
-from april.training.environment import World
+from april.training.distributed import open_distributed_learner
+from april.training.distributed_learner import DistributedLearner
+from april.training.engine_builder import open_engine
+from april.training.environment_setup import EnvironmentSetup
 from april.training.episode_reward import EpisodeRewards
-from april.training.evaluation import Evaluation
-from april.training.leader import Leader
+from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
-from april.training.local import LocalLearner, check_checkpoint_of, objective_of
-from april.training.memory_verdict import check_memory
-from april.training.output import locked
+from april.training.local import LocalLearner, build_objective, check_checkpoint_of
+from april.training.memory_check import check_memory
 from april.training.policy import gpu_bytes, load_policy, policy_at
-from april.training.prompts import RunPrompts, room_for_prompt
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
+from april.training.run_directory import lock_directory
+from april.training.run_prompts import RunPrompts, room_for_prompt
 from april.training.run_state import RunState, load
 from april.training.stop import StopSignals
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 from april.training.trainer import Trainer
-from april.training.utilisation import utilisation_of
-from april.training.worker import Worker
+from april.training.training_thread import TrainingThread
+from april.training.utilisation import build_utilisation
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,13 @@ async def train(
     clock: Callable[[], float] = time.perf_counter,
     signals: StopSignals | None = None,
 ) -> dict[str, Any] | None:
-    """Run a recipe, as `trainer_of` makes it and `Trainer.run` says."""
-    async with trainer_of(recipe, resume, progress, clock, signals) as trainer:
+    """Run a recipe, as `open_trainer` makes it and `Trainer.run` says."""
+    async with open_trainer(recipe, resume, progress, clock, signals) as trainer:
         return await trainer.run()
 
 
 @asynccontextmanager
-async def trainer_of(
+async def open_trainer(
     recipe: Recipe,
     resume: bool = False,
     progress: Progress | None = None,
@@ -97,16 +97,16 @@ async def trainer_of(
             check_memory(recipe, size)
         learner: Learner
         if recipe.trainer.sharded:
-            learner, tokenizer = stack.enter_context(leading(recipe, directory, checkpoint))
+            learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint))
         else:
             learner, tokenizer = _learner(recipe, directory, checkpoint)
         _say_what_is_clipped(recipe)
         _say_what_is_not_kept(recipe)
         limit = _prompt_limit(recipe, learner)
-        world = World(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
+        world = EnvironmentSetup(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
         usable = RunPrompts.of(recipe, task, tokenizer, world)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
-        stack.enter_context(locked(directory))
+        stack.enter_context(lock_directory(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_flush_seconds)))
         rewards = _rewards(recipe, task, tokenizer)
         await stack.enter_async_context(rewards)
@@ -116,9 +116,9 @@ async def trainer_of(
         if progress and tasks:
             progress.note("; ".join(f"{gpu} {task}" for gpu, task in tasks))
         engine = await stack.enter_async_context(
-            engine_of(recipe, learner.served, directory, starting, beside_trainer=True)
+            open_engine(recipe, learner.served, directory, starting, beside_trainer=True)
         )
-        if isinstance(learner, Leader):
+        if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))
         room = room_for_prompt(recipe, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
@@ -148,14 +148,14 @@ async def trainer_of(
             settings=training,
             learner=learner,
             scheduler=scheduler,
-            evaluation=Evaluation(scheduler, rewards, evaluated, training.eval_samples, sampling, task.correct),
+            evaluation=HeldOutEvaluation(scheduler, rewards, evaluated, training.eval_samples, sampling, task.correct),
             state=RunState(recipe, learner, scheduler, journal, run_log),
             log=run_log,
-            worker=await stack.enter_async_context(Worker()),
+            worker=await stack.enter_async_context(TrainingThread()),
             signals=stack.enter_context(signals or StopSignals()),
             progress=progress,
             clock=clock,
-            utilisation=utilisation_of(recipe, devices),
+            utilisation=build_utilisation(recipe, devices),
             releases_cache=recipe.generates_inside and not recipe.keeps_cache_in_training,
         )
 
@@ -182,7 +182,7 @@ def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[
 
 
 def _say_what_is_clipped(recipe: Recipe) -> None:
-    objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+    objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
     if recipe.rollout.partial_rollout and objective.clips_older_policies:
         log.warning(
             "%s clips the ratio of a whole response to a range made for updates within one step (eps_low = %g); with "
@@ -216,11 +216,11 @@ def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     return min(rollout.max_prompt_length or room, room)
 
 
-def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> Rewards | EpisodeRewards:
+def _rewards(recipe: Recipe, task: Task, tokenizer: Any) -> TaskRewards | EpisodeRewards:
     own = recipe.environment
 
-    def of_task() -> Rewards:
-        return Rewards(task.scorer, tokenizer, recipe.rollout, recipe.cluster.rewards == "nodes")
+    def of_task() -> TaskRewards:
+        return TaskRewards(task.scorer, tokenizer, recipe.rollout, recipe.cluster.rewards == "nodes")
 
     if not own.enabled or own.reward == "task":
         return of_task()
@@ -232,7 +232,7 @@ def _scheduler(
     learner: Learner,
     engine: Engine,
     prompts: PromptStream,
-    rewards: Rewards | EpisodeRewards,
+    rewards: TaskRewards | EpisodeRewards,
     journal: Journal,
     progress: Progress | None,
     episodes: Episodes | None,

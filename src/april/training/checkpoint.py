@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from april.rollout.disk import follow_umask, sync_directory, sync_file
-from april.training.rank_process import RankLostError
+from april.training.rank_protocol import RankLostError
 
 ADAPTER = "adapter"
 TRAINING = "training"

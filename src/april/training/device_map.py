@@ -13,7 +13,7 @@ from april.config.machine import visible_gpus
 from april.config.recipe import Recipe
 from april.engines.devices import DeviceMap, GpuShortageError, assign
 from april.engines.gpus import Gpu
-from april.training.rank_process import is_rank
+from april.training.rank_protocol import is_rank
 
 
 def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap | None:

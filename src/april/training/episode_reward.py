@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 
 class EpisodeRewards:
-    """Rewards of episodes; takes the place of a task's `Rewards`.
+    """Rewards of episodes; takes the place of a task's `TaskRewards`.
 
     The reward's `info` is what the environment said with its last answer, and how many turns it answered.
 
@@ -22,12 +22,12 @@ class EpisodeRewards:
     scope: Literal["sample"] = "sample"
     waiting = 0
 
-    def __init__(self, task: Rewards | None = None) -> None:
+    def __init__(self, task: TaskRewards | None = None) -> None:
         self.task = task
         self.failures: Counter[str] = Counter() if task is None else task.failures
 
     def take_unjudged(self) -> int:
-        """See `Rewards.take_unjudged`."""
+        """See `TaskRewards.take_unjudged`."""
         return 0 if self.task is None else self.task.take_unjudged()
 
     async def __call__(self, prompt: Prompt, sample: Sample) -> Reward:

@@ -18,7 +18,7 @@ from april.algorithms.batch import Batch
 from april.algorithms.logprobs import logprobs_from_logits, token_logprobs
 from april.algorithms.truncation import WHOLE, Truncation
 from april.engines.embedded.probe import in_float32
-from april.training.context import current
+from april.training.context_parallel import current_context_parallel
 from april.training.lora import head_weight
 from april.training.packing import Packing, attends_packed
 from april.training.policy import trunk_of
@@ -62,7 +62,7 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
     real = torch.arange(batch.input_ids.shape[1], device=device) < torch.tensor(batch.lengths, device=device)[:, None]
-    row, context = batch.input_ids[real][None], current()
+    row, context = batch.input_ids[real][None], current_context_parallel()
     extra = -row.shape[1] % context.size if context else 0  # a sequence of nothing, so that all ranks have as much
     packing = Packing([*batch.lengths, extra] if extra else batch.lengths, device, context)
     ids, positions = torch.nn.functional.pad(row, (0, extra)), packing.position_ids

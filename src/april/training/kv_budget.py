@@ -10,7 +10,7 @@ import torch
 
 from april.config.recipe import Recipe
 from april.engines.device_memory import free_bytes
-from april.training.memory_plan import pass_bytes, planned
+from april.training.memory_plan import pass_bytes, plan_memory
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}
 """Of the memory that remains: a GPU's is the run's own, the machine's is also for rewards, files and other programs."""
@@ -22,5 +22,5 @@ def kv_cache_bytes(recipe: Recipe, device: torch.device) -> int:
         return recipe.engine.kv_cache_bytes
     to_come = pass_bytes(recipe)
     if recipe.keeps_cache_in_training:
-        to_come += planned(recipe).transient_bytes
+        to_come += plan_memory(recipe).transient_bytes
     return max(int((free_bytes(device) - to_come) * SHARES.get(device.type, 0.5)), 0)

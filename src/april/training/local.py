@@ -46,16 +46,16 @@ from april.training.critic import Critic
 from april.training.forward import PolicyModel, check_head
 from april.training.learner import Interrupted
 from april.training.lora import Adapters
+from april.training.lr_schedule import lr_factor
 from april.training.master_weights import MasterWeights
 from april.training.micro_batches import plan
 from april.training.optimizer import adamw, moments, set_learning_rate
 from april.training.packing import attends_packed, can_pack, packed_attention
 from april.training.policy import save_policy, stop_tokens
-from april.training.recovery import Memory, SkippedUpdates
-from april.training.schedule import share_of_peak
-from april.training.shards import read, stored, write
+from april.training.recovery import MicroBatchBudget, SkippedUpdates
+from april.training.sharded_files import read, stored, write
 from april.training.update_share import UpdateShare
-from april.training.weights import transfer_of
+from april.training.weight_transfer import model_transfer
 
 AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
 """What to do where a checkpoint does not go with the settings."""
@@ -79,9 +79,9 @@ class LocalLearner:
         self.model = model
         self.tokenizer = tokenizer
         self.settings = recipe.training
-        self.objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+        self.objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
         self.policy = PolicyModel(model, *_drawn_from(recipe.rollout))
-        self.memory = Memory(recipe.training.max_tokens_per_micro_batch)
+        self.memory = MicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
         self.skipped = SkippedUpdates(directory and directory / "skipped", recipe.training.max_skipped_updates)
         self.device = next(model.parameters()).device
         # With adapters the reference is the policy without them.
@@ -111,7 +111,7 @@ class LocalLearner:
         """Put the parameters where they are trained; whole until here, and checked."""
 
     def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
-        return transfer_of(recipe, self.model, self.tokenizer, directory, self.adapters)
+        return model_transfer(recipe, self.model, self.tokenizer, directory, self.adapters)
 
     def _frozen_copy(self) -> PolicyModel:
         frozen = copy.deepcopy(self.model).requires_grad_(False)
@@ -144,7 +144,7 @@ class LocalLearner:
         """Train on the groups of a rollout step and return the step's metrics (see `Learner`)."""
         if self._transfer is not None:
             self._transfer.withdraw()
-        share = share_of_peak(self.settings, number)
+        share = lr_factor(self.settings, number)
         set_learning_rate(self.optimizer, self.settings.learning_rate * share)
         if self.critic_optimizer:
             set_learning_rate(self.critic_optimizer, self.settings.critic_learning_rate * share)
@@ -362,7 +362,7 @@ def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
     Raises:
         ConfigError: it is of another algorithm, or of other adapters.
     """
-    objective, lora = objective_of(recipe.algorithm, recipe.rollout.max_response_length), recipe.lora
+    objective, lora = build_objective(recipe.algorithm, recipe.rollout.max_response_length), recipe.lora
     needed = {"random", "policy_optimizer"}
     needed |= {"critic", "critic_optimizer"} if objective.algorithm.value_head else set()
     needed |= {"adapters"} if lora.rank else {"reference"} if objective.regularised else set()
@@ -376,7 +376,7 @@ def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
             raise ConfigError(f"lora.{name} = {asked}, but {checkpoint} has adapters of {before[name]}: {AS_BEGUN}")
 
 
-def objective_of(settings: AlgorithmSettings, budget: int) -> Objective:
+def build_objective(settings: AlgorithmSettings, budget: int) -> Objective:
     """What a recipe's section `algorithm` stands for, with responses of at most `budget` tokens.
 
     Raises:

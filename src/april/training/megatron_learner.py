@@ -24,7 +24,7 @@ from april.training.local import LocalLearner
 from april.training.megatron_policy import MegatronPolicy
 from april.training.optimizer import moments
 from april.training.sharded import ShardedLearner
-from april.training.shards import opened, stored, write
+from april.training.sharded_files import opened, stored, write
 
 POLICY = "policy_optimizer.model"
 """What names of moments begin with."""

@@ -25,7 +25,7 @@ from april.algorithms.batch import Batch
 from april.config.error import ConfigError
 from april.training.master_weights import MasterWeights
 from april.training.ranks import Ranks
-from april.training.split_vocabulary import split_logprobs
+from april.training.vocab_parallel import vocab_parallel_logprobs
 
 NEEDS_CUDA = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
@@ -94,7 +94,7 @@ class MegatronPolicy(nn.Module):
             chosen = hidden_states.transpose(0, 1)[:, :-1][batch.mask]
             targets = batch.input_ids[:, 1:][batch.mask]
             columns = self._columns(output_layer.output_size_per_partition)
-            return split_logprobs(head, chosen, targets, columns, self.group, self.temperature)
+            return vocab_parallel_logprobs(head, chosen, targets, columns, self.group, self.temperature)
 
         found = self.module(batch.input_ids, positions, hidden, output_processor=scores)
         logp, entropy = (torch.zeros(batch.mask.shape, device=x.device).masked_scatter(batch.mask, x) for x in found)

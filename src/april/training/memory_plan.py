@@ -22,7 +22,7 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.config.settings import TrainerSettings
 from april.engines.pretrained import EXPERTS, experts_of
-from april.training.local import checkpoint_layers, objective_of
+from april.training.local import build_objective, checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
@@ -64,7 +64,7 @@ class MemoryPlan:
         return sum(size for name, size in self.rank.items() if name not in RESIDENT)
 
 
-def planned(recipe: Recipe) -> MemoryPlan:
+def plan_memory(recipe: Recipe) -> MemoryPlan:
     """What the recipe's run will hold.
 
     Raises:
@@ -94,7 +94,7 @@ def planned(recipe: Recipe) -> MemoryPlan:
         width = text.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
         activations = _activations(part, recipe, computed, len(names), width)
         cache = _cache_bytes(model.config.get_text_config(), computed)
-    objective = objective_of(recipe.algorithm, recipe.rollout.max_response_length)
+    objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
     critics = int(objective.algorithm.value_head)
     frozen = int(objective.regularised and not recipe.lora.rank)
     trained = 1 + critics if not recipe.lora.rank else critics

@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from april.engines.embedded.probe import LENGTHS, agrees, refuse_unknown, short_windows
 from april.engines.kernels import Bounds, KernelCase, attend, causal_mask, varlen_kernel
-from april.training.context import Context
+from april.training.context_parallel import ContextParallel
 from april.training.policy import trunk_of
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Packing:
         context: the ranks that share the row; None if it is whole here.
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device, context: Context | None = None) -> None:
+    def __init__(self, lengths: Sequence[int], device: torch.device, context: ContextParallel | None = None) -> None:
         self.lengths = lengths
         self.context = context
         self.device = device

@@ -18,13 +18,13 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.engines.job import Hands, JobEngine, JobOrder, Reply
 from april.rollout.engine import Chunk
-from april.training.engines import embedded
-from april.training.rank_process import RankLostError
+from april.training.engine_builder import embedded
+from april.training.rank_protocol import RankLostError
 from april.training.ranks import Ranks
 from april.training.sharded import ShardedLearner
 
 
-class RanksEngine(JobEngine):
+class AllRanksEngine(JobEngine):
     """The engines of all ranks, in the leader. Other ranks carry out orders at any time."""
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
@@ -36,7 +36,7 @@ class RanksEngine(JobEngine):
 
 
 @contextmanager
-def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[RanksEngine]:
+def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[AllRanksEngine]:
     """The engines of all ranks as one, once each of the others has been told to `start` its own.
 
     Raises:
@@ -44,13 +44,13 @@ def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[RanksEngine]:
     """
     capacities = ranks.gather(own.capacity)
     try:
-        yield RanksEngine(ranks, Hands(own), capacities, own.on_update == "keep", "rank")
+        yield AllRanksEngine(ranks, Hands(own), capacities, own.on_update == "keep", "rank")
     finally:
         with suppress(RankLostError):
             ranks.scatter([JobOrder("over")] * ranks.world)
 
 
-class RankEngine:
+class FollowerEngine:
     """The engine of a rank that follows.
 
     Args:

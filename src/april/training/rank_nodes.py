@@ -28,7 +28,7 @@ from april.engines.cluster.process_actor import ProcessSettings
 from april.engines.cluster.process_sites import ProcessSites
 from april.engines.cluster.site import Site
 from april.engines.servers.address import reachable
-from april.training.rank_process import LINE, LISTENER, NODES, ON_NODE, RENDEZVOUS
+from april.training.rank_protocol import LISTENER, NODES, ON_NODE, RENDEZVOUS, STATUS_FD
 
 MODULE = "april.commands.rank"
 
@@ -54,7 +54,7 @@ class RankNodes:
         asyncio.run(give_back(disconnect))
 
     @contextmanager
-    def taken(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[RanksOnNodes]:
+    def taken(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[PlacedRanks]:
         """Nodes with room for all ranks.
 
         Args:
@@ -69,14 +69,14 @@ class RankNodes:
                 module=MODULE,
                 needs=Needs(model_of(self._recipe), self._directory, marker),
                 directory=os.getcwd(),
-                line=LINE,
+                line=STATUS_FD,
             )
             sites = asyncio.run(self._sites.take(self._recipe.ranks_on_nodes, settings, waits, stopped))
         address = home_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             with socket.create_server((address, 0), family=family, backlog=len(sites)) as listener:
-                ranks = RanksOnNodes(sites, listener, self._directory / "ranks")
+                ranks = PlacedRanks(sites, listener, self._directory / "ranks")
                 yield ranks
                 for process, site in zip(ranks.processes, sites, strict=False):
                     if process.lost:
@@ -85,7 +85,7 @@ class RankNodes:
             asyncio.run(give_back(_end, sites))
 
 
-class RanksOnNodes:
+class PlacedRanks:
     """The ranks of one start.
 
     Args:

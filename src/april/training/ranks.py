@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
-from april.training.context import Context
-from april.training.meeting import meet
-from april.training.rank_process import LISTENER, RENDEZVOUS, RankLostError
+from april.training.context_parallel import ContextParallel
+from april.training.rank_protocol import LISTENER, RENDEZVOUS, RankLostError
+from april.training.rendezvous import rendezvous
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Division:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """This process's place among the ranks. `joined` makes one.
+    """This process's place among the ranks. `join_ranks` makes one.
 
     Ranks are numbered copy by copy, then team by team; in a team, those that have the same tokens are neighbours.
 
@@ -75,7 +75,7 @@ class Ranks:
     commands: Any
     orders: Any
     replies: Any
-    context: Context | None = None
+    context: ContextParallel | None = None
     tensor: Division | None = None
     expert: Division | None = None
 
@@ -137,7 +137,7 @@ class Ranks:
             RankLostError: another rank is gone.
         """
         own: list[Any] = [None]
-        with translated():
+        with rank_loss_translated():
             dist.scatter_object_list(own, list(items) if self.leads else None, src=0, group=self.orders)
         return own[0]  # type: ignore[no-any-return]
 
@@ -148,7 +148,7 @@ class Ranks:
             RankLostError: another rank is gone, or has not answered for the timeout.
         """
         found: Any = [None] * self.world if self.leads else None
-        with translated():
+        with rank_loss_translated():
             dist.gather_object(own, found, dst=0, group=self.replies)
         return found or []
 
@@ -164,7 +164,7 @@ class Ranks:
 
 
 @contextmanager
-def joined(
+def join_ranks(
     device: str, timeout: float, replicas: int = 1, context: int = 1, tensor: int = 1, expert: int = 1
 ) -> Iterator[Ranks]:
     """This process among the ranks that its environment names, as torchrun sets it.
@@ -192,7 +192,7 @@ def joined(
     if cuda:
         torch.cuda.set_device(own)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with translated():
+    with rank_loss_translated():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=_store(rank, world, timeout),
@@ -212,7 +212,7 @@ def joined(
             size = context * tensor
             firsts = [first + part for first in range(0, world, size) for part in range(tensor)]
             teams = {first: dist.new_group(range(first, first + size, tensor)) for first in firsts}
-            team = Context(teams[rank - rank % size + rank % tensor], rank % size // tensor, context)
+            team = ContextParallel(teams[rank - rank % size + rank % tensor], rank % size // tensor, context)
         divided = tensor > 1 or expert > 1
         matrices = _division(own.type, "tensor", world, replicas, tensor) if divided else None
         experts = _division(own.type, "expert", world, replicas, expert) if expert > 1 else None
@@ -229,10 +229,10 @@ def _store(rank: int, world: int, timeout: float) -> c10d.Store:
         limit, listener = timedelta(seconds=timeout), int(os.environ[LISTENER]) if rank == 0 else None
         return c10d.TCPStore(url.hostname, url.port or 0, world, rank == 0, limit, False, master_listen_fd=listener)
     store: c10d.Store
-    store, *_ = next(rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world))
+    store, *_ = next(torch_rendezvous(os.environ.get(RENDEZVOUS, "env://"), rank, world))
     if RENDEZVOUS in os.environ:
         return store
-    return meet(store, rank, world, timeout if rank == 0 else FOREVER.total_seconds())
+    return rendezvous(store, rank, world, timeout if rank == 0 else FOREVER.total_seconds())
 
 
 def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Division:
@@ -242,7 +242,7 @@ def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Di
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def rank_loss_translated() -> Iterator[None]:
     """Inside, torch's exceptions about other ranks are `RankLostError`."""
     try:
         yield

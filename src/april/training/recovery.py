@@ -33,7 +33,7 @@ class TrainingError(Exception):
     """Training cannot go on."""
 
 
-class Memory:
+class MicroBatchBudget:
     """How many tokens go through the model at once: what the recipe says, and half of it whenever memory runs out.
 
     Args:

@@ -30,8 +30,8 @@ from april.training.checkpoint import (
     checkpoints,
     load_mark,
 )
-from april.training.output import locked
-from april.training.rank_process import job
+from april.training.rank_protocol import torchrun_id
+from april.training.run_directory import lock_directory
 
 JOURNAL = "journal.sqlite"
 RECIPE = "recipe.json"
@@ -66,7 +66,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def note_beginning(run: Path, recipe: Recipe) -> None:
     """Note that the run has begun, or goes on, by this recipe: there is something to resume from here on."""
-    if (own := job()) is not None:
+    if (own := torchrun_id()) is not None:
         write_whole(run / JOB, own)
     write_whole(run / RECIPE, json.dumps(recipe.redacted(), indent=2))
 
@@ -77,7 +77,7 @@ def began_here(run: Path) -> bool:
     What is on disk says so: how often torchrun starts ranks anew is counted on each machine by itself.
     """
     noted = [run / JOB, run / RECIPE]
-    return all(path.is_file() for path in noted) and noted[0].read_text() == job()
+    return all(path.is_file() for path in noted) and noted[0].read_text() == torchrun_id()
 
 
 def saved_recipe(run: Path) -> Recipe:
@@ -108,7 +108,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         CheckpointError, DamageError: something is damaged, and `repair` is "none"; the message says what to do.
         ConfigError: the run is going on in another process.
     """
-    with locked(run):
+    with lock_directory(run):
         checkpoint = yield from _whole_checkpoint(run, repair)
         mark = load_mark(checkpoint) if checkpoint else None
         journal = run / JOURNAL

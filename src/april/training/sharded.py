@@ -32,7 +32,7 @@ from april.config.recipe import Recipe
 from april.engines.device_memory import is_out_of_memory
 from april.engines.embedded.model import convert
 from april.training.checkpoint import ADAPTER, TRAINING
-from april.training.context import shared
+from april.training.context_parallel import context_parallel
 from april.training.learner import Interrupted
 from april.training.local import LocalLearner
 from april.training.lora import plain_name
@@ -42,8 +42,8 @@ from april.training.model_parallel import divide
 from april.training.packing import attends_packed
 from april.training.policy import describe_policy
 from april.training.ranks import Ranks
-from april.training.recovery import Memory
-from april.training.shards import write
+from april.training.recovery import MicroBatchBudget
+from april.training.sharded_files import write
 from april.training.stored_names import stored_parts
 
 T = TypeVar("T")
@@ -65,8 +65,8 @@ class MemoryShortage(Exception):
         self.tokens = tokens
 
 
-class RankMemory(Memory):
-    """As `Memory`, but what ran out of memory cannot be done again here: the other ranks are in the middle of it."""
+class RankMicroBatchBudget(MicroBatchBudget):
+    """A `MicroBatchBudget` that does not retry: the other ranks are in the middle of the same collective operations."""
 
     def fit(self, work: Callable[[], T], lengths: Sequence[int]) -> T:
         try:
@@ -96,7 +96,7 @@ class ShardedLearner(LocalLearner):
         self._copy: Any = None
         self.parts = stored_parts(model)
         super().__init__(model, recipe, tokenizer, directory)
-        self.memory = RankMemory(recipe.training.max_tokens_per_micro_batch)
+        self.memory = RankMicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
         self.device = ranks.device
 
     def _place(self) -> None:
@@ -223,7 +223,7 @@ class ShardedLearner(LocalLearner):
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        with super().packed(), shared(self.ranks.context):
+        with super().packed(), context_parallel(self.ranks.context):
             yield
 
     def save(self, directory: Path) -> None:

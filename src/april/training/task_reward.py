@@ -29,7 +29,7 @@ LOGGED = (1, 10, 100, 1000)
 logger = logging.getLogger(__name__)
 
 
-class Rewards:
+class TaskRewards:
     """Scores samples with a task's scorer, in worker processes or in this one. An async context manager.
 
     Args:
@@ -189,7 +189,7 @@ class Rewards:
                 f"the reward function failed on held-out prompt {group.prompt.id!r}: {described(error)}"
             ) from None
 
-    async def __aenter__(self) -> Rewards:
+    async def __aenter__(self) -> TaskRewards:
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -28,21 +28,21 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.journal_file import JournalError
 from april.rollout.scheduler import RolloutScheduler
 from april.training.checkpoint import CheckpointError
-from april.training.evaluation import Evaluation
-from april.training.fleet import Fleet, bytes_of
+from april.training.engine_stats import EngineStats, bytes_of
+from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
-from april.training.memory import memory_of
+from april.training.memory_metrics import memory_metrics
 from april.training.run_state import RunState
 from april.training.stop import StopSignals
+from april.training.training_thread import TrainingThread
 from april.training.utilisation import Utilisation
-from april.training.worker import Worker
 
 T = TypeVar("T")
 
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """One run, over parts that `build.trainer_of` makes of a recipe, or that are somebody's own.
+    """One run, over parts that `build.open_trainer` makes of a recipe, or that are somebody's own.
 
     Args:
         settings: how many steps, and when to evaluate and to save.
@@ -62,23 +62,23 @@ class Trainer:
     settings: TrainingSettings
     learner: Learner
     scheduler: RolloutScheduler
-    evaluation: Evaluation
+    evaluation: HeldOutEvaluation
     state: RunState
     log: RunLog
-    worker: Worker
+    worker: TrainingThread
     signals: StopSignals
     progress: Progress | None = None
     clock: Callable[[], float] = time.perf_counter
     releases_cache: bool = False
     utilisation: Utilisation | None = None
-    _fleet: Fleet = field(init=False)
+    _fleet: EngineStats = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
     """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
     """Writes the newest checkpoint, until that is whole."""
 
     def __post_init__(self) -> None:
-        self._fleet = Fleet(self.scheduler.engine)
+        self._fleet = EngineStats(self.scheduler.engine)
         if self.progress:
             self.progress.engines(self._fleet.members)
 
@@ -180,7 +180,7 @@ class Trainer:
             **self._rollout_metrics(),
             **self._fleet.metrics(),
         }
-        measured |= memory_of(step, self.scheduler.engine)
+        measured |= memory_metrics(step, self.scheduler.engine)
         if self.utilisation:
             measured |= self.utilisation.of(step, offered - began_training)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)

@@ -47,7 +47,7 @@ class Utilisation:
         return {"trained_tokens_per_second": rate, "mfu": TRAINING * self.parameters * rate / self.peak}
 
 
-def utilisation_of(recipe: Recipe, devices: DeviceMap | None) -> Utilisation | None:
+def build_utilisation(recipe: Recipe, devices: DeviceMap | None) -> Utilisation | None:
     """Return what `mfu` needs; None where a GPU that trains is not known, or none trains."""
     peaks = [peak_of(gpu.name) for gpu in devices.training] if devices else []
     known = [peak for peak in peaks if peak is not None]

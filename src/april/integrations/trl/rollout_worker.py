@@ -28,9 +28,9 @@ from april.integrations.trl.settings import PartialRollouts, sampling_of
 from april.rollout.event_loop import EventLoop
 from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
-from april.training.engines import engine_of
+from april.training.engine_builder import open_engine
 from april.training.policy import load_policy, stop_tokens
-from april.training.weights import transfer_of
+from april.training.weight_transfer import model_transfer
 
 AHEAD = 2
 """Batches handed over and not trained on: the one the trainer works on, and the next."""
@@ -73,7 +73,7 @@ class AsyncRollouts:
                 raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
             self.episodes = TRLEpisodes(_asked(tools, args, dataset, tokenizer, stops), True)
         directory = Path(args.output_dir)
-        self._transfer = transfer_of(recipe, self.model, tokenizer, directory)
+        self._transfer = model_transfer(recipe, self.model, tokenizer, directory)
         self._batches: deque[list[Group]] = deque()
         """Handed over and not trained on: a checkpoint must not lose them."""
         self._synced = False
@@ -85,7 +85,7 @@ class AsyncRollouts:
         self._loop: EventLoop | None = EventLoop("april rollouts")
         self._stack = AsyncExitStack()
         try:
-            self.engine = self._run(self._stack.enter_async_context(engine_of(recipe, self.model, directory)))
+            self.engine = self._run(self._stack.enter_async_context(open_engine(recipe, self.model, directory)))
             encode = encoder(tokenizer, None, args.chat_template_kwargs or {})
             sampling, episodes = sampling_of(args, stops), None
             if self.episodes is not None:

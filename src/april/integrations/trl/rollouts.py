@@ -32,9 +32,9 @@ from april.reporting.totals import Totals
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.trajectory import Group
-from april.training.engines import engine_of
+from april.training.engine_builder import open_engine
 from april.training.lora import Adapters
-from april.training.weights import transfer_of
+from april.training.weight_transfer import model_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TRLRollouts:
             self.whole = WholeModel(model, self.job.leads or generates, device)
             model = self.whole.copy
         self.transfer = (
-            SharedParameters() if model is None else transfer_of(recipe, model, tokenizer, directory, adapters)
+            SharedParameters() if model is None else model_transfer(recipe, model, tokenizer, directory, adapters)
         )
         self.rows: Sequence[Row] = ()
         """What the last call brought, in the order of the rows that TRL gets in this process."""
@@ -117,7 +117,7 @@ class TRLRollouts:
         """What generates: servers, which process 0 alone drives, or the engines of all processes."""
 
         def enter() -> Engine:
-            return self._loop.run(self._stack.enter_async_context(engine_of(recipe, model, directory)))
+            return self._loop.run(self._stack.enter_async_context(open_engine(recipe, model, directory)))
 
         if self.job.size == 1:
             return enter()

@@ -15,7 +15,7 @@ from april.config.settings import EngineSettings
 from april.engines.embedded.process import EngineProcess
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.vllm_inproc import VLLMInProcess
-from april.training.engines import engine_of
+from april.training.engine_builder import open_engine
 from tests import gpus
 
 
@@ -33,7 +33,7 @@ async def test_vllm_in_process_leaves_the_trainer_the_memory_that_the_recipe_say
     monkeypatch.setattr(VLLMInProcess, "load", load)
     for own in ({}, {"gpu_memory_utilization": 0.5, "enforce_eager": True, "max_num_seqs": 8}):
         engine = {"engine": "vllm-inproc", **own}
-        async with engine_of(recipe_from_dict({"model": {"device": "cpu"}, "engine": engine}), None, tmp_path):
+        async with open_engine(recipe_from_dict({"model": {"device": "cpu"}, "engine": engine}), None, tmp_path):
             pass
     names = ("gpu_memory_utilization", "enforce_eager", "max_num_seqs")
     assert [tuple(settings[name] for name in names) for settings in made] == [(0.3, False, 64), (0.5, True, 8)]
@@ -63,7 +63,7 @@ async def test_the_engines_own_process_sees_a_gpu_that_the_trainer_does_not_use(
     for count, device in ((2, "auto"), (2, "cpu"), (0, "auto")):
         gpus.install(monkeypatch, count)
         own = {"model": {"path": "policy", "device": device}, "engine": {"own_process": True}}
-        async with engine_of(recipe_from_dict(own), None, tmp_path):
+        async with open_engine(recipe_from_dict(own), None, tmp_path):
             pass
     hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
     assert made == [("cuda", {"CUDA_VISIBLE_DEVICES": "1"}), ("cpu", hidden), ("cpu", {})]

@@ -12,12 +12,12 @@ from uuid import uuid4
 
 from torch._C import _distributed_c10d as c10d
 
-from april.training.rank_process import RankLostError
+from april.training.rank_protocol import RankLostError
 
 PAUSE_SECONDS = 0.05
 
 
-def meet(store: c10d.Store, rank: int, world: int, seconds: float) -> c10d.Store:
+def rendezvous(store: c10d.Store, rank: int, world: int, seconds: float) -> c10d.Store:
     """A part of the store for the ranks of this start alone.
 
     Each brings a word that is new. The leader answers whatever words it finds with its own, until all ranks have

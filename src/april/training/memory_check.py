@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.engines.weight_transfer import BUCKET_BYTES as SENT
-from april.training.memory_plan import RESIDENT, MemoryPlan, planned
+from april.training.memory_plan import RESIDENT, MemoryPlan, plan_memory
 from april.training.sharded import BUCKET_BYTES as GATHERED
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def first_change(recipe: Recipe, phase: str, room: float) -> str:
     for name, change in _changes(tried):
         change()
         made = [other for other in made if other.split(" = ")[0] != name.split(" = ")[0]] + [name]
-        fits = next(each for each in phases(planned(tried), tried) if each.name == phase).total <= room
+        fits = next(each for each in phases(plan_memory(tried), tried) if each.name == phase).total <= room
         if fits:
             return f"set {' and '.join(made)}"
     return f"not even with {' and '.join(made)}: take larger devices, a smaller policy, or lora.rank"
@@ -132,7 +132,7 @@ def check_memory(recipe: Recipe, memory: float) -> None:
         ConfigError: a phase does not fit whatever the micro-batches are.
     """
     try:
-        plan = planned(recipe)
+        plan = plan_memory(recipe)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         log.warning("memory was not planned: %s", str(error).partition("\n")[0])
         return

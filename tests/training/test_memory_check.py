@@ -14,8 +14,8 @@ from april.config.recipe import Recipe
 from april.training import build
 from april.training.kv_budget import SHARES, kv_cache_bytes
 from april.training.local import LocalLearner
-from april.training.memory_plan import pass_bytes, planned
-from april.training.memory_verdict import USABLE, check_memory, phases
+from april.training.memory_check import USABLE, check_memory, phases
+from april.training.memory_plan import pass_bytes, plan_memory
 from tests import tiny
 from tests.training.steps import recipe, rollout
 
@@ -29,7 +29,7 @@ def chosen(tmp_path: Path) -> Recipe:
 
 def test_master_weights_their_copy_and_the_optimizer_are_counted_to_the_byte(chosen: Recipe) -> None:
     chosen.model.compute_dtype = "bfloat16"
-    plan = planned(chosen)
+    plan = plan_memory(chosen)
     learner = LocalLearner(tiny.model(sharpness=1.0), chosen)
     learner.release_gradients = lambda: None  # type: ignore[method-assign]
     learner.train(rollout(1), 1)
@@ -53,7 +53,7 @@ def test_generation_begins_without_gradients(algorithm: str, computed: Any, chos
 @pytest.mark.parametrize("policy", ["recompute", "keep"])
 def test_phases_hold_what_is_there_in_them(policy: Any, chosen: Recipe) -> None:
     chosen.engine.on_update, chosen.engine.kv_cache_gb = policy, 0.5
-    plan = planned(chosen)
+    plan = plan_memory(chosen)
     resident = sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer"))
     cache = 500_000_000
     kept = cache if policy == "keep" else 0
@@ -66,7 +66,7 @@ def test_phases_hold_what_is_there_in_them(policy: Any, chosen: Recipe) -> None:
 @pytest.mark.parametrize(("transfer", "buckets"), [("disk", 2 * 2**26), ("broadcast", 2 * 2**26 + 2 * 2**28)])
 def test_a_weight_update_holds_the_buckets_of_its_transfer(transfer: Any, buckets: int, chosen: Recipe) -> None:
     chosen.engine.engine, chosen.engine.weight_transfer = "vllm", transfer
-    plan = planned(chosen)
+    plan = plan_memory(chosen)
     *_, update = phases(plan, chosen)
     assert update.total == sum(plan.rank[name] for name in ("parameters", "rounded copy", "optimizer")) + buckets
 
@@ -76,7 +76,7 @@ def test_the_kv_cache_may_take_what_the_trainer_leaves(chosen: Recipe, monkeypat
     monkeypatch.setattr("april.training.kv_budget.free_bytes", lambda _: 10**9)
     assert kv_cache_bytes(chosen, device) == int((10**9 - pass_bytes(chosen)) * SHARES["cpu"])
     chosen.engine.on_update = "keep"
-    to_come = pass_bytes(chosen) + planned(chosen).transient_bytes
+    to_come = pass_bytes(chosen) + plan_memory(chosen).transient_bytes
     assert kv_cache_bytes(chosen, device) == int((10**9 - to_come) * SHARES["cpu"])
     chosen.engine.kv_cache_gb = 0.25
     assert kv_cache_bytes(chosen, device) == 250_000_000
@@ -94,7 +94,7 @@ async def test_a_run_that_does_not_fit_its_gpu_ends_before_the_model_is_loaded(
 
 def test_estimates_alone_do_not_end_a_run(chosen: Recipe, caplog: pytest.LogCaptureFixture) -> None:
     chosen.training.max_tokens_per_micro_batch = 1 << 14
-    training = phases(planned(chosen), chosen)[1]
+    training = phases(plan_memory(chosen), chosen)[1]
     check_memory(chosen, (training.fixed + training.total) / 2 / USABLE)
     assert "training takes" in caplog.text
     assert "set training.gradient_checkpointing = true" in caplog.text

@@ -14,8 +14,8 @@ from april.rollout.trajectory import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.tasks.task import BadRecords, Task
-from april.training.environment import World, prompt_encoder
-from april.training.evaluation import held_out
+from april.training.environment_setup import EnvironmentSetup, prompt_encoder
+from april.training.held_out_evaluation import held_out
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunPrompts:
     encoder: Encoder
 
     @classmethod
-    def of(cls, recipe: Recipe, task: Task, tokenizer: Any, world: World | None) -> RunPrompts:
+    def of(cls, recipe: Recipe, task: Task, tokenizer: Any, world: EnvironmentSetup | None) -> RunPrompts:
         return cls(recipe, task, prompt_encoder(recipe, tokenizer, world))
 
     def to_train_on(self, limit: int | None) -> PromptStream:

@@ -8,34 +8,36 @@ import pytest
 import pytest_asyncio
 import torch
 
-from april.training.worker import Worker
+from april.training.training_thread import TrainingThread
 
 
 @pytest_asyncio.fixture
-async def worker() -> AsyncIterator[Worker]:
-    async with Worker() as made:
+async def worker() -> AsyncIterator[TrainingThread]:
+    async with TrainingThread() as made:
         yield made
 
 
-async def test_the_event_loop_goes_on_while_work_is_done(worker: Worker) -> None:
+async def test_the_event_loop_goes_on_while_work_is_done(worker: TrainingThread) -> None:
     seen = threading.Event()
     asyncio.get_running_loop().call_soon(seen.set)
     assert await worker.run(seen.wait, 30), "the loop came to set it while the work was waiting"
 
 
-async def test_work_is_done_in_one_thread_with_the_number_of_threads_of_the_process(worker: Worker) -> None:
+async def test_work_is_done_in_one_thread_with_the_number_of_threads_of_the_process(worker: TrainingThread) -> None:
     found = [await worker.run(lambda: (threading.get_ident(), torch.get_num_threads())) for _ in range(3)]
     assert len(set(found)) == 1
     assert found[0] != (threading.get_ident(), torch.get_num_threads())
     assert found[0][1] == torch.get_num_threads()
 
 
-async def test_what_work_raises_is_raised(worker: Worker) -> None:
+async def test_what_work_raises_is_raised(worker: TrainingThread) -> None:
     with pytest.raises(ZeroDivisionError):
         await worker.run(lambda: 1 / 0)
 
 
-async def test_work_that_is_cancelled_is_interrupted_and_over_when_the_caller_hears_of_it(worker: Worker) -> None:
+async def test_work_that_is_cancelled_is_interrupted_and_over_when_the_caller_hears_of_it(
+    worker: TrainingThread,
+) -> None:
     began, interrupted, over = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:

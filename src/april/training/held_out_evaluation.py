@@ -19,11 +19,11 @@ from april.tasks.encoding import Encoder
 from april.tasks.inspection import inspect
 from april.tasks.task import BadRecords, Task
 from april.training.episode_reward import EpisodeRewards
-from april.training.task_reward import Rewards
+from april.training.task_reward import TaskRewards
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
+class HeldOutEvaluation:
     """Samples responses to held-out prompts and scores them.
 
     Args:
@@ -36,7 +36,7 @@ class Evaluation:
     """
 
     scheduler: RolloutScheduler
-    rewards: Rewards | EpisodeRewards
+    rewards: TaskRewards | EpisodeRewards
     prompts: Sequence[Prompt]
     samples: int
     sampling: SamplingParams

@@ -17,7 +17,7 @@ RENDEZVOUS = "APRIL_RENDEZVOUS"
 """The environment variable that says where ranks meet, as an URL of torch's."""
 LISTENER = "APRIL_RENDEZVOUS_SOCKET"
 """Of the first rank, where they meet over the network: the descriptor of the socket that listens there."""
-LINE = "APRIL_AGENT"
+STATUS_FD = "APRIL_AGENT"
 """The environment variable that holds the descriptor on which a rank reports to its agent."""
 ON_NODE = "APRIL_ON_NODE"
 """Set for a rank on a node of a cluster: it ends when nobody reads its line."""
@@ -25,9 +25,9 @@ NODES = "APRIL_RANK_NODES"
 """Of the first rank: the nodes that the others are on."""
 NO_ID = "none"
 """What torchrun calls a job that was given no id."""
-LOST = 75
+EXIT_RANK_LOST = 75
 """The exit status of a rank that lost another one."""
-SIGN_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 """Between two signs of life."""
 
 
@@ -40,7 +40,7 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is the first rank, or no rank at all."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -50,22 +50,22 @@ def nodes_of_ranks() -> frozenset[str]:
     return frozenset(os.environ.get(NODES, "").split())
 
 
-def job() -> str | None:
+def torchrun_id() -> str | None:
     """The id of torchrun's job, which ranks that it starts anew have, too; None if it has none of its own."""
     own = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
     return None if own == NO_ID else own
 
 
-def may_start_anew() -> bool:
+def torchrun_restarts() -> bool:
     """Whether torchrun starts ranks anew when some are lost."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-class Report:
+class StatusReporter:
     """A rank's line to its agent: a sign of life every second, and why it ends."""
 
     def __init__(self) -> None:
-        line = os.environ.get(LINE)
+        line = os.environ.get(STATUS_FD)
         self._descriptor = None if line is None else int(line)
         if self._descriptor is not None:
             os.set_inheritable(self._descriptor, False)
@@ -82,7 +82,7 @@ class Report:
         try:
             while True:
                 self.say()
-                time.sleep(SIGN_SECONDS)
+                time.sleep(HEARTBEAT_SECONDS)
         except BrokenPipeError:
             # The first rank stops the run; others on its machine do not hear it, and end with it.
             os.kill(os.getpid(), signal.SIGKILL if ON_NODE in os.environ else signal.SIGTERM)

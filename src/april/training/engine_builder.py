@@ -24,7 +24,7 @@ from april.extras import missing_package
 from april.rollout.engine import Engine
 from april.training.device_map import device_map
 from april.training.kv_budget import kv_cache_bytes
-from april.training.rank_process import nodes_of_ranks
+from april.training.rank_protocol import nodes_of_ranks
 
 if TYPE_CHECKING:
     from april.engines.cluster.cluster import Wanted
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @asynccontextmanager
-async def engine_of(
+async def open_engine(
     recipe: Recipe,
     model: Any,
     directory: Path,
@@ -72,7 +72,7 @@ async def engine_of(
 
 
 def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine:
-    """Return the recipe's engine on `model`, in this process; see `engine_of`."""
+    """Return the recipe's engine on `model`, in this process; see `open_engine`."""
     from april.engines.embedded import EmbeddedEngine
 
     settings, device = recipe.engine, next(model.parameters()).device

@@ -6,7 +6,7 @@ exchange tokens for heads, so that each has all tokens of some heads, and back (
 Invariants:
 - the ranks of a group are given the same batch, and compute the same scores and the same loss of it;
 - so every gradient, summed over the group, is as many times that of the loss as the group has ranks: the trunk's by the
-  backward of `Context.whole`, the head's because each rank computes it. Whoever sums gradients divides by that.
+  backward of `ContextParallel.whole`, the head's because each rank computes it. Whoever sums gradients divides by that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Context:
+class ContextParallel:
     """This rank's place among those that share a row.
 
     Args:
@@ -83,7 +83,7 @@ class _Whole(torch.autograd.Function):
     """Gathers tokens. Backward: the sum over ranks of a gradient that is the same on each."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, context: Context) -> Tensor:
+    def forward(ctx: Any, own: Tensor, context: ContextParallel) -> Tensor:
         ctx.context = context
         parts = [torch.empty_like(own) for _ in range(context.size)]
         dist.all_gather(parts, own.contiguous(), group=context.group)
@@ -91,15 +91,15 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        context: Context = ctx.context
+        context: ContextParallel = ctx.context
         return gradients[0].chunk(context.size)[context.rank] * context.size, None
 
 
-_current: ContextVar[Context | None] = ContextVar("context", default=None)
+_current: ContextVar[ContextParallel | None] = ContextVar("context", default=None)
 
 
 @contextmanager
-def shared(context: Context | None) -> Iterator[None]:
+def context_parallel(context: ContextParallel | None) -> Iterator[None]:
     """Inside, packed rows are shared by the ranks of `context`; by none if it is None."""
     token = _current.set(context)
     try:
@@ -108,6 +108,6 @@ def shared(context: Context | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def current() -> Context | None:
+def current_context_parallel() -> ContextParallel | None:
     """The ranks that share packed rows here."""
     return _current.get()

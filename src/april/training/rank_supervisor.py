@@ -33,13 +33,13 @@ from april.config.recipe import Recipe
 from april.engines.servers.address import is_loopback
 from april.reporting.metrics_log import last_step
 from april.rollout.engine import EngineError
-from april.training.rank_process import LINE, LOST, RENDEZVOUS
+from april.training.rank_protocol import EXIT_RANK_LOST, RENDEZVOUS, STATUS_FD
 from april.training.resume import RECIPE, check_run
 from april.training.stop import SAVING, exit_status, forwarding
 
 if TYPE_CHECKING:
     from april.engines.cluster.node_process import NodeProcess
-    from april.training.rank_nodes import RankNodes, RanksOnNodes
+    from april.training.rank_nodes import PlacedRanks, RankNodes
 
 COMMAND = [sys.executable, "-m", "april.commands.rank"]
 GRACE_SECONDS = 20.0
@@ -92,7 +92,7 @@ class RankProcess:
         return f"{name}: {self.said.get('lost', f'ended with status {status}')}"
 
 
-class Agent:
+class RankSupervisor:
     """One run on several ranks.
 
     Args:
@@ -152,7 +152,7 @@ class Agent:
         leader = ranks[0].process.returncode or 0
         if self._short or ranks[0].ended_here:
             return None
-        if leader >= 0 and leader != LOST:
+        if leader >= 0 and leader != EXIT_RANK_LOST:
             return leader
         failed = [rank for rank in ranks if "failed" in rank.said]
         for rank in failed:
@@ -171,7 +171,7 @@ class Agent:
             return f"rank {short[0].number} ran out of memory; micro-batches have {tokens} tokens from now on"
 
         def only_noticed(rank: RankProcess) -> bool:
-            return rank.process.returncode == LOST and "died" not in rank.said
+            return rank.process.returncode == EXIT_RANK_LOST and "died" not in rank.said
 
         # Those that ended by themselves, before those that only noticed, before those that had to be ended.
         return min(self._ranks, key=lambda rank: (rank.ended_here, only_noticed(rank))).ending
@@ -239,13 +239,13 @@ class Agent:
                 stack.callback(self._ranks[-1].process.kill)
             yield self._ranks
 
-    def _start(self, number: int, place: Path, log: Any, payload: str, away: RanksOnNodes | None) -> RankProcess:
+    def _start(self, number: int, place: Path, log: Any, payload: str, away: PlacedRanks | None) -> RankProcess:
         line, theirs = os.pipe()
         meeting = away.of_first if away else {RENDEZVOUS: f"file://{place / 'store'}"}
         process = subprocess.Popen(
             COMMAND,
             env={**self._environment(away), **meeting, "RANK": str(number), "LOCAL_RANK": str(number)}
-            | {LINE: str(theirs)},
+            | {STATUS_FD: str(theirs)},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -259,7 +259,7 @@ class Agent:
         process.stdin.close()
         return RankProcess(number, process, line, time.monotonic())
 
-    def _environment(self, away: RanksOnNodes | None) -> dict[str, str]:
+    def _environment(self, away: PlacedRanks | None) -> dict[str, str]:
         world = self._recipe.trainer.processes
         here = world - self._recipe.ranks_on_nodes
         own = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here)}

@@ -13,7 +13,7 @@ TOKEN_BYTES = 72
 """Of a buffered token at most: two places in lists, an int and a float, as CPython has them on 64 bits."""
 
 
-def memory_of(step: RolloutBatch, engine: Engine) -> dict[str, Any]:
+def memory_metrics(step: RolloutBatch, engine: Engine) -> dict[str, Any]:
     """Bytes.
 
     - `buffer_bytes`: of the responses that stay under way after the step, at most;

@@ -13,7 +13,7 @@ from april.engines.pool import EnginePool
 from april.rollout.engine import Engine
 
 
-class Fleet:
+class EngineStats:
     """The engines of a run, if they are several."""
 
     def __init__(self, engine: Engine) -> None:

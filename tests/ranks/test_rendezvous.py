@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import DistError, HashStore, Store
 
-from april.training.meeting import meet
-from april.training.rank_process import RankLostError
+from april.training.rank_protocol import RankLostError
+from april.training.rendezvous import rendezvous
 
 
 def start(store: Store, ranks: range, world: int) -> list[Store]:
     """Where each of these ranks is when all have come."""
     with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(lambda rank: meet(store, rank, world, 60), ranks))
+        return list(pool.map(lambda rank: rendezvous(store, rank, world, 60), ranks))
 
 
 def alike(places: list[Store]) -> bool:
@@ -27,9 +27,9 @@ def test_those_of_one_start_meet_and_find_nothing_of_the_starts_before() -> None
     store = HashStore()
     assert alike(start(store, range(3), 3))
     with pytest.raises(DistError):  # nobody leads
-        meet(store, 1, 3, 0.01)
+        rendezvous(store, 1, 3, 0.01)
     with pytest.raises(RankLostError, match="rank 1 did not come in 0 s"):
-        meet(store, 0, 3, 0.0)
+        rendezvous(store, 0, 3, 0.0)
     again = start(store, range(3), 3)
     assert not again[0].check(["here"])
     assert alike(again)

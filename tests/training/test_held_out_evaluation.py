@@ -10,8 +10,8 @@ from april.rollout.params import RolloutParams
 from april.rollout.trajectory import Reward
 from april.tasks.encoding import Encoder
 from april.tasks.task import Problem, Split, Task
-from april.training.evaluation import Evaluation, held_out
-from april.training.task_reward import Rewards
+from april.training.held_out_evaluation import HeldOutEvaluation, held_out
+from april.training.task_reward import TaskRewards
 from tests import tiny
 from tests.scripted_engine import ScriptedEngine
 
@@ -56,13 +56,13 @@ async def test_reward_is_what_every_task_has_and_accuracy_what_the_task_calls_co
     prompts = held_out(Lengths(), Encoder(tiny.tokenizer()), None)
     engine, params = ScriptedEngine(), RolloutParams(rollout_batch_size=1)
     async with (
-        Rewards(Halves(), tiny.tokenizer(), RolloutSettings(reward_workers=0)) as rewards,
+        TaskRewards(Halves(), tiny.tokenizer(), RolloutSettings(reward_workers=0)) as rewards,
         RolloutScheduler(engine, iter(()), reward, params) as scheduler,
     ):
         sampling = SamplingParams(max_tokens=5)
-        found, groups = await Evaluation(scheduler, rewards, prompts, 2, sampling).run()
+        found, groups = await HeldOutEvaluation(scheduler, rewards, prompts, 2, sampling).run()
         assert found == {"eval_reward": 0.25}
         assert [[sample.reward for sample in group.samples] for group in groups] == [[0.0, 0.5]] * 4
         engine.ledger.clear()
-        found, _ = await Evaluation(scheduler, rewards, prompts, 2, sampling, lambda reward: reward >= 0.5).run()
+        found, _ = await HeldOutEvaluation(scheduler, rewards, prompts, 2, sampling, lambda reward: reward >= 0.5).run()
         assert found == {"eval_reward": 0.25, "accuracy": 0.5}

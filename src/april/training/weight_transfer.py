@@ -17,7 +17,7 @@ from april.training.policy import save_policy
 from april.training.stored_names import Parts, cut, stored_parts
 
 
-def transfer_of(
+def model_transfer(
     recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
 ) -> WeightTransfer:
     """The recipe's way from a model in this process.
@@ -43,10 +43,10 @@ def transfer_of(
         else:
             save_policy(path, model, tokenizer, adapters)
 
-    return transfer(recipe, tensors, save, directory, device, stored_parts(model))
+    return weight_transfer(recipe, tensors, save, directory, device, stored_parts(model))
 
 
-def transfer(
+def weight_transfer(
     recipe: Recipe,
     tensors: TensorSource,
     save: Callable[[Path], object],

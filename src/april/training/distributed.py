@@ -19,20 +19,22 @@ import torch
 from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.training.installed import MEGATRON, check_megatron
-from april.training.leader import Leader, dismissing, follow
+from april.training.distributed_learner import DistributedLearner, follow_commands
 from april.training.local import check_checkpoint_of
+from april.training.megatron_package import MEGATRON, check_megatron
 from april.training.model_parallel import check_layout
 from april.training.policy import load_policy, policy_at
-from april.training.rank_engine import RankEngine
-from april.training.rank_process import is_rank
-from april.training.ranks import Ranks, joined
+from april.training.rank_engine import FollowerEngine
+from april.training.rank_protocol import is_rank
+from april.training.ranks import Ranks, join_ranks
 from april.training.sharded import ShardedLearner
 from april.training.stop import SIGNALS
 
 
 @contextmanager
-def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterator[tuple[Leader, Any]]:
+def open_distributed_learner(
+    recipe: Recipe, directory: Path, checkpoint: Path | None
+) -> Iterator[tuple[DistributedLearner, Any]]:
     """The learner of rank 0, which leads the others, and the tokenizer of its policy.
 
     Args:
@@ -48,11 +50,11 @@ def leading(recipe: Recipe, directory: Path, checkpoint: Path | None) -> Iterato
     with _joined(recipe) as ranks:
         ranks.send(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
-        with dismissing(Leader(learner, ranks, recipe, directory)) as leader:
+        with DistributedLearner(learner, ranks, recipe, directory) as leader:
             yield leader, tokenizer
 
 
-def following(recipe: Recipe) -> None:
+def run_follower(recipe: Recipe) -> None:
     """Be one of the other ranks, until the leader has no more to do.
 
     Raises:
@@ -65,13 +67,13 @@ def following(recipe: Recipe) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
         learner, _ = _part(recipe, ranks, None, ranks.receive())
-        follow(learner, ranks, RankEngine(recipe, learner, ranks))
+        follow_commands(learner, ranks, FollowerEngine(recipe, learner, ranks))
 
 
 def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
     trainer = recipe.trainer
     layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
-    return joined(recipe.model.device, trainer.rank_timeout, *layout)
+    return join_ranks(recipe.model.device, trainer.rank_timeout, *layout)
 
 
 def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 
 
-def split_logprobs(
+def vocab_parallel_logprobs(
     head: Callable[[Tensor], Tensor],
     hidden: Tensor,
     targets: Tensor,

@@ -24,7 +24,7 @@ RUN = {"metrics.jsonl", "recipe.json"}
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Hold the directory of a run, which is made if it is missing; the lock ends with the process, however it ends.
 
     Raises:
@@ -76,7 +76,7 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
             f"reporting.output = {str(directory)!r}: there is a run already; go on with it by april resume "
             f"{directory}, choose another --output, or keep it under another name by --if-exists rename"
         )
-    with locked(directory):
+    with lock_directory(directory):
         kept = directory.rename(free_name(directory))
     log.info("the run that was in %s is kept as %s", directory, kept)
 

@@ -7,25 +7,25 @@ from pathlib import Path
 from april.engines.member import State
 from april.engines.pool import EnginePool
 from april.engines.weight_transfer import directory_of
-from april.training.fleet import Fleet, bytes_of
+from april.training.engine_stats import EngineStats, bytes_of
 from tests.engines.test_pool import Machine, make_samples, submit
 
 
 async def test_engines_are_counted_and_each_loss_once() -> None:
     pool = EnginePool([Machine("one"), Machine("other")])
-    fleet = Fleet(pool)
+    fleet = EngineStats(pool)
     assert fleet.metrics() == {"engines": 2, "engines_ready": 2, "engines_used": 0, "nodes": 1, "engines_lost": 0}
     for state in (State.LOST, State.READY, State.LOST):
         pool.members[0].become(state)
     assert fleet.metrics() == {"engines": 2, "engines_ready": 1, "engines_used": 0, "nodes": 1, "engines_lost": 2}
     assert fleet.metrics()["engines_lost"] == 0
-    assert Fleet(Machine("alone")).metrics() == {}
+    assert EngineStats(Machine("alone")).metrics() == {}
     await pool.close()
 
 
 async def test_engines_that_were_given_samples_are_counted_each_time_anew() -> None:
     pool = EnginePool([Machine("one")])
-    fleet = Fleet(pool)
+    fleet = EngineStats(pool)
     for samples, used in ((make_samples(1), 1), ([], 0)):
         submit(pool, samples)
         assert fleet.metrics()["engines_used"] == used

@@ -30,7 +30,7 @@ MOST = 8
 """Worker processes of a machine, where the recipe does not say."""
 
 
-class World:
+class EnvironmentSetup:
     """What a recipe says of its environment, tried once.
 
     Attributes:
@@ -76,7 +76,7 @@ class World:
                 yield Episodes(processes, self._bridge, context_length, limits, row)
 
 
-def prompt_encoder(recipe: Recipe, tokenizer: Any, world: World | None) -> Encoder:
+def prompt_encoder(recipe: Recipe, tokenizer: Any, world: EnvironmentSetup | None) -> Encoder:
     """The encoder of a recipe's prompts, so that an environment's turns can follow them.
 
     Raises:

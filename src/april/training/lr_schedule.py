@@ -7,7 +7,7 @@ import math
 from april.config.settings import TrainingSettings
 
 
-def share_of_peak(settings: TrainingSettings, step: int) -> float:
+def lr_factor(settings: TrainingSettings, step: int) -> float:
     """The share of its peak that every learning rate has in training step `step`, counted from 1."""
     warmup, steps = settings.warmup_steps, settings.steps
     if step <= warmup:

@@ -18,7 +18,7 @@ import torch
 T = TypeVar("T")
 
 
-class Worker:
+class TrainingThread:
     """Runs work of the training loop in a thread. Use as an async context manager."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Worker:
             doing.exception()  # seen: who cancels wants no result
             raise
 
-    async def __aenter__(self) -> Worker:
+    async def __aenter__(self) -> TrainingThread:
         return self
 
     async def __aexit__(self, *_: object) -> None:

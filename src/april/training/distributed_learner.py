@@ -22,17 +22,17 @@ from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
-from april.training.rank_engine import RankEngine, all_engines
-from april.training.rank_process import RankLostError
-from april.training.ranks import Ranks, translated
+from april.training.rank_engine import FollowerEngine, all_engines
+from april.training.rank_protocol import RankLostError
+from april.training.ranks import Ranks, rank_loss_translated
 from april.training.sharded import ShardedLearner
-from april.training.weights import transfer
+from april.training.weight_transfer import weight_transfer
 
 GENERATE = "generate"
 """The one command that is not the learner's."""
 
 
-class Leader:
+class DistributedLearner:
     """The `Learner` that rank 0 shows the loop.
 
     Args:
@@ -47,7 +47,7 @@ class Leader:
         self._ranks = ranks
         adapters_alone = recipe.engine.weight_transfer == "adapters"
         save = functools.partial(self._all, "save_adapters" if adapters_alone else "save_weights")
-        self._transfer = transfer(recipe, self._tensors, save, directory, ranks.device, learner.parts)
+        self._transfer = weight_transfer(recipe, self._tensors, save, directory, ranks.device, learner.parts)
         self._lock = threading.Lock()
         self._broken = False
 
@@ -83,7 +83,7 @@ class Leader:
             yield own
             return
         assert isinstance(own, EmbeddedEngine)
-        with self._lock, translated():
+        with self._lock, rank_loss_translated():
             self._ranks.send((GENERATE, ()))
         with all_engines(own, self._ranks) as engine:
             yield engine
@@ -99,7 +99,7 @@ class Leader:
         self._all("load", directory)
 
     def _all(self, name: str, *arguments: Any) -> Any:
-        with self._lock, translated():
+        with self._lock, rank_loss_translated():
             if self._broken:
                 raise RankLostError("the ranks have lost one another")
             try:
@@ -109,29 +109,26 @@ class Leader:
                 self._broken = True
                 raise
 
-    def dismiss(self) -> None:
-        """Let the others end, if they can still be spoken to; who is gone by now has nothing left to do."""
+    def __enter__(self) -> DistributedLearner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Tell the followers to end, unless a command has failed; a follower that is gone already is ignored."""
         if not self._broken:
             with suppress(RuntimeError):
                 self._ranks.send(None)
 
 
-@contextmanager
-def dismissing(leader: Leader) -> Iterator[Leader]:
-    """A leader, who dismisses the others at the end."""
-    try:
-        yield leader
-    finally:
-        leader.dismiss()
-
-
-def follow(learner: ShardedLearner, ranks: Ranks, engine: RankEngine) -> None:
+def follow_commands(learner: ShardedLearner, ranks: Ranks, engine: FollowerEngine) -> None:
     """Do as the leader says until it dismisses this rank.
 
     Raises:
         RankLostError: another rank is gone.
     """
-    with translated():
+    with rank_loss_translated():
         while (command := ranks.receive()) is not None:
             name, arguments = command
             if name == GENERATE:
