@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 # Numeric libraries spin when they share cores with each other; one thread a test process is fastest and repeatable.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-trackers test-environments \
+.PHONY: help setup quickstart test test-units test-wheel test-servers test-ranks test-cluster test-trl test-verl test-openrlhf test-skyrl test-areal test-slime test-megatron test-mutations test-crash-points test-trackers test-environments \
 	gpu lint format docs clean
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make gpu           everything that needs a GPU, on one, in ten minutes, into benchmarks/gpu.json"
 	@echo "make test-environments  test the adapters of GEM, skyrl-gym, gymnasium and OpenEnv, which it sets up first"
 	@echo "make test-mutations  run april train on 600 damaged recipes, data files, templates and model folders"
+	@echo "make test-crash-points  kill a run at every durable write, in five ways, and resume it"
 	@echo "make test-trackers test wandb, trackio and MLflow, which it sets up first"
 	@echo "make docs          build the documentation's site, into build/site"
 	@echo "make lint          ruff, mypy and the import contract only"
@@ -112,6 +113,11 @@ test-environments:
 # The counts of how the runs ended are in benchmarks/mutations.json.
 test-mutations: setup
 	APRIL_MUTATIONS=600 APRIL_MUTATION_COUNTS=benchmarks/mutations.json $(TEST_ENV) $(BIN)/python -m pytest tests/test_mutations.py
+
+# `make test-units` tries a share of the points.
+test-crash-points: setup
+	$(TEST_ENV) $(BIN)/python -m tests.crash_points
+	$(TEST_ENV) $(BIN)/python -m tests.crash_points --episodes --modes kill power
 
 # In an environment of their own, under .frameworks: nothing else of april's needs them.
 test-trackers:

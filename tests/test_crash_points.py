@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize(
     ("flags", "least"),
-    [(["--stride", "20"], 5), (["--episodes", "--stride", "90", "--modes", "kill", "power"], 4)],
+    [(["--stride", "60"], 2), (["--episodes", "--stride", "90", "--modes", "kill", "power"], 4)],
     ids=["responses", "episodes"],
 )
 def test_a_run_killed_at_any_durable_write_ends_as_one_that_was_not(
