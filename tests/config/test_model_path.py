@@ -56,4 +56,4 @@ def test_a_model_without_a_tokenizer_is_told_where_to_get_one(here: Path) -> Non
         file.unlink()
     problem = model_path_problem("models/policy")
     assert problem is not None
-    assert "no tokenizer: put that of the model it comes from beside it" in problem
+    assert "this directory has a model but no tokenizer" in problem

@@ -10,28 +10,29 @@ from april.config.ranges import Discount, NotNegative, NotNegativeUnbounded, Pos
 
 @dataclass(kw_only=True)
 class AlgorithmSettings:
-    """What is optimised.
+    """The training objective.
 
     Args:
-        algorithm: Published defaults to start from; `april algorithms` lists them.
-        correction: How tokens of older policies are corrected for; `april algorithms` lists the choices.
-        correction_cap: Weights above are cut down to it; unset: as published. Kinds with a weight only.
-        correction_low: Tokens (or sequences) of a smaller weight are dropped; unset: as published.
-        correction_high: Tokens (or sequences) of a larger weight are dropped; unset: as published.
-        correction_delta: dppo: how far a token's probability may move; opsm: how far a response's mean log-probability
-            may fall; unset: as published.
-        correction_max_age: Tokens sampled more weight updates ago carry no gradient; unset: no limit.
+        algorithm: Published algorithm whose defaults apply; `april algorithms` lists them.
+        correction: Off-policy correction; `april algorithms` lists the choices.
+        correction_cap: Upper bound at which importance weights are truncated; unset: as published. Only for corrections
+            with weights.
+        correction_low: Mask tokens (or sequences) with a smaller importance weight; unset: as published.
+        correction_high: Mask tokens (or sequences) with a larger importance weight; unset: as published.
+        correction_delta: dppo: maximum change of a token's probability; opsm: maximum decrease of a response's mean
+            log-probability; unset: as published.
+        correction_max_age: Mask tokens that were sampled more weight updates ago; unset: no limit.
         eps_low: Lower clip range; unset: as published.
         eps_high: Upper clip range; unset: as published.
-        dual_clip: Bound of the loss for negative advantages, above 1 (3 is usual); unset: as published.
-        loss_aggregation: How token losses become one number; unset: as published.
+        dual_clip: Bound of the loss for negative advantages, larger than 1 (usually 3); unset: as published.
+        loss_aggregation: Aggregation of token losses; unset: as published.
         kl_coef: Weight of the KL penalty to the initial policy; unset: as published.
-        entropy_coef: Weight of an entropy bonus.
+        entropy_coef: Weight of the entropy bonus.
         gamma: ppo: discount; unset: as published.
         gae_lambda: ppo: λ of generalised advantage estimation; unset: as published.
-        turn_discount: With an environment: each turn's tokens are trained on its own and the later turns' rewards,
-            discounted by this a turn (by turn for ppo, too); unset: on the whole episode's reward.
-        value_clip: ppo: how far a value may move from its estimate before the update; inf is no bound.
+        turn_discount: With an environment: train on each turn separately, with the later turns' rewards discounted by
+            this factor per turn (for ppo: by turn, too); unset: train on the reward of the whole episode.
+        value_clip: ppo: maximum change of a value estimate in an update; inf: no bound.
     """
 
     algorithm: str = "grpo"
@@ -54,7 +55,7 @@ class AlgorithmSettings:
 
     @property
     def correction_bounds(self) -> dict[str, float]:
-        """The bounds that are set, by the names `corrections.correct` gives them."""
+        """Return the bounds that are set, by their parameter names in `corrections.correct`."""
         names = ("cap", "low", "high", "delta", "max_age")
         bounds = {name: getattr(self, f"correction_{name}") for name in names}
         return {name: value for name, value in bounds.items() if value is not None}

@@ -11,7 +11,7 @@ from april.config.recipe import Recipe
 
 
 def algorithm_problems(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each rule that the algorithm, or the rollouts for it, break."""
+    """Yield an error message for each rule that the algorithm settings or their rollouts break."""
     try:
         chosen = algorithm(recipe.algorithm.algorithm)
     except ValueError as error:
@@ -23,7 +23,7 @@ def algorithm_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _baseline_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings under which all samples of a prompt would have the same reward, and advantages relative to it be 0."""
+    """Check settings under which all samples of a prompt have equal rewards, so that relative advantages are 0."""
     name, rollout = recipe.algorithm.algorithm, recipe.rollout
     others = "choose reinforce_plus_plus or ppo"
     if rollout.n_samples_per_prompt == 1:

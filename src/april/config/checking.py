@@ -1,4 +1,4 @@
-"""Checking a recipe: every rule that involves more than the type of one setting.
+"""Checks of a recipe: every rule that involves more than the type of one setting.
 
 Invariant: a recipe is checked whole before anything is loaded, and every problem names the setting and the remedy.
 """
@@ -38,22 +38,22 @@ from april.rollout.secrets import HIDDEN, references, texts
 from april.tasks.hub import path_problem
 
 TYPICAL_WEIGHT = 0.02
-"""Standard deviation that most architectures initialise their matrices with."""
+"""Standard deviation with which most architectures initialise their matrices."""
 HALF_SPACING = 2**-9
-"""Smallest change of a number that bfloat16 can hold, relative to it: half the distance to its neighbour."""
+"""Smallest relative change that bfloat16 can represent: half the distance to the next number."""
 MOST_SAMPLES = 1_000_000
-"""Samples in progress that the scheduler's memory has room for."""
+"""Maximum number of samples in progress, by the scheduler's memory."""
 HOST_AND_PORT = r"[^\s/:]+:\d+|\[[0-9a-fA-F:]+\]:\d+"
 
 
 def check_recipe(recipe: Recipe, loads: bool = True) -> None:
-    """Every rule that involves more than one setting's type, before anything is loaded.
+    """Check every rule that involves more than the type of one setting, before anything is loaded.
 
     Args:
-        loads: whether the model will be loaded; else its configuration is enough.
+        loads: whether the model will be loaded; otherwise its configuration suffices.
 
     Raises:
-        ConfigError: with a line for each rule that is broken.
+        ConfigError: with a line for each broken rule.
     """
     problems = list(_problems(recipe, loads))
     if problems:
@@ -61,10 +61,10 @@ def check_recipe(recipe: Recipe, loads: bool = True) -> None:
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Bring settings that come from Python, not from a recipe, to their types, and check them.
+    """Convert settings given in Python to their types, and check them.
 
     Raises:
-        ConfigError: with a line for each that is wrong.
+        ConfigError: with a line for each wrong setting.
     """
     problems = []
     for name, kind in get_type_hints(type(settings)).items():
@@ -190,8 +190,11 @@ def _training_problems(recipe: Recipe) -> Iterator[str]:
 
 
 def _precision_problems(recipe: Recipe) -> Iterator[str]:
-    """A weight w in bfloat16 changes only if an update is at least half the distance to its neighbour, which lies
-    between w * 2^-8 and w * 2^-7; an update of AdamW is about the learning rate."""
+    """Check that bfloat16 parameters can change at the learning rate.
+
+    A bfloat16 weight w changes only if the update is at least half the distance to the next number, which is between
+    w * 2^-8 and w * 2^-7. An AdamW update is about as large as the learning rate.
+    """
     model, rate = recipe.model, recipe.training.learning_rate
     if model.dtype == "bfloat16" and model.compute_dtype == "float32":
         yield 'model.compute_dtype = "float32" with model.dtype = "bfloat16": set model.dtype = "float32"'
@@ -213,7 +216,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
     if trainer.backend == "megatron":
         yield from _megatron_problems(recipe)
     layout = (trainer.policy_replicas, trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel)
-    if min(layout) > 0:  # else its range is said
+    if min(layout) > 0:  # otherwise the check of ranges reports it
         yield from _division_problems(recipe)
     if trainer.cpu_offload and not trainer.sharded:
         yield 'trainer.cpu_offload = true is a setting of backend = "fsdp2"'
@@ -233,13 +236,13 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             )
         elif not recipe.overlaps:
             yield (
-                "trainer.overlap = true: what is sampled during training is one update old when it is trained on; set "
+                "trainer.overlap = true: samples drawn during training are one update old when they are trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
             )
 
 
 def _megatron_problems(recipe: Recipe) -> Iterator[str]:
-    """What april's Megatron backend does not do."""
+    """Check settings that the Megatron backend does not support."""
     trainer, rollout = recipe.trainer, recipe.rollout
     of_fsdp2 = ("policy_replicas", "context_parallel", "expert_parallel", "cpu_offload")
     for name in of_fsdp2:
@@ -247,7 +250,7 @@ def _megatron_problems(recipe: Recipe) -> Iterator[str]:
             yield f'trainer.{name} = {value!r} with backend = "megatron": remove it, or choose "fsdp2"'
     if recipe.lora.rank:
         yield f'lora.rank = {recipe.lora.rank} with trainer.backend = "megatron": remove it, or choose "fsdp2"'
-    with suppress(ValueError):  # an unknown one is said elsewhere
+    with suppress(ValueError):  # `algorithm_problems` reports an unknown algorithm
         if algorithm(recipe.algorithm.algorithm).value_head:
             yield (
                 f'algorithm.algorithm = {recipe.algorithm.algorithm!r} with trainer.backend = "megatron", which trains '
@@ -267,28 +270,28 @@ def _division_problems(recipe: Recipe) -> Iterator[str]:
     if trainer.processes % trainer.policy_replicas:
         yield (
             f"trainer.policy_replicas = {trainer.policy_replicas} does not divide processes = {trainer.processes}: "
-            "every copy of the policy takes as many ranks"
+            "all copies of the policy need the same number of ranks"
         )
     if trainer.processes % trainer.context_parallel:
         yield (
             f"trainer.context_parallel = {trainer.context_parallel} does not divide processes = {trainer.processes}: "
-            "every response is shared by as many ranks"
+            "this many ranks share each response"
         )
     of_copy = trainer.processes // trainer.policy_replicas
     if tensor > 1 and (of_copy % tensor or trainer.processes % (context * tensor)):
         yield (
             f"trainer.tensor_parallel = {tensor} (with context_parallel = {context}) does not divide the {of_copy} "
-            "processes of a copy of the policy: every layer is divided among as many ranks"
+            "processes of a copy of the policy: this many ranks share each layer"
         )
     if expert > 1 and of_copy % expert:
         yield (
             f"trainer.expert_parallel = {expert} does not divide the {of_copy} processes of a copy of the policy: "
-            "every layer's experts are divided among as many ranks"
+            "this many ranks share the experts of each layer"
         )
     if expert > 1 and expert % tensor:
         yield (
-            f"trainer.expert_parallel = {expert} is no multiple of tensor_parallel = {tensor}: ranks that divide a "
-            "layer's matrices have experts of their own each"
+            f"trainer.expert_parallel = {expert} is no multiple of tensor_parallel = {tensor}: ranks that share a "
+            "layer's matrices hold different experts"
         )
     if tensor > 1 and recipe.lora.rank:
         yield (
@@ -387,7 +390,7 @@ def _speculation_problems(engine: EngineSettings, min_p: float = 0.0) -> Iterato
 
 
 def _exposed(engine: EngineSettings) -> Iterator[str]:
-    """What would show a server or a key to those it is not meant for."""
+    """Check settings that would expose a server or a key."""
     for url in engine.urls:
         if "@" in urlsplit(url).netloc:
             yield f"engine.urls holds a password: leave it out, and put the servers' key into {API_KEY} instead"

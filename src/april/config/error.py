@@ -1,7 +1,7 @@
-"""What a user set wrong."""
+"""Errors in a user's settings."""
 
 from __future__ import annotations
 
 
 class ConfigError(Exception):
-    """Settings that cannot be run, one line for each."""
+    """Invalid settings, one line for each."""

@@ -9,7 +9,7 @@ from april.rollout.engine import EngineError
 
 
 def visible_gpus() -> list[Gpu]:
-    """The GPUs that this process may use.
+    """Return the GPUs visible to this process.
 
     Raises:
         ConfigError: they cannot be counted.

@@ -1,7 +1,7 @@
-"""What `model.path` may be: a directory with a model and its tokenizer, or a name on the Hugging Face hub.
+"""Checks of `model.path`: a directory with a model and its tokenizer, or a name on the Hugging Face hub.
 
-Invariant: what can be neither is refused here, from its spelling and the disk alone; only a name that the hub might
-have is looked for there.
+Invariant: a value that can be neither is refused from its spelling and the local disk; only valid hub names are looked
+up on the hub.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from difflib import get_close_matches
 
 PART = r"(?=[\w.-]{1,96}(?:/|$))\w(?:[\w.-]*\w)?"
 HUB_NAME = re.compile(rf"(?:{PART}/)?{PART}", re.ASCII)
-"""`owner/name`, or the `name` alone of a model from before there were owners."""
+"""`owner/name`, or `name` alone for the oldest models of the hub."""
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -23,14 +23,14 @@ TOKENIZERS = (
     "vocab.json",
     "vocab.txt",
 )
-"""Any of these files makes a tokenizer."""
+"""Files of which any one indicates a tokenizer."""
 
 
 def model_path_problem(path: str, loads: bool = True) -> str | None:
-    """What is wrong with `model.path`, if anything.
+    """Return an error message about `model.path`, or None.
 
     Args:
-        loads: whether model and tokenizer are needed; else the model's configuration is enough.
+        loads: whether model and tokenizer are needed; otherwise the model's configuration suffices.
     """
     if not path:
         return "model.path is not set: name a Hugging Face model, as a directory or a hub name"
@@ -44,7 +44,7 @@ def _directory_problem(path: str, loads: bool) -> str | None:
         return "there is no config.json in this directory: name one that save_pretrained wrote"
     if loads and not set(files) & set(TOKENIZERS):
         return (
-            "there is a model in this directory and no tokenizer: put that of the model it comes from beside it, by "
+            "this directory has a model but no tokenizer: save the tokenizer of its base model there, with "
             f"AutoTokenizer.from_pretrained(...).save_pretrained({path!r})"
         )
     return None
@@ -55,13 +55,13 @@ def _name_problem(path: str) -> str | None:
     if path.startswith((".", "/", "~")) or "/" in owner or (slash and os.path.isdir(owner)):
         return f"no such directory{_hint(owner or '.', name)}"
     if not HUB_NAME.fullmatch(path) or re.search(r"--|\.\.|\.git$", path):
-        return "no such directory, and no hub name either, which is owner/name"
+        return "neither an existing directory nor a hub name (owner/name)"
     hint = "" if slash else _hint(".", name)
     return f"no such directory{hint}" if hint else None
 
 
 def _hint(folder: str, name: str) -> str:
-    """The directory in `folder` whose name is nearest to `name`, if one is near."""
+    """Return a hint with the directory in `folder` whose name is most similar to `name`; empty if none is."""
     near = get_close_matches(name, _directories(folder), n=1, cutoff=0.8)
     return f"; did you mean {os.path.join(folder, near[0])}?" if near else ""
 

@@ -1,7 +1,7 @@
 """Paths in a recipe.
 
-Invariant: the policy, records, rewards, environments and tools are found by one rule: beside the recipe, else in the
-current directory. Names of files become absolute, so that workers and resumed runs find them from any directory.
+Invariant: one rule locates the policy, records, rewards, environments and tools: the recipe's directory first, then the
+current directory. File names become absolute, so that workers and resumed runs find them from any directory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from april.config.recipe import Recipe
 
 
 def anchor(recipe: Recipe, folder: Path) -> None:
-    """Make every path in `recipe` that exists in `folder` absolute; other paths stay as they are."""
+    """Make every path in `recipe` that exists in `folder` absolute; leave other paths unchanged."""
     recipe.model.path = _path(folder, recipe.model.path)
     own, task = recipe.environment, recipe.task
     own.path, own.tools = _object(folder, own.path), _object(folder, own.tools)
@@ -33,7 +33,7 @@ def _path(folder: Path, name: str) -> str:
 
 
 def _object(folder: Path, name: str) -> str:
-    """`FILE.py:NAME` and `package.module:NAME` as `/absolute/FILE.py:NAME` where the file is in `folder`."""
+    """Return `FILE.py:NAME` or `package.module:NAME` as `/absolute/FILE.py:NAME` if the file is in `folder`."""
     place, colon, names = name.partition(":") if ":" in name else name.rpartition(".")
     file = place if place.endswith(".py") else place.replace(".", "/") + ".py"
     found = os.path.join(folder, file)

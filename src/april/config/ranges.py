@@ -1,7 +1,7 @@
-"""The numbers that a setting may be, as part of its type: `Positive[int]`, `NotNegative[float] | None`, `Seconds`.
+"""Ranges of settings, as part of their types: `Positive[int]`, `NotNegative[float] | None`, `Seconds`.
 
 Invariants:
-- a float is finite unless its type is one of the unbounded ones, where inf stands for no bound;
+- a float is finite unless its type is an unbounded one, where inf means no bound;
 - an integer fits into 64 bits, and a finite float into 32;
 - a duration is no longer than a year, so every timer of the operating system and of Python can wait that long.
 """
@@ -25,11 +25,11 @@ class Range:
     """Numbers from `least` to `most`.
 
     Args:
-        rule: what a number outside of it is told.
-        least: the least number.
-        most: the largest number.
-        without: whether `least` itself is left out.
-        infinite: whether inf is a value, and stands for no bound.
+        rule: error message for a number outside the range.
+        least: smallest number.
+        most: largest number.
+        without: whether `least` itself is outside the range.
+        infinite: whether inf is allowed and means no bound.
     """
 
     rule: str
@@ -39,7 +39,7 @@ class Range:
     infinite: bool = False
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with the number, if anything."""
+        """Return an error message for a number outside the range, otherwise None."""
         if isinstance(value, float) and not (math.isfinite(value) or (self.infinite and value == math.inf)):
             return "must be a finite number"
         if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
@@ -65,7 +65,7 @@ SecondsOrZero = Annotated[float, Range("must be seconds from 0 to a year", 0, YE
 
 
 def out_of_range(section: Any) -> Iterator[tuple[str, str]]:
-    """Name and rule of each setting of a settings dataclass that holds a number outside its range."""
+    """Yield the name and the error message of each setting of a dataclass that is outside its range."""
     hints = get_type_hints(type(section), include_extras=True)
     for setting in dataclasses.fields(section):
         value = getattr(section, setting.name)
@@ -76,14 +76,14 @@ def out_of_range(section: Any) -> Iterator[tuple[str, str]]:
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
-    """The number that a setting is, or those of its tuple."""
+    """Yield the numbers of a setting: its value, or the elements of its tuple."""
     for each in value if isinstance(value, tuple) else (value,):
         if isinstance(each, int | float) and not isinstance(each, bool):
             yield each
 
 
 def _ranges(hint: Any) -> Iterator[Range]:
-    """The ranges in a type, those of its alternatives included."""
+    """Yield the ranges in a type, including the members of a union."""
     if get_origin(hint) is Annotated:
         yield from (part for part in hint.__metadata__ if isinstance(part, Range))
     else:

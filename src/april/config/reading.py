@@ -21,10 +21,10 @@ from april.config.recipe import Recipe, typed
 
 
 def load_recipe(path: Path) -> Recipe:
-    """Read a TOML recipe; paths in it that exist beside it become absolute.
+    """Read a TOML recipe. Relative paths that exist in the recipe's directory become absolute.
 
     Raises:
-        ConfigError: the file is missing or is no TOML, or a key or a value is wrong; each with its line.
+        ConfigError: the file is missing or is not TOML, or a key or value is wrong; with line numbers.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
@@ -47,7 +47,7 @@ def load_recipe(path: Path) -> Recipe:
 
 
 def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each section or key that no recipe has, with the nearest one that it has."""
+    """Yield an error message for each unknown section or key, with the most similar known name."""
     keys = {f.name: [k.name for k in dataclasses.fields(getattr(Recipe(), f.name))] for f in dataclasses.fields(Recipe)}
     for section, values in settings.items():
         if section not in keys:
@@ -62,13 +62,13 @@ def _unknown(path: Path, text: str, settings: Mapping[str, Any]) -> Iterator[str
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint for a name that is not among those known."""
+    """Return a hint for an unknown name: the most similar known name, or all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
 
 
 def _by_setting(error: ValidationError) -> list[list[Any]]:
-    """pydantic's findings; those about the types one setting may have are together."""
+    """Group pydantic's errors by setting: a union gives one error for each of its types."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for problem in error.errors():
         found.setdefault(problem["loc"][:2], []).append(problem)
@@ -76,12 +76,12 @@ def _by_setting(error: ValidationError) -> list[list[Any]]:
 
 
 def messages(problems: list[Any]) -> str:
-    """What pydantic found about one value, in one line."""
+    """Join pydantic's messages about one value into one line."""
     return "; or: ".join(problem["msg"].removeprefix("Value error, ") for problem in problems)
 
 
 def _explain(path: Path, text: str, problems: list[Any]) -> str:
-    """One line for what pydantic found about a setting: file, line, setting, what is wrong."""
+    """Return one line for pydantic's errors about a setting: file, line, setting and error."""
     problem = problems[0]
     location = [str(part) for part in (problem["loc"] if len(problems) == 1 else problem["loc"][:2])]
     message = messages(problems)
@@ -96,12 +96,12 @@ def _where(path: Path, text: str, location: list[str]) -> str:
 
 
 def setting_line(path: Path, name: str) -> int | None:
-    """The line of a recipe on which the setting `section.key` stands, counted from 1; None if it does not."""
+    """Return the line of a recipe with the setting `section.key`, counted from 1; None if the recipe does not set it."""
     return _line(path.read_text(encoding="utf-8-sig"), name.split("."))
 
 
 def _line(text: str, location: list[str]) -> int | None:
-    """The line of a recipe on which a setting stands, counted from 1."""
+    """Return the line of a recipe with a setting, counted from 1; None if the recipe does not set it."""
     section: str | None = None
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[([^\[\]]+)\]", line):

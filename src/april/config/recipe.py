@@ -36,9 +36,9 @@ from april.rollout.secrets import redacted
 from april.tasks.task import TaskSpec
 
 GPU_SLOTS, CPU_SLOTS = 256, 64
-"""Samples that decode together in an engine, where a recipe leaves that open."""
+"""Defaults of `max_num_seqs`."""
 FLAT: Any = tyro.conf.OmitArgPrefixes
-"""Flags of this section carry no prefix."""
+"""Marks a section whose flags have no prefix."""
 
 
 @dataclass(kw_only=True)
@@ -46,45 +46,47 @@ class Recipe:
     """Every setting of a run, by section."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
-    """What is trained."""
+    """The policy."""
     task: TaskSpec = field(default_factory=lambda: TaskSpec("reasoning_gym", name="gcd"))
     """Problems and rewards."""
     rollout: Annotated[RolloutSettings, FLAT] = field(default_factory=RolloutSettings)
-    """How responses are generated."""
+    """Rollouts: batch sizes, staleness, sampling, rewards."""
     environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
-    """What answers the policy's turns."""
+    """Environment of multi-turn episodes."""
     engine: Annotated[EngineSettings, FLAT] = field(default_factory=EngineSettings)
-    """What generates them."""
+    """Inference engine."""
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
-    """Where they work."""
+    """Ray cluster."""
     algorithm: Annotated[AlgorithmSettings, FLAT] = field(default_factory=AlgorithmSettings)
-    """What is optimised."""
+    """Training objective."""
     training: Annotated[TrainingSettings, FLAT] = field(default_factory=TrainingSettings)
-    """How it is optimised."""
+    """Optimisation, evaluation and checkpoints."""
     trainer: Annotated[TrainerSettings, FLAT] = field(default_factory=TrainerSettings)
-    """Which processes train it."""
+    """Training processes and their parallelism."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Low-rank adapters."""
     reporting: Annotated[ReportingSettings, FLAT] = field(default_factory=ReportingSettings)
-    """What is written, and where."""
+    """Output directory, console and trackers."""
 
     @property
     def compute_dtype(self) -> str:
-        """Type that training passes and engines compute in."""
+        """Type of the trainer's passes and of generation, with `auto` resolved."""
         own = self.model
         if own.compute_dtype != "auto":
             return own.compute_dtype
         return "bfloat16" if own.dtype == "bfloat16" or own.on_gpu else "float32"
 
     def rollout_params(self, partial_rollout: bool | None = None) -> RolloutParams:
-        """The scheduler's parameters. The reference's policy has no bound, trains on the groups that are complete
-        first, and takes 2 N groups under way unless their number is set.
+        """Return the scheduler's parameters.
+
+        The policy `april-paper` has no staleness bound, trains on the groups that complete first, and defaults to
+        N' = 2 N.
 
         Args:
-            partial_rollout: in the place of the recipe's own.
+            partial_rollout: overrides the recipe's setting.
 
         Raises:
-            ValueError: settings that cannot be kept.
+            ValueError: settings that contradict each other.
         """
         rollout, paper = self.rollout, self.rollout.policy == "april-paper"
         target = rollout.over_sampling_batch_size
@@ -103,7 +105,7 @@ class Recipe:
 
     @property
     def overlaps(self) -> bool:
-        """Whether generation goes on while a step is trained on: if it is asked for, or may be and can be."""
+        """Whether generation overlaps with training: requested or `auto`, and possible."""
         rollout, engine = self.rollout, self.engine
         apart = engine.own_process or self.cluster.enabled or engine.engine in ("vllm", "sglang")
         stale = rollout.partial_rollout and (rollout.policy == "april-paper" or rollout.max_staleness > 0)
@@ -116,13 +118,13 @@ class Recipe:
 
     @property
     def gpus_per_engine(self) -> int:
-        """GPUs across which one engine is split; 0 if its settings place it on the CPU."""
+        """GPUs of one engine; 0 for an engine on the CPU."""
         own = self.engine.gpus_per_replica
         return (self.engine.gpus_by_arguments or 1) if own == "auto" else own
 
     @property
     def slots(self) -> int:
-        """Samples that decode together in each engine."""
+        """Maximum number of samples that an engine decodes together, with `auto` resolved."""
         if self.engine.max_num_seqs != "auto":
             return self.engine.max_num_seqs
         with_trainer = self.generates_inside or self.engine.own_process
@@ -131,20 +133,20 @@ class Recipe:
 
     @property
     def generates_inside(self) -> bool:
-        """Whether the engine works in the process that trains."""
+        """Whether the engine runs in the training process."""
         inside = self.engine.engine in ("embedded", "vllm-inproc")
         return inside and not self.engine.own_process and not self.cluster.enabled
 
     @property
     def engines_inside(self) -> int:
-        """Training processes that have an engine: all of them, or the first one."""
+        """Number of training processes with an engine: all of them, or the first."""
         if not self.generates_inside:
             return 0
         return self.trainer.processes if self.engine.engine == "embedded" else 1
 
     @property
     def engines_here(self) -> list[str]:
-        """Names of the engines that april starts on this machine beside the trainer."""
+        """Names of the engines that april starts on this machine in processes of their own."""
         if self.cluster.enabled or self.engine.urls or self.generates_inside:
             return []
         if self.engine.own_process:
@@ -153,7 +155,7 @@ class Recipe:
 
     @property
     def engines_beside(self) -> int:
-        """Engines on GPUs that the trainer has no part in: at least so many; 0 for one in the trainer's process."""
+        """Minimum number of engines on GPUs of their own; 0 for an engine in the training process."""
         if self.cluster.enabled:
             return 1 if self.cluster.replicas == "auto" else self.cluster.replicas
         servers = len(self.engine.urls) or self.engine.replicas
@@ -161,11 +163,11 @@ class Recipe:
 
     @property
     def ranks_on_nodes(self) -> int:
-        """Ranks that train on nodes of the cluster."""
+        """Number of training ranks on nodes of the cluster."""
         return self.trainer.processes - 1 if self.cluster.enabled and self.cluster.ranks == "nodes" else 0
 
     def fault_settings(self) -> FaultSettings:
-        """What the scheduler does about faults. `task_reward.Rewards` keeps the time limit of rewards itself."""
+        """Return the scheduler's fault settings. `task_reward.Rewards` enforces the time limit of rewards itself."""
         rollout = self.rollout
         return FaultSettings(
             on_reward_error=rollout.on_reward_error,
@@ -187,7 +189,7 @@ class Recipe:
         )
 
     def episode_limits(self) -> EpisodeLimits:
-        """What is done about environments that are slow, or fail."""
+        """Return the limits and recovery of episodes."""
         own = self.environment
         return EpisodeLimits(
             recovery=own.recovery,
@@ -201,18 +203,18 @@ class Recipe:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved recipe as JSON types."""
+        """Return the resolved recipe as JSON types."""
         return dataclasses.asdict(self)
 
     def redacted(self) -> dict[str, Any]:
-        """The resolved recipe as it is written to files and sent to trackers: JSON types, without secrets."""
+        """Return the resolved recipe as JSON types without secrets, for files and trackers."""
         settings: dict[str, Any] = redacted(self.to_dict())
         return settings
 
 
 def typed(kind: Any, value: Any) -> Any:
-    """Return `value` as type `kind`, by JSON's rules: a list may become a tuple, a whole number a float, but true and
-    "3" are no numbers.
+    """Return `value` converted to the type `kind` by JSON's strict rules: a list may become a tuple and an integer a
+    float, but true and "3" are not numbers.
 
     Raises:
         pydantic.ValidationError: `value` has another type.
@@ -226,6 +228,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def recipe_from_dict(settings: Mapping[str, Any]) -> Recipe:
-    """The inverse of `Recipe.to_dict`, for a run that is resumed."""
+    """Return the recipe of `Recipe.to_dict`'s result, for a resumed run."""
     recipe: Recipe = typed(Recipe, settings)
     return recipe

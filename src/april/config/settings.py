@@ -1,7 +1,7 @@
 """The sections of a recipe: every setting of a run, its type, its range and its default.
 
-Invariant: a setting's range is in its type (`ranges`), and what it means in its section's docstring; both are said
-nowhere else.
+Invariant: the type of a setting holds its range (`ranges`) and the docstring of its section holds its meaning. Both
+have no other definition.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from april.rollout.engine import KVPolicy
 from april.rollout.params import MAX_STALENESS
 
 API_KEY = "APRIL_ENGINE_API_KEY"
-"""The environment variable that holds the key of servers that want one."""
+"""Environment variable with the key for servers that require one."""
 PARALLEL = r"(?:--(?:tensor|pipeline|data)-parallel-size|--(?:tp|pp|dp)-size|--?(?:tp|pp|dp))[ =](\d+)"
-"""Options of vLLM and SGLang that have a server take several GPUs."""
+"""Options of vLLM and SGLang for a server on several GPUs."""
 SPECULATIVE = r"--spec(ulative)?[-_](config|method|model|tokens|algo|draft)|-sc$"
-"""Options of vLLM and SGLang that have them speculate."""
+"""Options of vLLM and SGLang for speculative decoding."""
 
 
 @dataclass(kw_only=True)
@@ -37,12 +37,12 @@ class ModelSettings:
     """The policy.
 
     Args:
-        path: Policy: a Hugging Face causal LM, as a directory or a hub name.
-        dtype: Type of the parameters that are trained, of the sums of their gradients and of the optimizer's state.
-            bfloat16 rounds away the updates of usual learning rates, and is refused there.
-        compute_dtype: Type that forward and backward passes compute in, and that engines generate in. With float32
-            parameters, bfloat16 is a rounded copy of them. auto: bfloat16 on GPUs, else as dtype.
-        device: Where to train and, with the embedded engine, to generate: auto, cpu, cuda, cuda:1, …
+        path: Hugging Face causal language model: a directory or a hub name.
+        dtype: Type of the trained parameters, the gradient sums and the optimizer state. bfloat16 rounds away updates
+            at usual learning rates and is refused there.
+        compute_dtype: Type of the trainer's forward and backward passes and of generation. With float32 parameters,
+            bfloat16 computes on a rounded copy. auto: bfloat16 on GPUs, otherwise the type in dtype.
+        device: Device for training and, with the embedded engine, generation: auto, cpu, cuda, cuda:1, …
     """
 
     path: str = ""
@@ -52,7 +52,7 @@ class ModelSettings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the policy is trained on a GPU; `auto` asks PyTorch."""
+        """Whether the policy is trained on a GPU; `auto` uses one if PyTorch finds any."""
         if self.device != "auto":
             return self.device.startswith("cuda")
         import torch
@@ -65,47 +65,48 @@ class RolloutSettings:
     """How responses are generated.
 
     Args:
-        partial_rollout: Active partial rollouts: start more groups than a step needs, interrupt the rest once
-            enough are complete, and go on with them first in the next step. Off: synchronous, every sample
-            on-policy.
-        policy: april, or the reference's for comparison (april-paper): a fixed N', no staleness bound, the groups that
-            are complete first, in the order of their arrival.
-        rollout_batch_size: Groups a step trains on (N).
-        over_sampling_batch_size: Groups under way at a step's start (N'), from N to N × (max_staleness + 1). auto:
-            the fewest that are expected to come within 2 % of the best throughput that the bound allows, chosen
-            anew as lengths and speeds drift.
+        partial_rollout: Active partial rollouts: start more groups than a step needs, interrupt the rest once enough
+            are complete, and resume those first in the next step. Off: synchronous generation, every sample on-policy.
+        policy: april, or the reference implementation's policy for comparisons (april-paper): fixed N', no staleness
+            bound, batches of the groups that complete first.
+        rollout_batch_size: Groups in a training step (N).
+        over_sampling_batch_size: Groups in flight at the start of a step (N'), from N to N × (max_staleness + 1). auto:
+            the smallest number whose forecast throughput is within 2 % of the best that the staleness bound allows,
+            recomputed as lengths and speeds change.
         n_samples_per_prompt: Samples in a group (G).
-        max_staleness: The most weight updates between a group's first token and the step that trains on it. A
-            guarantee.
-        ramp_steps: Steps over which N' grows from N to its value: the first is synchronous, so that it is not trained
-            on quick answers alone. 0: no ramp.
-        admission_window: A complete group waits until it is fewer admissions than this after the oldest unfinished one,
-            so that quick answers are not trained on before slow ones. Unset: it never waits.
+        max_staleness: Staleness bound: the maximum number of weight updates between a group's first token and the step
+            that trains on it.
+        ramp_steps: Steps over which N' grows from N to its value. The first step is then synchronous, so that the
+            policy is not first trained on short responses alone. 0: no ramp.
+        admission_window: Hold back a complete group while more than this many groups started after the oldest
+            unfinished group and before it, so that short responses are not trained on before long ones. Unset: no group
+            is held back.
         order: Which unfinished samples get a slot first.
-        max_prompt_length: Leave out prompts of more tokens than this; unset: what the context has room for
-            beside a full response.
+        max_prompt_length: Leave out prompts with more tokens than this. Unset: the context length minus
+            max_response_length.
         max_response_length: Response budget of a sample, in tokens.
         temperature: Sampling temperature.
-        top_p: Nucleus sampling; 1 is off. Under truncated sampling the trainer scores tokens under what the same rule
-            leaves of its own distribution (docs/algorithms.md).
-        top_k: Sample among the k most probable tokens; 0 is off.
-        min_p: Sample among tokens at least this times as probable as the best one; 0 is off.
-        stop_token_ids: Tokens that end a response, beside the model's end-of-sequence tokens.
-        dynamic_sampling: Replace groups whose rewards are all equal, one for one. Unset: as the algorithm
-            publishes it.
-        max_rejected_groups: Groups of one step that dynamic sampling may turn away before the run stops; 20 N
-            if unset.
-        outage_limit: Seconds that the engine may answer no request at all. Until then nothing is given up; then the run
-            stops, and can be resumed.
-        on_reward_error: When a reward function fails: stop the run, score the sample 0, or leave its group out.
-        reward_timeout: Seconds a reward may take.
-        reward_workers: Processes that compute rewards beside generation, at most. One is there from the start, more
-            come as long as rewards wait. Unset: a few more than there are cores. 0 computes them in threads of the
-            run's own process, which suits quick functions that cannot hang: nothing can stop one that does.
-        reward_memory_gb: Memory a reward process may take beyond what it holds after loading, in GB (on Linux);
+        top_p: Nucleus sampling; 1 turns it off. Under truncated sampling the trainer renormalises its distribution over
+            the same set of tokens.
+        top_k: Sample from the k most probable tokens; 0 turns it off.
+        min_p: Sample from tokens whose probability is at least this share of the largest; 0 turns it off.
+        stop_token_ids: Tokens that end a response, in addition to the model's end-of-sequence tokens.
+        dynamic_sampling: Replace groups whose rewards are all equal, one for one. Unset: the algorithm's published
+            choice.
+        max_rejected_groups: Maximum number of groups that dynamic sampling rejects in one step before the run stops;
+            unset: 20 N.
+        outage_limit: Maximum duration in seconds of an engine outage (no request succeeds). No sample is given up
+            during an outage; after this time the run stops and can be resumed.
+        on_reward_error: Action when a reward function fails: stop the run (raise), score the sample 0 (zero), or leave
+            out its group (reject).
+        reward_timeout: Time limit of one reward, in seconds.
+        reward_workers: Maximum number of processes that compute rewards during generation. One starts with the run,
+            further ones start while rewards wait. Unset: slightly more than the number of CPU cores. 0: threads of the
+            run's own process, for fast functions that cannot hang, because a hung thread cannot be stopped.
+        reward_memory_gb: Memory limit of a reward process in GB, in addition to its memory after loading (Linux only);
             unset: no limit.
-        reward_env: Environment variables that reward processes get although their names look like secrets; all
-            other such variables are kept from them.
+        reward_env: Environment variables that reward processes get although their names look like secrets. All other
+            such variables are removed.
     """
 
     partial_rollout: bool = True
@@ -136,29 +137,29 @@ class RolloutSettings:
 
 @dataclass(kw_only=True)
 class EnvironmentSettings:
-    """What answers the policy's turns, in episodes; without path and tools a response is one turn, and nothing does.
+    """The environment of multi-turn episodes. Without path and tools, a response is a single turn.
 
     Args:
-        path: The environment: FILE.py:NAME or package.module:NAME.
-        tools: Instead of it, Python functions that are tools: FILE.py:NAME,NAME,…
-        params: What the environment is made with.
-        max_turns: Turns of an episode. The response budget (max_response_length) counts the policy's tokens of all of
-            them, the context everything.
-        reward: What an episode is rewarded with: the sum of what its environment gave (environment), the task's own
-            reward for the whole response (task), or both (sum).
-        recovery: How an environment is brought back, after a crash or a failure: by the same turns again, which must be
-            answered alike (replay), by what its state() said last (snapshot), by a reset alone (stateless), or not at
-            all: the episode begins again (restart).
-        on_env_error: When a step fails: tell the policy, and go on as if the turn had not been taken (observe); end the
-            episode with its rewards so far (end); leave its group out (reject).
-        concurrency: Environments that work at a time.
-        workers: Processes in which they live, at most. 0: in the run's own process, which suits quick environments that
-            cannot hang. Unset: as many as there are cores, at most 8.
-        reset_timeout: Seconds a reset may take, the start of a process included.
-        step_timeout: Seconds a step may take.
-        episode_deadline: Seconds that the environment of an episode may take over all its turns; unset: no limit.
-        max_retries: New environments that are tried for a turn whose environment was lost, and for a failed reset.
-        max_restarts: Times that an episode may begin again, before its group is left out.
+        path: Environment class or factory: FILE.py:NAME or package.module:NAME.
+        tools: Python functions offered as tools, in place of an environment: FILE.py:NAME,NAME,…
+        params: Keyword arguments of the environment's constructor.
+        max_turns: Maximum number of turns in an episode. max_response_length limits the policy's tokens over all turns;
+            context_length limits all tokens.
+        reward: Reward of an episode: the sum of the environment's rewards (environment), the task's reward for the
+            whole response (task), or the sum of both (sum).
+        recovery: Recovery of an environment after a crash or failure: repeat the recorded turns and require identical
+            observations (replay), restore the last state() (snapshot), call reset alone (stateless), or restart the
+            episode (restart).
+        on_env_error: Action when a step fails: report the error to the policy as an observation and continue (observe),
+            end the episode with its rewards so far (end), or leave out its group (reject).
+        concurrency: Maximum number of environments that execute at the same time.
+        workers: Maximum number of worker processes for environments. 0: the run's own process, for fast environments
+            that cannot hang. Unset: the number of CPU cores, at most 8.
+        reset_timeout: Time limit of a reset in seconds, including the start of a worker process.
+        step_timeout: Time limit of a step, in seconds.
+        episode_deadline: Time limit of the environment over all turns of an episode, in seconds; unset: no limit.
+        max_retries: Replacement environments per turn whose environment was lost, and per failed reset.
+        max_restarts: Restarts of an episode before its group is left out.
         env: Environment variables that workers get although their names look like secrets.
     """
 
@@ -185,48 +186,48 @@ class EnvironmentSettings:
 
 @dataclass(kw_only=True)
 class EngineSettings:
-    """What generates them.
+    """The inference engine.
 
     Args:
-        engine: april's own engine on the policy being trained (embedded), vLLM in this process (vllm-inproc), or
-            servers (vllm, sglang).
+        engine: april's own engine on the policy being trained (embedded), vLLM in the trainer's process (vllm-inproc),
+            or inference servers (vllm, sglang).
         max_num_seqs: Samples that decode together: engine slots, of each server or rank. auto: 256 on GPUs, else 64.
-        context_length: Prompt and response tokens of a sample together; unset: what the model allows.
-        on_update: What becomes of an unfinished sample when the weights change. Its KV cache is computed anew under the
-            new weights (recompute), or kept (keep), and its tokens stay; the recorded log-probabilities are exact in
-            both. redraft (embedded): its tokens, and those of groups that wait to be trained on, are drafts, of which
-            the new weights keep what they would have drawn themselves, so that nothing is stale.
-        kv_cache_gb: embedded: most memory for the KV cache, in GB, on each rank, allocated as samples need it; samples
-            wait when it is full. Unset: in the trainer's processes the memory that the trainer leaves; elsewhere 80 %
-            of the free memory of a GPU, and 40 % of that of a CPU machine.
-        prefill_chunk: embedded: Tokens of prompts and resumed samples in one forward pass. Fewer delay the samples that
-            decode by less, more make fewer passes.
-        stream_interval: Decode steps between two looks at what was sampled; of servers, tokens of a sample that are
-            sent together (one by one with on_update = keep). Finished samples show at once. auto: 8 steps; of servers,
-            as many tokens as a sample gets in a second, which is what a lost connection may cost it.
-        own_process: embedded: generate in a process of its own, on a copy of the policy; what trainer.overlap needs.
-        gpu_memory_utilization: vllm-inproc: Share of the GPU's memory that vLLM takes for weights and KV cache at the
-            start, and keeps while the trainer trains on the rest. Servers: server_args.
-        enforce_eager: vllm-inproc: Without CUDA graphs, which take memory and time at the start. Servers: server_args.
-        urls: vllm, sglang: running servers; unset: april starts them and ends them with the run.
-        replicas: vllm, sglang: servers to start.
-        gpus_per_replica: vllm, sglang: GPUs of each server that april starts, or of each engine on a cluster, across
-            which the model is split. 0: on the CPU. auto: one if there are any, or as many as server_args name. On one
-            machine servers get GPUs that no other server and no training process has.
-        stream_readers: vllm, sglang: processes that read what servers stream, in the trainer's place. auto: none up
-            to 1,024 samples in flight, which the trainer reads itself, else one for each 4,096.
-        server_python: vllm, sglang: the interpreter of the environment the server is installed in; unset: april's.
-        server_args: vllm, sglang: more options of the servers that april starts.
-        server_host: vllm, sglang: the address on which they listen. Other machines reach them only if it is none of
-            this machine's own; then they ask for the key in the environment variable APRIL_ENGINE_API_KEY.
-        weight_transfer: vllm, sglang: new weights by a directory the servers can read (disk), or over a process group
-            (broadcast: gloo on CPUs, nccl on GPUs). vllm with LoRA: the adapters alone, by such a directory, which its
-            workers merge into the policy that the adapters were begun with (adapters).
-        broadcast_address: vllm, sglang: where servers reach the trainer for it; unset: the loopback interface if all of
-            them are there, else this machine's address towards the first one.
-        broadcast_interface: vllm, sglang: the network interface that weights take on this machine, like eth0; unset:
-            as gloo and nccl choose.
-        ready_timeout: vllm, sglang: seconds a server may take to start.
+        context_length: Maximum number of prompt and response tokens of a sample; unset: the model's limit.
+        on_update: Treatment of unfinished samples at a weight update. recompute: keep the tokens and recompute the KV
+            cache under the new weights. keep: keep tokens and KV cache. Recorded log-probabilities are exact in both.
+            redraft (embedded): treat old tokens, also of complete groups that wait for training, as a draft that the
+            new weights verify; accepted tokens are on-policy.
+        kv_cache_gb: embedded: Maximum size of the KV cache on each rank, in GB, allocated on demand; samples wait while
+            it is full. Unset: in the trainer's processes, the memory that training leaves free; elsewhere, 80 % of a
+            GPU's free memory or 40 % of a CPU machine's.
+        prefill_chunk: embedded: Maximum number of prefill tokens in one forward pass, of prompts and resumed samples.
+            Smaller chunks delay decoding samples less; larger chunks need fewer passes.
+        stream_interval: Decode steps between two polls; with servers, tokens of a sample per message (1 with on_update
+            = keep). Finished samples are returned at once. auto: 8 steps; with servers, the number of tokens a sample
+            gets in one second, which limits what a lost connection costs.
+        own_process: embedded: Generate in a separate process on a copy of the policy; required by trainer.overlap.
+        gpu_memory_utilization: vllm-inproc: Share of GPU memory that vLLM takes for weights and KV cache, also during
+            training. Servers: use server_args.
+        enforce_eager: vllm-inproc: Disable CUDA graphs, which need memory and start-up time. Servers: use server_args.
+        urls: vllm, sglang: URLs of running servers. Unset: april starts servers and ends them with the run.
+        replicas: vllm, sglang: Servers to start.
+        gpus_per_replica: vllm, sglang: GPUs of each server that april starts, or of each engine on a cluster; the model
+            is split over them. 0: CPU. auto: one GPU if the machine has any, or the number that parallelism options in
+            server_args need. On one machine no two servers and no training process share a GPU.
+        stream_readers: vllm, sglang: Processes that read the servers' streams. auto: none up to 1,024 samples in flight
+            (the trainer's process reads them), otherwise one for each 4,096.
+        server_python: vllm, sglang: Python interpreter of the environment with the server; unset: april's own.
+        server_args: vllm, sglang: Further command-line options of servers that april starts.
+        server_host: vllm, sglang: Address on which servers listen. Other machines can connect only to a non-loopback
+            address; servers then require the key in the environment variable APRIL_ENGINE_API_KEY.
+        weight_transfer: vllm, sglang: Transport of new weights: a directory that servers can read (disk), or a process
+            group (broadcast: gloo on CPUs, nccl on GPUs). vllm with LoRA: adapters alone, by a directory; the server's
+            workers merge them into the initial policy (adapters).
+        broadcast_address: vllm, sglang: Address at which servers reach the trainer for broadcast. Unset: the loopback
+            interface if all servers are local, otherwise this machine's address on the route to the first server.
+        broadcast_interface: vllm, sglang: Network interface for broadcast on this machine, such as eth0; unset: chosen
+            by gloo or nccl.
+        ready_timeout: vllm, sglang: Time limit of a server's start, in seconds.
     """
 
     engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
@@ -253,48 +254,49 @@ class EngineSettings:
 
     @property
     def gpus_by_arguments(self) -> int | None:
-        """GPUs of a server by its own options of parallelism; None if they name none."""
+        """Number of GPUs that the parallelism options in `server_args` need; None without such options."""
         named = re.findall(PARALLEL, " ".join(self.server_args))
         return math.prod(map(int, named)) if named else None
 
     @property
     def speculative_option(self) -> str | None:
-        """The first of its own options that has a server speculate; None if none does."""
+        """First option in `server_args` that turns on speculative decoding; None without one."""
         options = (argument.partition("=")[0] for argument in self.server_args)
         return next((option for option in options if re.match(SPECULATIVE, option)), None)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Memory for the KV cache; None if it is not set."""
+        """Maximum size of the KV cache in bytes; None if unset."""
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 1e9)
 
     @property
     def kv_policy(self) -> KVPolicy:
-        """What the engine does with KV caches of unfinished samples."""
+        """Treatment of the KV caches of unfinished samples at a weight update."""
         return "keep" if self.on_update == "keep" else "recompute"
 
 
 @dataclass(kw_only=True)
 class ClusterSettings:
-    """Engines on the nodes of a Ray cluster that is running (docs/cluster.md; needs the extra `cluster`).
+    """Engines on nodes of a running Ray cluster (docs/cluster.md; needs the extra `cluster`).
 
-    Nodes may die, hang, leave and join while the run goes on. april cluster check RECIPE says what fits where.
+    Nodes may die, hang, leave and join during the run. april cluster check RECIPE lists the engines and ranks that fit
+    onto each node.
 
     Args:
-        address: The cluster: its head as HOST:PORT, or auto: the one that RAY_ADDRESS names, as in a Ray job, else the
-            one that this machine is a node of. Unset: no cluster, and the engine works in this process or on this
-            machine.
-        replicas: Engines, each with a copy of the policy. auto: as many as there is room for, also on nodes that join.
-        cpus_per_replica: CPUs of an engine, all on one node; without GPUs it computes with as many threads.
+        address: Address of the cluster: HOST:PORT of its head, or auto: the cluster in RAY_ADDRESS, as in a Ray job,
+            otherwise the cluster that this machine belongs to. Unset: no cluster; the engine runs on this machine.
+        replicas: Engines, each with a copy of the policy. auto: all that fit, including nodes that join later.
+        cpus_per_replica: CPUs of an engine, all on one node; without GPUs also its number of threads.
         placement: Nodes that get engines: all, as evenly as there is room (spread); all but those that train (apart);
             those alone (beside).
-        rewards: Where worker processes compute rewards: on the trainer's machine, or on all nodes, as many on each as
-            rollout.reward_workers says. Their CPUs are not reserved.
-        ranks: Where the ranks of trainer.processes work: on the machine of april train (driver), or all but the first
-            on nodes with room (nodes), each with a GPU if the cluster has any, unless model.device is cpu.
+        rewards: Location of worker processes for rewards: the trainer's machine, or all nodes with
+            rollout.reward_workers processes each. Their CPUs are not reserved.
+        ranks: Location of the training ranks (trainer.processes): the machine of april train (driver), or, for all
+            ranks but the first, nodes with room (nodes), each with a GPU if the cluster has any, unless model.device is
+            cpu.
         cpus_per_rank: CPUs of a rank on a node.
-        environments: Where environments live: in worker processes on the trainer's machine, or on all nodes, as many on
-            each as environment.workers says. Their CPUs are not reserved.
+        environments: Location of environments: worker processes on the trainer's machine, or all nodes with
+            environment.workers processes each. Their CPUs are not reserved.
     """
 
     address: str = ""
@@ -313,11 +315,11 @@ class ClusterSettings:
 
 @dataclass(kw_only=True)
 class LoraSettings:
-    """Low-rank adapters instead of all parameters (needs the extra `lora`).
+    """Low-rank adapters in place of training all parameters (needs the extra `lora`).
 
     Args:
         rank: Rank of the adapters; 0 trains all parameters.
-        alpha: The adapters' output counts alpha / rank; unset: twice the rank.
+        alpha: Scale: the adapters' output is multiplied by alpha / rank; unset: twice the rank.
         target_modules: Names of the modules that get adapters; unset: every linear layer but the head.
     """
 
@@ -327,37 +329,36 @@ class LoraSettings:
 
     @property
     def scale_alpha(self) -> int:
-        """Alpha with its default filled in."""
+        """Alpha, with the default resolved."""
         return 2 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass(kw_only=True)
 class TrainingSettings:
-    """How it is optimised.
+    """Optimisation, evaluation and checkpoints.
 
     Args:
-        steps: Training steps: rollout batches to collect and train on.
-        updates_per_step: Optimizer updates a rollout batch is divided into, by whole groups.
+        steps: Training steps.
+        updates_per_step: Optimizer updates per step; the batch is divided by whole groups.
         learning_rate: Peak learning rate of AdamW.
-        critic_learning_rate: ppo: that of the critic.
-        lr_schedule: How the learning rates go from their peaks to zero at the last step.
+        critic_learning_rate: ppo: Peak learning rate of the critic.
+        lr_schedule: Decay of the learning rates from the peak to zero at the last step.
         warmup_steps: Steps of linear warm-up.
         betas: AdamW's decay rates.
         weight_decay: AdamW's decoupled weight decay.
-        max_grad_norm: Gradients are clipped to this norm.
-        max_tokens_per_micro_batch: Tokens of one forward and backward pass, padding included where the model's
-            architecture needs any. Lower it when memory runs out; it is halved then by itself.
-        max_skipped_updates: Updates in a row that may be skipped because loss or gradient is not finite; then the
-            run stops. Their batches are kept in the run's folder `skipped`.
+        max_grad_norm: Gradient norm to which larger gradients are clipped.
+        max_tokens_per_micro_batch: Tokens in one forward and backward pass, including padding for architectures that
+            need it. Halved automatically when memory runs out.
+        max_skipped_updates: Maximum number of consecutive updates skipped because the loss or gradient is not finite;
+            then the run stops. Their batches are saved in the directory `skipped` of the run.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, more time.
-        seed: Everything random follows from it: data order, samples, initialisation.
-        threads: CPU threads of PyTorch; unset: as PyTorch chooses.
-        eval_interval: Steps between evaluations on held-out problems; 0 evaluates before and after training
-            only.
-        eval_samples: Samples per held-out problem; accuracy is their mean.
-        eval_temperature: Temperature of evaluation; unset: the rollouts'.
-        save_interval: Steps between checkpoints; 0 saves at the end only.
-        keep_checkpoints: Checkpoints kept on disk, the newest ones.
+        seed: Seed of data order, sampling and initialisation.
+        threads: CPU threads of PyTorch; unset: PyTorch's default.
+        eval_interval: Steps between evaluations on held-out problems; 0: only before and after training.
+        eval_samples: Samples per held-out problem; accuracy is the mean over them.
+        eval_temperature: Sampling temperature of evaluations; unset: temperature.
+        save_interval: Steps between checkpoints; 0: only at the end.
+        keep_checkpoints: Number of newest checkpoints kept on disk.
         journal_flush_seconds: Longest time in seconds before the journal writes an event to disk: a crash loses at most
             this many seconds of rollouts. 0 writes every token before generation continues.
     """
@@ -386,31 +387,32 @@ class TrainingSettings:
 
 @dataclass(kw_only=True)
 class TrainerSettings:
-    """Which processes train it, and when (docs/training.md).
+    """Training processes and their parallelism.
 
     Args:
-        backend: local: one process on one device. fsdp2: processes that each hold a shard of parameters, gradients and
-            optimizer state (PyTorch FSDP2). megatron: processes that compute the policy by Megatron-Core, in an
-            environment that has it. auto: local with one process, fsdp2 with more.
-        processes: Processes that train together, ranks, which april starts on this machine, or on nodes of a cluster
-            (cluster.ranks); on GPUs one each.
-        overlap: Generation goes on while a step is trained on, and stops for the weight update alone; max_staleness
-            holds all the same. For engines with devices of their own: servers, or engine.own_process. Off: they take
-            turns. auto: on wherever it is possible.
-        policy_replicas: fsdp2: Copies of the sharded policy (HSDP): each is spread over as many ranks, and only
-            gradients go from copy to copy.
-        context_parallel: fsdp2: Ranks that share each response in training, for long ones: each runs the layers over
-            its part of the tokens. Divides processes, and the policy's attention heads and key-value heads.
-        tensor_parallel: fsdp2, megatron: Ranks that divide the matrices of each layer among themselves, heads and
-            columns; with fsdp2 by transformers' plan for the architecture, and FSDP2 shards each part over the others.
-            Times context_parallel it divides processes, the attention heads and the key-value heads.
-        expert_parallel: fsdp2: Ranks that divide the experts of a mixture of experts, whole ones, and send tokens to
-            them. A multiple of tensor_parallel; divides the experts, and the processes of each copy of the policy.
-        cpu_offload: fsdp2: Keep parameters, gradients and optimizer in the machine's memory, and update them there; a
-            layer is on the GPU while it computes.
-        rank_timeout: Seconds that ranks wait for one another, and for a sign of life of each; then all are ended and
-            started anew, and go on from the newest checkpoint and the journal.
-        max_restarts: Such restarts without a training step done in between, after which the run ends.
+        backend: local: one process on one device. fsdp2: ranks that each hold a shard of parameters, gradients and
+            optimizer state (PyTorch FSDP2). megatron: ranks that compute the policy with Megatron-Core, which the
+            environment must have. auto: local with one process, fsdp2 with more.
+        processes: Training processes (ranks), which april starts on this machine, or on nodes of a cluster
+            (cluster.ranks); with GPUs, one GPU each.
+        overlap: Overlap generation with training: generation stops only for the weight update, and max_staleness still
+            holds. Needs engines on devices of their own: servers, or engine.own_process. Off: generation and training
+            alternate. auto: on where possible.
+        policy_replicas: fsdp2: Copies of the sharded policy (HSDP): each copy is sharded over processes /
+            policy_replicas ranks, and only gradients are reduced between copies.
+        context_parallel: fsdp2: Ranks that share each sequence in training, for long responses: each computes a part of
+            the tokens. Must divide processes, attention heads and key-value heads.
+        tensor_parallel: fsdp2, megatron: Ranks that share the matrices of each layer, split by heads and columns. fsdp2
+            uses transformers' plan for the architecture and shards each part over the remaining ranks. Its product with
+            context_parallel must divide processes, attention heads and key-value heads.
+        expert_parallel: fsdp2: Ranks that share the experts of a mixture of experts by whole experts and exchange
+            tokens. Must be a multiple of tensor_parallel and divide the number of experts and the ranks of each policy
+            copy.
+        cpu_offload: fsdp2: Keep parameters, gradients and optimizer state in host memory and update them there; a layer
+            is on the GPU while it computes.
+        rank_timeout: Time limit in seconds for a collective operation and for the heartbeat of a rank. After it all
+            ranks are restarted from the newest checkpoint and the journal.
+        max_restarts: Restarts of the ranks without a completed training step between them, before the run ends.
     """
 
     backend: Literal["auto", "local", "fsdp2", "megatron"] = "auto"
@@ -426,29 +428,30 @@ class TrainerSettings:
 
     @property
     def backend_name(self) -> str:
-        """The backend, with `auto` resolved."""
+        """Backend, with `auto` resolved."""
         if self.backend != "auto":
             return self.backend
         return "fsdp2" if self.processes > 1 else "local"
 
     @property
     def sharded(self) -> bool:
-        """Whether ranks train, be it one."""
+        """Whether the backend trains with ranks, even if there is only one."""
         return self.backend_name in ("fsdp2", "megatron")
 
 
 @dataclass(kw_only=True)
 class ReportingSettings:
-    """What is written, and where.
+    """Output directory, console and trackers.
 
     Args:
-        output: The run's directory: metrics, checkpoints, report.
-        if_exists: When a run is there already: stop, or keep it under another name (DIR.1, DIR.2, …).
-        trackers: Where metrics go beside metrics.jsonl.
-        prometheus_address: HOST:PORT on which prometheus, one of the trackers, is served; on an address that other
-            machines reach, everybody there reads it.
-        project: Project name for wandb and trackio, experiment for MLflow.
-        show_completions: Completions of each step and evaluation that are shown on the console.
+        output: Directory of the run: metrics, checkpoints, report.
+        if_exists: Action if the directory has a run already: stop with an error, or rename the old run (DIR.1, DIR.2,
+            …).
+        trackers: Trackers that get the metrics, in addition to metrics.jsonl.
+        prometheus_address: HOST:PORT of the metrics endpoint with the tracker prometheus. An address that other
+            machines reach is readable by all of them.
+        project: Project name in wandb and trackio, experiment in MLflow.
+        show_completions: Number of completions per step and evaluation to print on the console.
     """
 
     output: str = "runs/april"
