@@ -236,7 +236,7 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
             )
         elif not recipe.overlaps:
             yield (
-                "trainer.overlap = true: samples drawn during training are one update old when they are trained on; set "
+                "trainer.overlap = true: samples drawn during training are one update old when trained on; set "
                 "rollout.partial_rollout = true and rollout.max_staleness = 1 or more"
             )
 

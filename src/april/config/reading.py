@@ -96,7 +96,7 @@ def _where(path: Path, text: str, location: list[str]) -> str:
 
 
 def setting_line(path: Path, name: str) -> int | None:
-    """Return the line of a recipe with the setting `section.key`, counted from 1; None if the recipe does not set it."""
+    """Return the line of a recipe that sets `section.key`, counted from 1; None if there is none."""
     return _line(path.read_text(encoding="utf-8-sig"), name.split("."))
 
 
