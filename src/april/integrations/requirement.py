@@ -1,4 +1,4 @@
-"""The framework an integration is written for: installed, and of a version it was run with."""
+"""Check of the installed version of the framework that an integration is written for."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import warnings
 from april.extras import install_command
 
 ANY_VERSION = "APRIL_ANY_VERSION"
-"""Set, in the environment, to try an integration with a version that it was not run with."""
+"""Environment variable that allows versions that the integration was not tested with."""
 
 
 def require(package: str, *series: str, extra: str) -> None:
-    """Refuse to go on without `package` in one of the version series given, as in `require("trl", "1.16", ...)`.
+    """Require `package` in one of the given version series, as in `require("trl", "1.16", ...)`.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
-        ImportError: another version is, and `APRIL_ANY_VERSION` is not set. Both say what to install.
+        ModuleNotFoundError: the package is not installed.
+        ImportError: another version is installed, and `APRIL_ANY_VERSION` is not set. Both messages contain the
+            command that installs the right version.
     """
     wanted = " or ".join(f"{version}.*" for version in series)
     try:

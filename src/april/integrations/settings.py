@@ -1,6 +1,6 @@
-"""What an integration is told beside its framework's own settings, and what of the framework's it refuses.
+"""april's settings in a framework's configuration, and checks of the framework's own settings.
 
-Invariant: a refusal is one line that names the setting as its user writes it, the value, and what to do.
+Invariant: an error message is one line with the setting as the user writes it, its value, and the remedy.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, Self
 from april.rollout.params import MAX_STALENESS, RolloutParams
 
 Unsupported = Mapping[str, tuple[Any, str]]
-"""Settings under which the framework would do something else: the value each may have, and what to do about another."""
+"""Framework settings that april does not support: for each name the only supported value, and the remedy for others."""
 
 
 def refuse(unsupported: Unsupported, value_of: Callable[[str, Any], Any], spelling: str = "{} = {}") -> None:
-    """Go through a table of what is not supported.
+    """Raise an error for the first setting that does not have its supported value.
 
     Args:
-        value_of: a setting's value, given its name and the value to assume where the framework has no such setting.
-        spelling: how the user writes a setting and its value.
+        value_of: returns a setting's value, given its name and the default for frameworks without that setting.
+        spelling: format of a setting and its value, as the user writes them.
 
     Raises:
-        ValueError: names the setting and the remedy.
+        ValueError: a setting is not supported.
     """
     for name, (only, remedy) in unsupported.items():
         value = value_of(name, only)
@@ -32,7 +32,7 @@ def refuse(unsupported: Unsupported, value_of: Callable[[str, Any], Any], spelli
 
 
 def at(config: Any, path: str, default: Any = None) -> Any:
-    """The value at a dotted path of attributes, or `default` where one of them is missing."""
+    """Return the value at a dotted path of attributes, or `default` if one of them is missing."""
     for part in path.split("."):
         if not hasattr(config, part):
             return default
@@ -42,11 +42,11 @@ def at(config: Any, path: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How many groups are under way, and how old they may be.
+    """Number of groups in flight, and their staleness bound.
 
     Args:
-        over_sampling_batch_size: groups under way (N'), or "auto": chosen from what is observed.
-        max_staleness: the most weight updates between a group's first token and the step that trains on it.
+        over_sampling_batch_size: number of groups in flight (N'), or "auto" to choose it from measurements.
+        max_staleness: maximum number of weight updates between a group's first token and the step that trains on it.
     """
 
     over_sampling_batch_size: Any = "auto"
@@ -54,10 +54,10 @@ class Settings:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], spelling: str = "april.{}") -> Self:
-        """Of settings as they come from a file or, as text, from a command line.
+        """Read settings from a configuration file or, as text, from a command line.
 
         Raises:
-            ValueError: april has no setting of that name, or its value is no number.
+            ValueError: a name is unknown, or a value is neither a number nor "auto".
         """
         known = [field.name for field in fields(cls)]
         for name in given:
@@ -74,15 +74,15 @@ class Settings:
         spelling: str = "april.{}",
         **more: Any,
     ) -> RolloutParams:
-        """Both, checked against the framework's own sizes.
+        """Return the rollout parameters, checked against the framework's batch size and group size.
 
         Args:
-            names: what errors call `rollout_batch_size` and `n_samples_per_prompt`, and april's own where they are not
-                of this `spelling`.
-            more: of `RolloutParams`.
+            names: the framework's names of `rollout_batch_size` and `n_samples_per_prompt`, for error messages; also
+                names of april's settings that are not spelled by `spelling`.
+            more: further fields of `RolloutParams`.
 
         Raises:
-            ValueError: names the setting.
+            ValueError: a setting is out of range.
         """
         return RolloutParams(
             rollout_batch_size=rollout_batch_size,
@@ -95,10 +95,10 @@ class Settings:
 
 
 def number(value: Any, name: str) -> Any:
-    """A whole number that may be written as text, or "auto".
+    """Convert a number written as text; return numbers and "auto" unchanged.
 
     Raises:
-        ValueError: it is neither; the message says `name`.
+        ValueError: the text is not a whole number; the message contains `name`.
     """
     if not isinstance(value, str) or value == "auto":
         return value

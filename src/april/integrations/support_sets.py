@@ -1,8 +1,11 @@
-"""The tokens that top-p and top-k left to be drawn at each place of a response, which slime's trainer scores under.
+"""Support sets: the tokens that top-p and top-k left to sample from, at each position of a response.
+
+slime's trainer computes log-probabilities over these tokens only.
 
 Invariants:
-- a place's tokens are those that the server named when it sent the token that stands there, which is one of them;
-- what comes for a place replaces what was there for it and behind it: a token that was lost is sampled again.
+- the support set of a position is the one that the server sent together with the token at that position, and contains
+  that token;
+- a new support set replaces those of its position and of all later positions: a lost token is sampled again.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ class Meta(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """What is read of SGLang's event beside its tokens."""
+    """Fields of SGLang's event beside its tokens."""
 
     meta_info: Meta
 
@@ -31,8 +34,8 @@ class Event(msgspec.Struct, gc=False):
 decode = msgspec.json.Decoder(Event).decode
 
 
-class Kept:
-    """Those of all samples under way, by the sample's name."""
+class SupportSets:
+    """Support sets of all unfinished samples, by sample id."""
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         self._rows: dict[str, list[array[int]]] = {}
@@ -43,35 +46,36 @@ class Kept:
                 self._rows[id].append(token_ids[start : start + count])
                 start += count
 
-    def read(self, event: bytes, sample_id: str, place: int, drawn: Sequence[int]) -> None:
-        """Take up what an event says.
+    def read(self, event: bytes, sample_id: str, position: int, drawn: Sequence[int]) -> None:
+        """Store the support sets of an event's tokens.
 
         Args:
-            place: of the first of the `drawn` tokens in the sample, prompt included.
+            position: position of the first token of `drawn` in the sample, prompt included.
+            drawn: tokens of the event.
 
         Raises:
-            RequestError: it does not say it of every token.
+            RequestError: the event lacks the support set of a token.
         """
         rows = (decode(event).meta_info.output_token_sampling_mask or [])[-len(drawn) :]
         if len(rows) != len(drawn) or not all(token in row for token, row in zip(drawn, rows, strict=True)):
-            raise RequestError("the event does not say which tokens top_p kept")
-        known = self._rows.setdefault(sample_id, [array("i")] * place)  # of a prompt's tokens there is nothing to say
-        assert place <= len(known), "what is sampled goes on behind what is known"
-        known[place:] = [array("i", row) for row in rows]
+            raise RequestError("the event does not list the tokens that top_p kept")
+        known = self._rows.setdefault(sample_id, [array("i")] * position)  # prompt tokens have no support set
+        assert position <= len(known), "an event continues behind the stored positions"
+        known[position:] = [array("i", row) for row in rows]
 
     def of(self, sample_id: str, prompt_length: int) -> tuple[list[int], list[int]]:
-        """The kept tokens of a response one after another, and where those of each place begin, as slime has them:
-        one offset more than there are places."""
+        """Return a response's support sets concatenated, and their offsets, in slime's format: the last offset is the
+        total length."""
         rows = self._rows[sample_id][prompt_length:]
-        assert all(rows), "the kept tokens of every place are known"
+        assert all(rows), "every position has a support set"
         return list(chain.from_iterable(rows)), [0, *accumulate(map(len, rows))]
 
-    def leave(self, sample_ids: Collection[str]) -> None:
-        """Only these samples are under way."""
+    def keep(self, sample_ids: Collection[str]) -> None:
+        """Drop the support sets of all other samples."""
         self._rows = {id: rows for id, rows in self._rows.items() if id in sample_ids}
 
     def state_dict(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the support sets as JSON types."""
         return {
             id: {
                 "token_ids": base64.b64encode(b"".join(row.tobytes() for row in rows)).decode(),

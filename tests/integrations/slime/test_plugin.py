@@ -22,7 +22,7 @@ from slime.utils.types import Sample  # noqa: E402
 from april import FinishReason, Group, SamplingParams  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime.rollouts import FORMAT, SlimeRollouts  # noqa: E402
-from april.integrations.slime.samples import mark_begun, scored  # noqa: E402
+from april.integrations.slime.samples import mark_unfinished, scored  # noqa: E402
 from april.rollout.disk import as_json  # noqa: E402
 from tests import tiny  # noqa: E402
 
@@ -111,23 +111,23 @@ def test_a_setting_of_aprils_that_cannot_be_is_refused_at_the_start(
         plugin.DataSource(args)
 
 
-@pytest.mark.parametrize(("kept", "top_p"), [(None, 0.9), ({}, 1.0)])
-def test_what_top_p_kept_must_be_known_of_a_checkpoints_samples(
-    args: Namespace, kept: dict[str, object] | None, top_p: float
+@pytest.mark.parametrize(("support_sets", "top_p"), [(None, 0.9), ({}, 1.0)])
+def test_a_checkpoints_support_sets_must_match_top_p(
+    args: Namespace, support_sets: dict[str, object] | None, top_p: float
 ) -> None:
     args.rollout_top_p = top_p
-    saved = {"format": FORMAT, "ahead": None, "kept": kept}
+    saved = {"format": FORMAT, "ahead": None, "support_sets": support_sets}
     with pytest.raises(ValueError, match=f"--rollout-top-p {top_p}: the unfinished samples .* set it as it was"):
         SlimeRollouts(args, plugin.DataSource(args), saved)
 
 
-def test_what_holds_for_evaluation_alone_is_said(args: Namespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_setting_for_evaluation_only_gives_a_warning(args: Namespace, caplog: pytest.LogCaptureFixture) -> None:
     plugin.DataSource(args)
-    assert "holds for evaluation only" not in caplog.text
+    assert "applies to evaluation only" not in caplog.text
     args.sglang_server_concurrency, args.use_distributed_post = 64, True
     plugin.DataSource(args)
-    assert "--sglang-server-concurrency holds for evaluation only" in caplog.text
-    assert "--use-distributed-post holds for evaluation only" in caplog.text
+    assert "--sglang-server-concurrency applies to evaluation only" in caplog.text
+    assert "--use-distributed-post applies to evaluation only" in caplog.text
 
 
 def finished_group(rollouts: SlimeRollouts) -> Group:
@@ -172,9 +172,9 @@ async def test_a_sample_says_which_rollout_began_it(args: Namespace) -> None:
     rollouts = SlimeRollouts(args, plugin.DataSource(args))
     group = Group.start(0, next(rollouts.prompts()), 2, SamplingParams(max_tokens=2), seed=0)
     group.samples[0].extend((5,), (-1.0,), 0)
-    mark_begun(group, 3)
+    mark_unfinished(group, 3)
     group = Group.from_dict(json.loads(as_json(group.to_dict())))
-    mark_begun(group, 4)
+    mark_unfinished(group, 4)
     for sample in group.samples:
         sample.extend((6,), (-1.0,), 0, FinishReason.STOP)
         reward = await rollouts.score(group.prompt, sample)

@@ -13,7 +13,7 @@ pytest.importorskip("verl", reason="verl is not installed here: scripts/setup_ve
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
 from april import Group, Prompt, Sample, SamplingParams
-from april.integrations.verl.agent_loops import AgentLoops, Playing
+from april.integrations.verl.agent_loops import AgentLoopEpisode, AgentLoops
 from april.rollout.environment import ObservationError, TokenIds, Turn
 from april.rollout.trajectory import Transition
 
@@ -55,7 +55,7 @@ def turn(index: int, *token_ids: int) -> Turn:
 
 
 async def test_requests_are_observations_and_turns_are_answers() -> None:
-    playing = Playing(loops_of(two_turns))
+    playing = AgentLoopEpisode(loops_of(two_turns))
     assert await playing.reset({"agent_name": "any"}, 0) == TokenIds([1, 2])
     step = await playing.step(turn(0, 5, 6))
     assert (step.observation, step.done) == (TokenIds([9]), False)
@@ -159,8 +159,8 @@ async def two_trajectories(client: Any, sampling: dict[str, Any], **row: Any) ->
     ("loop", "reason"),
     [
         (changes, "changes token 1 of the 4 before it"),
-        (hotter, "asks for {'temperature': 2.0} where turns are sampled with"),
-        (two_at_a_time, "two turns at a time"),
+        (hotter, "requests {'temperature': 2.0} where turns are sampled with"),
+        (two_at_a_time, "a second request before the first was answered"),
         (with_an_image, "has images"),
         (other_tokens, "returned 4 tokens that are not the 4 of its turns"),
         (trains_on_tools, "mask has tokens that no policy sampled"),
@@ -168,7 +168,7 @@ async def two_trajectories(client: Any, sampling: dict[str, Any], **row: Any) ->
     ],
 )
 async def test_what_april_does_not_do_fails_the_sample_with_its_reason(loop: Any, reason: str) -> None:
-    playing = Playing(loops_of(loop))
+    playing = AgentLoopEpisode(loops_of(loop))
 
     async def play() -> None:
         await playing.reset({"agent_name": "any"}, 0)
@@ -181,16 +181,16 @@ async def test_what_april_does_not_do_fails_the_sample_with_its_reason(loop: Any
 
 async def test_tokens_that_stop_a_turn_are_the_same_for_all_turns() -> None:
     loops = loops_of(two_turns)
-    loops.ask({**SAMPLING, "stop_token_ids": [4, 3]})
+    loops.adopt({**SAMPLING, "stop_token_ids": [4, 3]})
     assert loops.sampling_params == {**SAMPLING, "stop_token_ids": [3, 4]}
-    loops.ask({**SAMPLING, "stop_token_ids": [3, 4]})
+    loops.adopt({**SAMPLING, "stop_token_ids": [3, 4]})
     with pytest.raises(ObservationError, match="samples all turns of a run alike"):
-        loops.ask({**SAMPLING, "stop_token_ids": [5]})
+        loops.adopt({**SAMPLING, "stop_token_ids": [5]})
 
 
 async def test_loops_of_groups_that_were_turned_away_are_let_go() -> None:
     loops = loops_of(two_turns)
-    playing = Playing(loops)
+    playing = AgentLoopEpisode(loops)
     await playing.reset({"agent_name": "any"}, 0)
     loops.episodes(99).let_go("0.0", playing)
     loops.keep({"0.0"})

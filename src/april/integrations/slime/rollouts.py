@@ -38,11 +38,11 @@ from slime.utils.types import Sample as SlimeSample
 from transformers import AutoConfig, GenerationConfig
 
 from april.engines.servers.stream_interval import StreamInterval
-from april.integrations.slime.samples import differs, mark_begun, sampled, scored
+from april.integrations.slime.samples import differs, mark_unfinished, sampled, scored
 from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
-from april.integrations.support_sets import Kept
+from april.integrations.support_sets import SupportSets
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
@@ -51,7 +51,7 @@ from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 
 TRUSTED = True
 """Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
@@ -80,20 +80,20 @@ class Batch:
         }
 
 
-def kept_of(args: Namespace, saved: Mapping[str, Any] | None) -> Kept | None:
+def support_sets_of(args: Namespace, saved: Mapping[str, Any] | None) -> SupportSets | None:
     """The tokens that were kept, where slime trains on them; as they were saved.
 
     Raises:
         ValueError: those of the unfinished samples are not known.
     """
-    wanted, known = args.rollout_top_p != 1, saved and saved["kept"]
+    wanted, known = args.rollout_top_p != 1, saved and saved["support_sets"]
     if saved is not None and wanted != (known is not None):
         was = "1" if known is None else "not 1"
         raise ValueError(
             f"--rollout-top-p {args.rollout_top_p}: the unfinished samples of slime's checkpoint were begun while it "
             f"was {was}: set it as it was"
         )
-    return Kept(known) if wanted else None
+    return SupportSets(known) if wanted else None
 
 
 class SlimeRollouts:
@@ -119,7 +119,7 @@ class SlimeRollouts:
         self._interval = StreamInterval("auto")
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
         self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
-        self._kept = kept_of(args, self._saved)
+        self._support_sets = support_sets_of(args, self._saved)
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
@@ -142,15 +142,15 @@ class SlimeRollouts:
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
         """A new batch; returns april's metrics of it."""
-        engine, label = await connect(self.args, self._kept, self._interval)
+        engine, label = await connect(self.args, self._support_sets, self._interval)
         try:
             scheduler = await self._go_on(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
             step = await scheduler.next_batch()
             for group in scheduler.buffer:
-                mark_begun(group, rollout_id)
-            if self._kept is not None:
-                self._kept.leave({sample.id for g in (*scheduler.buffer, *step.groups) for sample in g.samples})
+                mark_unfinished(group, rollout_id)
+            if self._support_sets is not None:
+                self._support_sets.keep({sample.id for g in (*scheduler.buffer, *step.groups) for sample in g.samples})
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, step.version, step.groups)
@@ -171,7 +171,7 @@ class SlimeRollouts:
             drawn=self.drawn,
             scheduler=self._scheduler.state_dict(),
             ahead=ahead,
-            kept=None if self._kept is None else self._kept.state_dict(),
+            support_sets=None if self._support_sets is None else self._support_sets.state_dict(),
         )
 
     async def _go_on(self, engine: Engine, label: str | None) -> RolloutScheduler:
@@ -295,10 +295,10 @@ class SlimeRollouts:
 
     def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
         samples = scored(group)
-        if self._kept is not None:
+        if self._support_sets is not None:
             for theirs, sample in zip(samples, group.samples, strict=True):
-                kept = self._kept.of(sample.id, len(sample.prompt_ids))
-                theirs.rollout_top_p_token_ids, theirs.rollout_top_p_token_offsets = kept
+                token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids))
+                theirs.rollout_top_p_token_ids, theirs.rollout_top_p_token_offsets = token_ids, offsets
         if self.args.mask_offpolicy_in_partial_rollout:
             for theirs, sample in zip(samples, group.samples, strict=True):
                 current = (sample.versions == version).tolist()

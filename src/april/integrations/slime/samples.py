@@ -1,5 +1,7 @@
-"""slime's sample for each of april's: what its data source gave, april's tokens, and what its hooks and reward models
-made of them, which april keeps with the sample's reward.
+"""Conversion of april's samples to slime's.
+
+A slime sample has three parts: the fields from slime's data source (kept in the prompt's metadata), april's tokens, and
+the changes made by slime's hooks and reward models (kept with the sample's reward).
 """
 
 from __future__ import annotations
@@ -13,45 +15,45 @@ from april.rollout.disk import as_json
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Group, Prompt, Sample
 
-BEGUN = "start_rollout_ids"
-"""In a prompt's metadata: the rollout that began each sample, for those that it did not finish."""
+START_ROLLOUT_IDS = "start_rollout_ids"
+"""Key in a prompt's metadata: for each sample that its first rollout left unfinished, the id of that rollout."""
 
 
 def sampled(prompt: Prompt, sample: Sample) -> SlimeSample:
-    """slime's sample with the tokens that april's has; not their text."""
-    theirs = SlimeSample.from_dict(copy.deepcopy(prompt.metadata["slime"][sample.index]))
-    theirs.tokens = [*sample.prompt_ids, *sample.response_ids]
-    theirs.response_length = sample.length
-    theirs.rollout_log_probs = sample.logprobs.tolist()
-    theirs.loss_mask = sample.loss_mask.astype(int).tolist()
-    theirs.weight_versions = [str(segment.version) for segment in sample.segments]
+    """Return slime's sample with the tokens of april's, without their text."""
+    slime_sample = SlimeSample.from_dict(copy.deepcopy(prompt.metadata["slime"][sample.index]))
+    slime_sample.tokens = [*sample.prompt_ids, *sample.response_ids]
+    slime_sample.response_length = sample.length
+    slime_sample.rollout_log_probs = sample.logprobs.tolist()
+    slime_sample.loss_mask = sample.loss_mask.astype(int).tolist()
+    slime_sample.weight_versions = [str(segment.version) for segment in sample.segments]
     stopped = sample.finish is FinishReason.STOP
-    theirs.status = SlimeSample.Status.COMPLETED if stopped else SlimeSample.Status.TRUNCATED
-    theirs.reward = None
-    return _marked(prompt, sample, theirs)
+    slime_sample.status = SlimeSample.Status.COMPLETED if stopped else SlimeSample.Status.TRUNCATED
+    slime_sample.reward = None
+    return _marked(prompt, sample, slime_sample)
 
 
-def mark_begun(group: Group, rollout_id: int) -> None:
-    """Note the rollout that leaves its samples unfinished for the first time, which slime documents for its buffer."""
-    begun = group.prompt.metadata.setdefault(BEGUN, {})  # type: ignore[attr-defined]
+def mark_unfinished(group: Group, rollout_id: int) -> None:
+    """Record `rollout_id` for samples that a rollout leaves unfinished for the first time, as slime's buffer does."""
+    started = group.prompt.metadata.setdefault(START_ROLLOUT_IDS, {})  # type: ignore[attr-defined]
     for sample in group.samples:
         if sample.length:
-            begun.setdefault(str(sample.index), rollout_id)
+            started.setdefault(str(sample.index), rollout_id)
 
 
-def _marked(prompt: Prompt, sample: Sample, theirs: SlimeSample) -> SlimeSample:
-    if (rollout_id := prompt.metadata.get(BEGUN, {}).get(str(sample.index))) is not None:
-        theirs.metadata["start_rollout_id"] = rollout_id
-    return theirs
+def _marked(prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> SlimeSample:
+    if (rollout_id := prompt.metadata.get(START_ROLLOUT_IDS, {}).get(str(sample.index))) is not None:
+        slime_sample.metadata["start_rollout_id"] = rollout_id
+    return slime_sample
 
 
 def differs(value: Any, other: Any) -> bool:
-    """Whether they are different as JSON; lists are of tokens, and long."""
+    """Return whether two values differ as JSON. Lists hold tokens and are long: they are compared directly."""
     return bool(value != other) if isinstance(value, list) else as_json(value) != as_json(other)
 
 
 def scored(group: Group) -> list[SlimeSample]:
-    """slime's samples of a complete group, as its hooks and reward models left them."""
+    """Return slime's samples of a complete group, with the changes made by its hooks and reward models."""
     return [
         _marked(
             group.prompt,

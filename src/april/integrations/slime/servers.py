@@ -17,7 +17,7 @@ from april.engines.servers.sglang import SGLang
 from april.engines.servers.stream import Delta, Stream
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.servers import FrameworkServer
-from april.integrations.support_sets import Kept
+from april.integrations.support_sets import SupportSets
 from april.rollout.engine import Engine, EngineError
 from april.rollout.sampling import SamplingParams
 
@@ -34,16 +34,16 @@ class OneVersion(SGLang):
     expected: str | None = None
     """slime's name for the weights."""
 
-    def __init__(self, http: HTTPClient, kept: Kept | None = None) -> None:
+    def __init__(self, http: HTTPClient, support_sets: SupportSets | None = None) -> None:
         super().__init__(http)
-        self._kept = kept
+        self._support_sets = support_sets
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
-        return None if self._kept is None else super().unsupported_sampling(sampling)
+        return None if self._support_sets is None else super().unsupported_sampling(sampling)
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         body = super().body(stream, salt)
-        if self._kept is None:
+        if self._support_sets is None:
             # Without top-p slime's trainer scores a token among the whole vocabulary, whatever top-k left of it.
             body.pop("return_sampling_mask", None)
         return body
@@ -54,8 +54,8 @@ class OneVersion(SGLang):
             return None
         if delta.version not in (None, self.expected):
             raise RequestError(f"its weights went from {self.expected!r} to {delta.version!r} during a rollout")
-        if self._kept is not None and delta.token_ids:
-            self._kept.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
+        if self._support_sets is not None and delta.token_ids:
+            self._support_sets.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
         return delta._replace(version=None, spans=())
 
 
@@ -78,7 +78,9 @@ class SlimeServer(FrameworkServer):
         self._api.expected = self._label
 
 
-async def connect(args: Namespace, kept: Kept | None, interval: StreamInterval) -> tuple[Engine, str | None]:
+async def connect(
+    args: Namespace, support_sets: SupportSets | None, interval: StreamInterval
+) -> tuple[Engine, str | None]:
     """slime's servers as one engine, and its name for the weights they hold. Connected anew for every rollout:
     slime replaces servers, and drops their caches, between rollouts."""
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
@@ -91,7 +93,7 @@ async def connect(args: Namespace, kept: Kept | None, interval: StreamInterval) 
     if split:
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
-    api = partial(OneVersion, kept=kept)
+    api = partial(OneVersion, support_sets=support_sets)
     found = await asyncio.gather(
         *(
             SlimeServer.connect(worker["url"], api, vocab_size=vocab_size, stream_interval=interval)

@@ -1,6 +1,6 @@
-"""What april is told in slime, and what of slime's settings it refuses.
+"""april's settings in slime's arguments, and checks of slime's own.
 
-Invariant: a setting of slime's that april does not heed is refused, or said to hold for evaluation alone.
+Invariant: a slime setting that april cannot honour raises an error, or a warning that it applies to evaluation only.
 """
 
 from __future__ import annotations
@@ -22,44 +22,47 @@ UNSUPPORTED = {
     "multimodal-keys": (None, "april's prompts are text: leave it out"),
     "buffer-filter-path": (
         None,
-        "the buffer is april's, which goes on with the oldest and keeps april_max_staleness: leave it out",
+        "the buffer is april's, which resumes the oldest groups and keeps april_max_staleness: leave it out",
     ),
 }
-"""Settings of slime that would be ignored: the one value each may have, and what to do about another."""
+"""slime settings that april cannot honour: the only supported value, and the remedy for others."""
 
 EVALUATION_ONLY = {
-    "sglang-server-concurrency": (512, "april asks for all that is under way; --sglang-max-running-requests limits it"),
+    "sglang-server-concurrency": (
+        512,
+        "april sends requests for all groups in flight; --sglang-max-running-requests limits them",
+    ),
     "use-distributed-post": (False, "april reads the servers' streams in the rollout manager's process"),
 }
-"""Settings that hold for slime's own requests alone: the default of each, and what holds for april's."""
+"""Settings that apply only to slime's own requests: the default of each, and the rule for april's requests."""
 
 OWN = "april_"
 SPELLING = OWN + "{} (--custom-config-path)"
-"""How the user writes them, and where."""
+"""Format of april's settings in error messages: their name, and where the user sets them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlimeSettings(Settings):
-    """april's own, in the file of --custom-config-path; N' is as a rule slime's --over-sampling-batch-size."""
+    """april's settings in the file of --custom-config-path. N' defaults to slime's --over-sampling-batch-size."""
 
     over_sampling_batch_size: Any = None
 
     @classmethod
     def of(cls, args: Namespace) -> SlimeSettings:
-        """Those among slime's arguments.
+        """Read april's settings from slime's arguments.
 
         Raises:
-            ValueError: april has no such setting, or its value is no number.
+            ValueError: a name is unknown, or a value is neither a number nor "auto".
         """
         own = {name.removeprefix(OWN): value for name, value in vars(args).items() if name.startswith(OWN)}
         return cls.read(own, SPELLING)
 
 
 def check_settings(args: Namespace) -> None:
-    """Refuse what april would have to ignore, or could not keep.
+    """Check that april supports slime's settings.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is not supported, or is out of range.
     """
 
     def value_of(name: str, default: Any) -> Any:
@@ -68,17 +71,17 @@ def check_settings(args: Namespace) -> None:
     refuse(UNSUPPORTED, value_of, "--{} {}")
     for name, (default, instead) in EVALUATION_ONLY.items():
         if value_of(name, default) != default:
-            log.warning("--%s holds for evaluation only: %s", name, instead)
+            log.warning("--%s applies to evaluation only: %s", name, instead)
     SlimeSettings.of(args)
-    if hasattr(args, "rollout_batch_size"):  # slime's own arguments have it, those of its contract tests do not
+    if hasattr(args, "rollout_batch_size"):  # the arguments of slime's contract tests lack it
         params_of(args)
 
 
 def params_of(args: Namespace) -> RolloutParams:
-    """How many groups are under way, and how old they may be.
+    """Return the rollout parameters: number of groups in flight and their staleness bound.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is out of range.
     """
     settings = SlimeSettings.of(args)
     names = {"rollout_batch_size": "--rollout-batch-size", "n_samples_per_prompt": "--n-samples-per-prompt"}

@@ -1,13 +1,14 @@
-"""verl's agent loops, played as april's episodes.
+"""verl's agent loops as april's episodes.
+
+An agent loop takes the place of an environment: the new tokens of each of its requests are an observation, and the
+response that it receives is a turn of april's.
 
 Invariants:
-- a loop is made and run by verl's own code, once for each sample. What it asks for is what an environment says, and
-  what it is answered is a turn of april's, which is interrupted and resumed without its knowledge;
-- a request holds all tokens before it as they are, and only those behind them are new; a loop that asks for another
-  thing has failed;
-- tokens and log-probabilities of a trajectory are april's. The rest of what a loop returns is kept with it, its mask
-  too: it may leave out what was sampled, and holds nothing else;
-- a loop that a restart has lost is run again and given the recorded turns.
+- verl's own code creates and runs one loop per sample; turns are interrupted and resumed without the loop's knowledge;
+- each request starts with all earlier tokens unchanged; a loop that sends another request has failed;
+- tokens and log-probabilities of a trajectory are april's; other fields of a loop's output are kept with the sample.
+  The mask may exclude sampled tokens, but never includes tokens that no policy sampled;
+- a loop that was lost in a restart runs again and receives the recorded turns.
 """
 
 from __future__ import annotations
@@ -28,72 +29,72 @@ from april.rollout.trajectory import Prompt, Sample
 
 log = logging.getLogger(__name__)
 
-MOST_TURNS = 1 << 30
-"""How many there may be is the loop's own setting."""
-TRACED_AS: Mapping[str, Any] = {"step": -1, "sample_index": -1, "rollout_n": 0, "validate": False}
+UNLIMITED_TURNS = 1 << 30
+"""Effectively no limit: verl's own settings limit an agent loop's turns."""
+TRACE_INFO: Mapping[str, Any] = {"step": -1, "sample_index": -1, "rollout_n": 0, "validate": False}
 
 
 class AgentLoops:
-    """The agent loops under way.
+    """Running agent loops.
 
     Args:
-        worker: verl's agent-loop worker, which has tools and tokenizer.
-        rows: what verl's dataset says of each prompt under way, by its id.
-        sampling_params: verl's, as every loop is given them. What loops ask for on top, the tokens that stop a turn, is
-            put there.
+        worker: verl's agent-loop worker, which holds the tools and the tokenizer.
+        rows: the dataset rows of the prompts in flight, by prompt id.
+        sampling_params: verl's sampling parameters, which every loop receives. The stop tokens that the loops request
+            are added to this dictionary.
     """
 
     def __init__(self, worker: Any, rows: Mapping[str, Mapping[str, Any]], sampling_params: dict[str, Any]) -> None:
         self._worker = worker
         self._rows = rows
         self.sampling_params = sampling_params
-        self._given = dict(sampling_params)
-        self._ended: dict[str, Playing] = {}
-        """Of episodes that are over, by sample."""
+        self._base_params = dict(sampling_params)
+        self._ended: dict[str, AgentLoopEpisode] = {}
+        """Episodes that have ended, by sample id."""
 
     def episodes(self, context_length: int) -> Episodes:
-        """As the scheduler plays them: without time limits, as verl; a loop that fails leaves its group out."""
+        """Return the scheduler's episodes: without time limits, as in verl; a loop that fails rejects its group."""
         limits = EpisodeLimits(
-            recovery="replay", on_error="reject", concurrency=MOST_TURNS, reset_timeout=None, step_timeout=None
+            recovery="replay", on_error="reject", concurrency=UNLIMITED_TURNS, reset_timeout=None, step_timeout=None
         )
 
         def row(prompt: Prompt) -> dict[str, Any]:
             return dict(self._rows[prompt.id])
 
-        def let_go(sample_id: str, environment: Environment) -> None:
-            assert isinstance(environment, Playing)
+        def keep_ended(sample_id: str, environment: Environment) -> None:
+            assert isinstance(environment, AgentLoopEpisode)
             self._ended[sample_id] = environment
 
-        return Episodes(lambda: Playing(self), NoText(), context_length, limits, row, let_go)
+        return Episodes(lambda: AgentLoopEpisode(self), NoText(), context_length, limits, row, keep_ended)
 
     async def output(self, prompt: Prompt, sample: Sample) -> AgentLoopOutput | None:
-        """What the loop of a finished sample returned; None if it does not come to an end with it."""
-        playing = self._ended.pop(sample.id, None)
+        """Return the output of a finished sample's loop, or None if the loop does not end with this sample."""
+        episode = self._ended.pop(sample.id, None)
         try:
-            if playing is None:
-                playing = await self._again(prompt, sample)
-            output = await playing.end(sample.turn_ids(sample.turns))
-        except Exception as error:  # what was sampled is trained on without what the loop would say of it
+            if episode is None:
+                episode = await self._rerun(prompt, sample)
+            output = await episode.end(sample.turn_ids(sample.turns))
+        except Exception as error:  # the sample is trained on without the loop's output
             log.warning("an agent loop failed at its end: %s: %s", type(error).__name__, error)
             return None
         same = output is not None and [*output.prompt_ids, *output.response_ids] == sample.response_ids
         return output if same else None
 
-    async def _again(self, prompt: Prompt, sample: Sample) -> Playing:
-        """A loop that a restart has lost after its last answer."""
-        playing = Playing(self)
-        await playing.reset(self._rows[prompt.id], 0)
+    async def _rerun(self, prompt: Prompt, sample: Sample) -> AgentLoopEpisode:
+        """Run a loop again that was lost in a restart after its last request."""
+        episode = AgentLoopEpisode(self)
+        await episode.reset(self._rows[prompt.id], 0)
         for index in range(sample.turns):
-            await playing.step(Turn(sample.id, index, "", sample.turn_ids(index)))
-        return playing
+            await episode.step(Turn(sample.id, index, "", sample.turn_ids(index)))
+        return episode
 
     def keep(self, sample_ids: Collection[str]) -> None:
-        """No other samples than these will be asked for."""
+        """Stop the ended loops of all other samples."""
         for id in [id for id in self._ended if id not in sample_ids]:
             self._ended.pop(id).stop()
 
-    async def run(self, client: Playing, row: Mapping[str, Any]) -> AgentLoopOutput:
-        """A run of the loop that a row names, as verl's worker makes it."""
+    async def run(self, client: AgentLoopEpisode, row: Mapping[str, Any]) -> AgentLoopOutput:
+        """Run the agent loop that a row names, as verl's worker does."""
 
         async def returned(output: Any, validate: bool, **_: Any) -> Any:
             return output
@@ -101,23 +102,23 @@ class AgentLoops:
         worker = copy.copy(self._worker)
         worker.llm_client = client
         worker._agent_loop_postprocess = returned
-        output = await worker._run_agent_loop(dict(self._given), TRACED_AS, trace=False, **row)
+        output = await worker._run_agent_loop(dict(self._base_params), TRACE_INFO, trace=False, **row)
         if not isinstance(output, AgentLoopOutput):
             raise ObservationError(f"the agent loop returned a {type(output).__name__}: april takes one trajectory")
         return output
 
-    def ask(self, sampling_params: Mapping[str, Any]) -> None:
-        """Sample as a loop asks to, which must be as all others do.
+    def adopt(self, sampling_params: Mapping[str, Any]) -> None:
+        """Adopt the stop tokens that a loop requests.
 
         Raises:
-            ObservationError: it is not.
+            ObservationError: its sampling parameters differ from those of the other loops.
         """
-        asked = dict(sampling_params)
-        stops = sorted(asked.pop("stop_token_ids", ()) or ())
+        requested = dict(sampling_params)
+        stops = sorted(requested.pop("stop_token_ids", ()) or ())
         mine = self.sampling_params
-        if asked != self._given or stops != sorted(mine.get("stop_token_ids", stops)):
+        if requested != self._base_params or stops != sorted(mine.get("stop_token_ids", stops)):
             raise ObservationError(
-                f"the agent loop asks for {dict(sampling_params)} where turns are sampled with {mine}: april samples "
+                f"the agent loop requests {dict(sampling_params)} where turns are sampled with {mine}: april samples "
                 "all turns of a run alike; set it under actor_rollout_ref.rollout"
             )
         if stops:
@@ -125,7 +126,7 @@ class AgentLoops:
 
 
 class NoText:
-    """The bridge of episodes that know tokens only."""
+    """Bridge for episodes that exchange tokens only."""
 
     def begin(self, prompt: Prompt, observation: Observation) -> None:
         return None
@@ -137,34 +138,34 @@ class NoText:
         return None
 
 
-class Playing:
-    """An agent loop under way, which takes this for verl's LLM client."""
+class AgentLoopEpisode:
+    """A running agent loop. The loop uses this object as verl's LLM client."""
 
     def __init__(self, loops: AgentLoops) -> None:
         self._loops = loops
         self._run: asyncio.Task[AgentLoopOutput] | None = None
-        self._asked: asyncio.Future[list[int]]
+        self._request: asyncio.Future[list[int]]
         self._answer: asyncio.Future[TokenOutput] | None = None
         self._token_ids: list[int] = []
-        """Prompt and response so far."""
+        """Tokens of prompt and response so far."""
         self._mask: list[int] = []
-        """Whether the policy sampled them."""
+        """1 for each token that the policy sampled."""
         self._prompt = 0
-        """How many of them are the prompt."""
+        """Number of prompt tokens."""
 
     async def reset(self, prompt: Mapping[str, Any], seed: int) -> TokenIds:
-        """Begin; the whole prompt is what the loop asks to go on from."""
+        """Start the loop and return the prompt of its first request."""
         loop = asyncio.get_running_loop()
-        self._asked = loop.create_future()
+        self._request = loop.create_future()
         self._run = loop.create_task(self._loops.run(self, prompt), name="agent loop")
         new = await self._next()
         if new is None:
-            raise ObservationError("the agent loop ended before it asked anything")
+            raise ObservationError("the agent loop ended before its first request")
         self._prompt = len(new)
         return new
 
     async def step(self, turn: Turn) -> EnvStep:
-        new = await self._told(turn.token_ids, "completed")
+        new = await self._pass_turn(turn.token_ids, "completed")
         if new is not None:
             return EnvStep(new)
         assert self._run is not None
@@ -172,10 +173,10 @@ class Playing:
         return EnvStep(done=True)
 
     async def end(self, token_ids: Sequence[int]) -> AgentLoopOutput | None:
-        """What the loop returned, or returns to a last turn that ran out of its budget."""
+        """Return the loop's output; a last turn that used up the token budget is passed to the loop first."""
         assert self._run is not None
         if not self._run.done() and token_ids:
-            await self._told(token_ids, "length")
+            await self._pass_turn(token_ids, "length")
         if not self._run.done():
             self.stop()
             return None
@@ -187,48 +188,48 @@ class Playing:
             self._run.cancel()
 
     async def close(self) -> None:
-        """Its output is asked for yet."""
+        """Keep the loop: its output is needed later."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any], **kwargs: Any
     ) -> TokenOutput:
-        """What a loop calls: it is answered with a turn."""
+        """Answer a loop's request with a turn."""
         if any(kwargs.get(f"{kind}_data") for kind in ("image", "video", "audio")):
             raise ObservationError("the agent loop's request has images, video or audio, which april does not")
-        if self._asked.done():
-            raise ObservationError("the agent loop asks for two turns at a time")
-        self._loops.ask(sampling_params)
+        if self._request.done():
+            raise ObservationError("the agent loop sent a second request before the first was answered")
+        self._loops.adopt(sampling_params)
         self._answer = asyncio.get_running_loop().create_future()
-        self._asked.set_result(list(prompt_ids))
+        self._request.set_result(list(prompt_ids))
         return await self._answer
 
-    async def _told(self, token_ids: Sequence[int], reason: str) -> TokenIds | None:
-        """The new tokens of the request that follows a turn; None if the loop has ended."""
+    async def _pass_turn(self, token_ids: Sequence[int], reason: str) -> TokenIds | None:
+        """Pass a turn to the loop and return the new tokens of its next request, or None if the loop has ended."""
         self._token_ids += token_ids
         self._mask += [1] * len(token_ids)
         answer, self._answer = self._answer, None
-        assert answer is not None, "the agent loop has asked nothing"
-        self._asked = asyncio.get_running_loop().create_future()
+        assert answer is not None, "the agent loop has no open request"
+        self._request = asyncio.get_running_loop().create_future()
         answer.set_result(TokenOutput(token_ids=list(token_ids), stop_reason=reason))
         return await self._next()
 
     async def _next(self) -> TokenIds | None:
         assert self._run is not None
-        await asyncio.wait({self._run, self._asked}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({self._run, self._request}, return_when=asyncio.FIRST_COMPLETED)
         if self._run.done():
             self._run.result()
             return None
-        asked, known = self._asked.result(), self._token_ids
-        if asked[: len(known)] != known:
-            same = next((i for i, (a, b) in enumerate(zip(asked, known, strict=False)) if a != b), len(asked))
+        requested, known = self._request.result(), self._token_ids
+        if requested[: len(known)] != known:
+            same = next((i for i, (a, b) in enumerate(zip(requested, known, strict=False)) if a != b), len(requested))
             raise ObservationError(f"the agent loop's request changes token {same} of the {len(known)} before it")
-        new = TokenIds(asked[len(known) :])
+        new = TokenIds(requested[len(known) :])
         self._token_ids += new
         self._mask += [0] * len(new)
         return new
 
     def _check(self, output: AgentLoopOutput) -> None:
-        """Whether a loop returned what was sampled."""
+        """Check that a loop returned the sampled tokens and masks no others."""
         returned, mask, sampled = [*output.prompt_ids, *output.response_ids], output.response_mask, self._mask
         if returned != self._token_ids or len(output.prompt_ids) != self._prompt:
             raise ObservationError(
