@@ -111,7 +111,7 @@ def test_verl_finds_the_trainer_mode_through_its_own_variable() -> None:
     script = "from verl.trainer.ppo.v1 import get_trainer_cls; print(get_trainer_cls('april').__module__)"
     variables = {**os.environ, "VERL_USE_EXTERNAL_MODULES": plugin.__name__}
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == plugin.__name__
+    assert done.stdout.splitlines()[-1] == f"{plugin.__name__}.trainer"
 
 
 def test_the_trainer_mode_brings_sampler_and_agent_loop_manager(config: DictConfig) -> None:
