@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from april.reporting.metrics_log import last_step, read_metrics  # noqa: E402
-from april.training import rank_supervisor  # noqa: E402
+from april.training import rank_launcher  # noqa: E402
+from april.training.rank_supervisor import RankSupervisor  # noqa: E402
 from tests.ranks.runs import recipe_in  # noqa: E402
 
 NOTE = "APRIL_SHORTAGE"
@@ -78,8 +79,8 @@ def once(base: Path, name: str) -> tuple[float, float]:
 def run_agent(recipe: Path) -> int:
     from april.config.reading import load_recipe
 
-    rank_supervisor.COMMAND = [sys.executable, __file__, "--part", "rank"]
-    return rank_supervisor.RankSupervisor(load_recipe(recipe)).run()
+    rank_launcher.COMMAND = [sys.executable, __file__, "--part", "rank"]
+    return RankSupervisor(load_recipe(recipe)).run()
 
 
 def main() -> int:

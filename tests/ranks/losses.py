@@ -30,7 +30,8 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.metrics_log import last_step
 from april.rollout.trajectory import Sample
-from april.training import rank_supervisor
+from april.training import rank_group, rank_launcher
+from april.training.rank_supervisor import RankSupervisor
 from tests.ranks.launch import ROOT
 from tests.ranks.runs import rank_of, recipe_in, trained
 
@@ -84,9 +85,9 @@ def _content(sample: Sample) -> dict[str, Any]:
 
 
 def run_agent(recipe: dict[str, Any]) -> int:
-    rank_supervisor.COMMAND = [sys.executable, "-m", "tests.ranks.losses", "--part", "rank"]
-    rank_supervisor.GRACE_SECONDS = 4.0
-    return rank_supervisor.RankSupervisor(recipe_from_dict(recipe)).run()
+    rank_launcher.COMMAND = [sys.executable, "-m", "tests.ranks.losses", "--part", "rank"]
+    rank_group.GRACE_SECONDS = 4.0
+    return RankSupervisor(recipe_from_dict(recipe)).run()
 
 
 def recipe_of(base: Path, name: str, silence: float) -> Recipe:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from april.config.recipe import Recipe
-from april.training import rank_supervisor
+from april.training import rank_group, rank_launcher
 from april.training.rank_supervisor import RankSupervisor
 from tests.ranks.launch import ROOT
 
@@ -18,7 +18,7 @@ from tests.ranks.launch import ROOT
 @pytest.fixture
 def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs ranks by a plan, a line for each of their lives; returns the exit status."""
-    monkeypatch.setattr(rank_supervisor, "COMMAND", [sys.executable, "-m", "tests.ranks.stub"])
+    monkeypatch.setattr(rank_launcher, "COMMAND", [sys.executable, "-m", "tests.ranks.stub"])
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'src'}:{ROOT}")
     recipe = Recipe()
     recipe.reporting.output = str(tmp_path)
@@ -30,7 +30,7 @@ def ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         # Only who waits has to be ended, and is waited for so long; who ends by itself has the time that it takes.
         waiting = {"waits", "stopped"} & {part for life in plan for part in life}
-        monkeypatch.setattr(rank_supervisor, "GRACE_SECONDS", 1.0 if waiting else 120.0)
+        monkeypatch.setattr(rank_group, "GRACE_SECONDS", 1.0 if waiting else 120.0)
         return RankSupervisor(recipe).run()
 
     run.recipe = recipe

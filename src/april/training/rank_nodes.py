@@ -54,7 +54,7 @@ class RankNodes:
         asyncio.run(give_back(disconnect))
 
     @contextmanager
-    def taken(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[PlacedRanks]:
+    def reserved(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[PlacedRanks]:
         """Nodes with room for all ranks.
 
         Args:
