@@ -1,4 +1,4 @@
-"""`april algorithms`: the algorithms, corrections and rewards that a recipe can name, for people to read."""
+"""`april algorithms`: list the algorithms, corrections and rewards that a recipe can name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = {
     "math-verify": "1 if the answer is the reference answer by its meaning, else 0.",
 }
 PARTS = (format, length)
-"""Where ready-made parts of a reward are."""
+"""Module with ready-made reward terms."""
 
 
 def run(args: list[str]) -> int:
@@ -37,7 +37,7 @@ def run(args: list[str]) -> int:
 
 
 def print_algorithms(console: Console | None = None) -> None:
-    """Print the lists, each entry with what it sets and where that was published."""
+    """Print the lists: each entry with its settings and its source."""
     console = console or Console(highlight=False)
     console.print(Text("[algorithm] algorithm\n", style="bold"))
     for entry in ALGORITHMS.values():
@@ -67,7 +67,7 @@ def print_algorithms(console: Console | None = None) -> None:
 
 
 def _rewards(part: ModuleType) -> list[tuple[str, str]]:
-    """The rewards that a module has, by the path that a recipe names, and the first paragraph about each."""
+    """Return a module's rewards by their paths in recipes, with the first paragraph of each docstring."""
     functions = inspect.getmembers(part, inspect.isfunction)
     return [
         (f"{part.__name__}:{name}", " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split()))

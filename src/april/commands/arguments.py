@@ -1,4 +1,4 @@
-"""What a command line says: a recipe with the flags that override it, and a command's own options beside them."""
+"""Command lines: a recipe, flags that override it, and a command's own options."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_recipe(args: Sequence[str], program: str, description: str = "", loads:
     except ConfigError as error:
         if path is None:
             raise
-        anchor(written, Path.cwd())  # as `override` does: what differs then is a flag's
+        anchor(written, Path.cwd())  # as `override` does, so that only values from flags differ
         lines = (_located(line, path, written, recipe) for line in str(error).splitlines())
         raise ConfigError("\n".join(lines)) from None
     return recipe
@@ -57,10 +57,10 @@ def override(recipe: Recipe, flags: Sequence[str], program: str, description: st
 
 
 def _located(problem: str, path: Path, written: Recipe, recipe: Recipe) -> str:
-    """The problem, with the line of the recipe on which its setting stands unless a flag has overridden the setting."""
+    """Return the problem with the line of the recipe that sets its setting, unless a flag overrides it."""
     name = problem.split(" ")[0].rstrip(":")
     setting = ".".join(name.split(".")[:2])
-    with suppress(AttributeError):  # a problem that begins with no setting's name
+    with suppress(AttributeError):  # the problem does not start with the name of a setting
         value = attrgetter(setting)
         if value(written) != value(recipe):
             return f"command line: {problem}"
@@ -69,7 +69,7 @@ def _located(problem: str, path: Path, written: Recipe, recipe: Recipe) -> str:
 
 
 def read_options(kind: type[Options], program: str, args: Sequence[str]) -> tuple[str, Options, list[str]]:
-    """The recipe's path, a command's own options, and the flags of `april train` among them or, after --, behind them.
+    """Return the recipe's path, the command's own options, and the flags of `april train` (also after `--`).
 
     Raises:
         ConfigError: an option has a value that it cannot have, or no recipe is named.
@@ -84,7 +84,7 @@ def read_options(kind: type[Options], program: str, args: Sequence[str]) -> tupl
 
 
 def ready_for_output(directory: Path) -> None:
-    """Make the directory and see that it takes a file: before the work, not when its result is lost.
+    """Create the directory and check that it is writable, before the work rather than when its result would be lost.
 
     Raises:
         ConfigError: nothing can be written there.

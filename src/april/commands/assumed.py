@@ -1,4 +1,4 @@
-"""A model and GPUs that a command is told of, and that need not be here."""
+"""A model and GPUs described on the command line, which this machine need not have."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Shape = Literal["qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a
 
 
 def assume_gpus(recipe: Recipe) -> None:
-    """Fill in what a recipe leaves open as on a machine with GPUs."""
+    """Resolve `auto` settings of a recipe as on a machine with GPUs."""
     if recipe.model.device == "auto":
         recipe.model.device = "cuda"
-    beside = not recipe.generates_inside and not recipe.engine.own_process
-    if recipe.engine.max_num_seqs == "auto" and (recipe.gpus_per_engine > 0 if beside else recipe.model.on_gpu):
+    separate = not recipe.generates_inside and not recipe.engine.own_process
+    if recipe.engine.max_num_seqs == "auto" and (recipe.gpus_per_engine > 0 if separate else recipe.model.on_gpu):
         recipe.engine.max_num_seqs = GPU_SLOTS
 
 
 @contextmanager
 def configuration(name: str | None) -> Iterator[str | None]:
-    """A folder with the configuration of a named shape; None if none is named."""
+    """Yield a directory with the configuration of the named shape; None without a name."""
     if name is None:
         yield None
         return
@@ -38,7 +38,7 @@ def configuration(name: str | None) -> Iterator[str | None]:
 
 @contextmanager
 def known_model(recipe: Recipe) -> Iterator[None]:
-    """Meanwhile the recipe's model is a folder with its configuration, if it is a hub model whose shape is known."""
+    """Replace a hub model of known shape, inside the block, by a directory with its configuration."""
     from april.simulation.hardware import MODELS
     from april.simulation.model_shape import HUB
 

@@ -1,4 +1,4 @@
-"""`april calibrate RECIPE`: the recipe's engine, measured, as a cost model."""
+"""`april calibrate RECIPE`: measure the recipe's engine and write a cost model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from april.simulation.plan import refuse_speculation
 
 @dataclass(kw_only=True)
 class CalibrateOptions:
-    """Measure the recipe's engine for some seconds to minutes and write a cost model for april simulate.
+    """Measure the recipe's engine for seconds to minutes and write a cost model for april simulate.
 
-    Takes the engine the recipe's [engine] names: embedded, or vLLM and SGLang by their urls, or started for the
-    purpose. Nothing else should use it meanwhile."""
+    Measures the engine in the recipe's section [engine]: the embedded engine, running servers (urls), or servers that
+    the command starts. Nothing else should use the engine during the measurement."""
 
     output: Path = Path("cost_model.json")
-    """Where the cost model is written."""
+    """Output file of the cost model."""
     longest: int = 512
-    """The longest prompt that is prefilled, in tokens."""
+    """Longest prompt to prefill, in tokens."""
     repeats: int = 3
-    """Times each measurement is made; the median counts."""
+    """Repetitions of each measurement; the median is used."""
 
     def __post_init__(self) -> None:
         for name in ("longest", "repeats"):

@@ -1,4 +1,4 @@
-"""`april check RECIPE`: a dry run. What a run would do with its machine, model and data, before anything is loaded.
+"""`april check RECIPE`: a dry run that shows devices, memory, batches and data before anything is loaded.
 
 Invariant: neither weights nor a tokenizer are read, no process is started, and no GPU is used.
 """
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class CheckOptions:
-    """A dry run: print which GPU does what, the memory of each phase with a verdict, engines, the shapes of batches,
-    and the columns of the data. Of the model only the configuration is read.
+    """Dry run: print the task of each GPU, the memory of each phase and whether it fits, the engines, the batch shapes
+    and the data columns. Only the configuration of the model is read.
 
-    The exit status is 1 if a phase does not fit the GPUs, and 2 if the recipe is wrong."""
+    Exit status 1: a phase does not fit the GPUs. Exit status 2: the recipe is invalid."""
 
     gpus: int | None = None
-    """GPUs of the machine that the run is for. Unset: those of this machine."""
+    """Number of GPUs of the target machine. Unset: the GPUs of this machine."""
     gpu_memory: float | None = None
-    """Memory of each, in GB."""
+    """Memory of each GPU, in GB."""
     model: Shape | None = None
-    """A shape in the place of the recipe's own model."""
+    """Model shape that replaces the recipe's model."""
     data: bool = False
-    """Read a data set of the hub too, and fetch it if it is not here. Files are always read."""
+    """Also read data sets of the hub, and download missing ones. Local files are always read."""
 
     def __post_init__(self) -> None:
         if (self.gpus is None) != (self.gpu_memory is None):
@@ -46,7 +46,7 @@ class CheckOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
 
     def machine(self) -> list[Gpu]:
-        """The GPUs of the machine that the run is for."""
+        """Return the GPUs of the target machine."""
         if self.gpus is None or self.gpu_memory is None:
             return visible_gpus()
         return [Gpu(str(number), number, total=int(self.gpu_memory * 1e9)) for number in range(self.gpus)]

@@ -1,4 +1,4 @@
-"""`april cluster check RECIPE`: what of a run fits onto the cluster, before anything is started."""
+"""`april cluster check RECIPE`: check which engines and ranks fit onto a cluster, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.rollout.engine import EngineError
 
-DESCRIPTION = """Say which engines and ranks fit onto which nodes of the recipe's cluster, and what is in the way.
+DESCRIPTION = """List the engines and ranks that fit onto each node of the recipe's cluster, and the obstacles.
 
-RECIPE and the flags are those of april train. Each node that may get some is asked whether it has april and the model;
-for engines, whether its object store holds the weights; for ranks, whether it shares the run's directory; with
-cluster.environments = "nodes", every node makes an environment. Exit status 1 if what the recipe asks for does not fit,
-or a node can have no environments."""
+RECIPE and flags are the same as for april train. The command checks on each candidate node: april and the model are
+installed; for engines, the object store can hold the weights; for ranks, the node shares the run's directory; with
+cluster.environments = "nodes", the node can construct an environment. Exit status 1 if the recipe's engines and ranks
+do not fit or a node cannot construct an environment."""
 
 
 def run(args: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""`april compare RECIPE`: one recipe in several arms, each run in a process of its own."""
+"""`april compare RECIPE`: run one recipe in several arms, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from april.rollout.secrets import redact
 from april.training.stop import forwarding
 
 IN_TURNS = ("--overlap", "False")
-"""Synchronous rollouts leave nothing that could be sampled while the policy is trained."""
+"""Flags of arms in which generation and training alternate, as synchronous rollouts require."""
 
 
 @dataclass(kw_only=True)
 class CompareOptions:
-    """The same recipe in three arms, interleaved, every seed once per arm: synchronous; with partial rollouts at the
-    same number of engine slots; and synchronous with a slot for every sample that the partial arm has under way. Where
-    the recipe overlaps generation with training, partial rollouts have two arms, in turns and overlapping.
+    """Compare three arms of a recipe, interleaved, with one run per seed: synchronous rollouts; partial rollouts with
+    the same number of engine slots; and synchronous rollouts with a slot for every sample in flight in the partial arm.
+    If the recipe overlaps generation with training, partial rollouts have two arms: alternating and overlapping.
 
-    With --ratios the arms are synchronous, and partial rollouts at each N'/N: throughput against memory."""
+    With --ratios, compare synchronous rollouts with partial rollouts at each N'/N: throughput against memory."""
 
     output: Path = Path("runs/compare")
-    """Where the runs and compare.json are kept. Runs that are already complete there are not run again."""
+    """Directory of the runs and compare.json. Runs that are complete there are not repeated."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds; each is one run per arm."""
+    """Seeds, with one run per arm each."""
     ratios: tuple[float, ...] = ()
-    """N'/N of partial rollouts to compare, as 1.5 2 3, in the place of the recipe's own N'."""
+    """Ratios N'/N to compare, for example 1.5 2 3, in place of the recipe's N'."""
     target_reward: float = 0.8
-    """Held-out reward whose time is compared."""
+    """Held-out reward of the time-to-target comparison."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class ArmRun:
     """One run of the comparison.
 
     Args:
-        arm: its name.
-        seed: of everything random.
-        directory: of the run.
-        flags: of `april train`.
+        arm: name of the arm.
+        seed: random seed of the run.
+        directory: output directory of the run.
+        flags: flags of `april train`.
     """
 
     arm: str
@@ -86,9 +86,9 @@ def run(args: list[str]) -> int:
 
 
 def arms_of(recipe: Recipe) -> dict[str, list[str]]:
-    """The flags of each arm, by its name."""
-    slots, under_way = recipe.slots, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
-    groups = under_way if isinstance(under_way, int) else 2 * recipe.rollout.rollout_batch_size
+    """Return the flags of each arm by its name."""
+    slots, in_flight = recipe.slots, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
+    groups = in_flight if isinstance(in_flight, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
     partial = ["--partial-rollout", "--max-num-seqs", str(slots)]
     return {
@@ -100,7 +100,7 @@ def arms_of(recipe: Recipe) -> dict[str, list[str]]:
 
 
 def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
-    """Synchronous, and partial at each N'/N, overlapping if the recipe does; all at the recipe's slots.
+    """Return the arms of --ratios: synchronous, and partial at each N'/N, all with the recipe's slots.
 
     Raises:
         ConfigError: a ratio is below 1.
@@ -122,7 +122,7 @@ def arms_at(recipe: Recipe, ratios: Sequence[float]) -> dict[str, list[str]]:
 
 
 def _runs(arms: dict[str, list[str]], options: CompareOptions, flags: Sequence[str]) -> Iterator[ArmRun]:
-    """Every arm with every seed, the arms of one seed one after the other."""
+    """Yield every arm with every seed, interleaved by seed."""
     for seed in options.seeds:
         for arm, own in arms.items():
             directory = options.output / f"{_file_name(arm)}-{seed}"
@@ -135,11 +135,11 @@ def _file_name(arm: str) -> str:
 
 
 def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
-    """Train in a process of its own, without caches, threads or memory of other arms; signals are forwarded to it."""
+    """Train in a new process, free of the other arms' caches, threads and memory, and forward signals to it."""
     command = [sys.executable, "-m", "april", "train", recipe, *flags]
     received: list[int] = []
     with forwarding(received.append):
-        # In a process group of its own: Ctrl-C in a terminal would come twice.
+        # A process group of its own, because Ctrl-C in a terminal would otherwise arrive twice.
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as child:
             while child.poll() is None:
                 time.sleep(0.1)
@@ -149,7 +149,7 @@ def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
 
 
 def _write(output: Path, args: Sequence[str], records: list[dict[str, Any]]) -> None:
-    """Print the table, and write it with what it rests on."""
+    """Print the table, and write it with the command, the machine and the runs."""
     output.mkdir(parents=True, exist_ok=True)
     machine = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
     document = {

@@ -33,16 +33,16 @@ with a remedy for each fault. Exit status 1 if there is a fault.
 
 The output is meant to be pasted into a bug report; it names no path but those given."""
 TESTED = {"vllm": ">=0.32,<0.33", "sglang": "==0.5.23"}
-"""Versions of the servers that april was run with."""
+"""Server versions that april is tested with."""
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
 BUSY = 0.1
-"""Share of a GPU's memory that others may hold without a remark."""
+"""Share of a GPU's memory that other processes may hold without a remark."""
 COLOURS = {"ok": "green", "note": "yellow", "fault": "bold red"}
 
 
 @dataclass(kw_only=True)
 class DoctorOptions:
-    """Which environments to look at.
+    """Environments to inspect.
 
     Args:
         server_python: Interpreter of the environment that the servers are installed in (engine.server_python); unset:
@@ -132,7 +132,7 @@ def _torch_text(versions: dict[str, str]) -> str:
 
 
 def _in_range(name: str, text: str, version: str) -> Finding:
-    """Whether april's own requirements allow a version of a package."""
+    """Return whether april's requirements allow this version of a package."""
     wanted = requirements().get(name, SpecifierSet())
     if Version(version) in wanted:
         return Finding(name, text)
@@ -140,7 +140,7 @@ def _in_range(name: str, text: str, version: str) -> Finding:
 
 
 def requirements() -> dict[str, SpecifierSet]:
-    """Versions that april's metadata ask for, by package; of a package that several extras name, the first."""
+    """Return the version specifiers in april's metadata by package; the first if several extras name a package."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:  # april on PYTHONPATH alone

@@ -1,4 +1,4 @@
-"""How a command that cannot go on says so."""
+"""Error messages of commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from april.rollout.secrets import redact
 
 
 def fail(message: str, status: int = 2) -> int:
-    """Print the message on stderr, each line as april's, and return the exit status."""
+    """Print the message on stderr with the prefix `april: ` on each line, and return the exit status."""
     with suppress(OSError):  # the terminal may be gone
         for line in redact(message).splitlines():
             print(f"april: {line}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """The command line: `april COMMAND`, each command in the file of its name.
 
 Invariant: a user's mistake ends in one clear line on stderr and exit code 2, without a traceback and before anything
-expensive has started; a run that fails later says how to go on with it.
+expensive starts. The error message of a run that fails later contains the command that resumes it.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from april.training.stop import exit_status, status_of, unwind_on_signals
 
 COMMANDS = {
     "train": ("RECIPE", "train a policy by reinforcement learning"),
-    "resume": ("DIR", "go on with a run that was stopped, or died"),
+    "resume": ("DIR", "resume a run that was stopped or died"),
     "check": ("RECIPE", "a dry run: devices, memory, engines, batches and data"),
-    "memory": ("RECIPE", "what each process of a run will hold, by part"),
+    "memory": ("RECIPE", "memory of each process of a run, by part"),
     "doctor": ("", "versions, GPUs and servers of this machine, and remedies"),
-    "cluster": ("check RECIPE", "which engines and ranks fit onto which nodes of a cluster"),
-    "compare": ("RECIPE", "the same recipe synchronous and partial, side by side"),
-    "profile": ("RECIPE", "whether partial rollouts are worth it, by pure rollouts"),
+    "cluster": ("check RECIPE", "check the engines and ranks that fit onto a cluster"),
+    "compare": ("RECIPE", "compare synchronous and partial rollouts of a recipe"),
+    "profile": ("RECIPE", "measure whether partial rollouts pay, without training"),
     "calibrate": ("RECIPE", "measure the recipe's engine, for simulate"),
-    "simulate": ("RECIPE", "what the recipe would do on a cluster, in virtual time"),
-    "report": ("DIR", "write a run's HTML report anew"),
+    "simulate": ("RECIPE", "predict throughput and staleness in virtual time"),
+    "report": ("DIR", "rewrite a run's HTML report"),
     "push": ("DIR", "upload a run's newest checkpoint to the Hugging Face hub"),
-    "algorithms": ("", "what a recipe can name, with settings and sources"),
+    "algorithms": ("", "list algorithms, corrections and rewards, with sources"),
 }
-"""What each takes first, and what it does. `april.commands.NAME.run` runs it."""
+"""First argument and purpose of each command; `april.commands.NAME.run` runs it."""
 
 
 def main() -> None:
-    """Run a command of `sys.argv` and exit with its status; without a word if nobody reads what it prints, as behind
-    `| head`. Signals end it without a traceback."""
+    """Run the command in `sys.argv` and exit with its status.
+
+    A closed pipe on standard output (as with `| head`) is not an error. Signals end the command without a traceback.
+    """
     unwind_on_signals()
     _prepare_output()
     try:
         status = run(sys.argv[1:])
     except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next signal ends the process at once, without a traceback
         fail("interrupted")
         status = status_of(interrupt)
     except BrokenPipeError:
@@ -64,7 +66,7 @@ def main() -> None:
 
 
 def _prepare_output() -> None:
-    """Let whatever is printed be printed: nowhere if a file is closed, and escaped where its encoding lacks it."""
+    """Make printing safe: discard output to closed files, and escape characters that an encoding lacks."""
     for name in ("stdout", "stderr"):
         file = getattr(sys, name)
         if file is None:  # as after `>&-`
@@ -74,17 +76,17 @@ def _prepare_output() -> None:
 
 
 def _unread() -> bool:
-    """Whether standard output is a pipe that is no longer read, or a terminal that is gone."""
+    """Return whether standard output is a pipe without a reader, or a terminal that is gone."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except (OSError, ValueError):  # no file, as where tests capture it
+    except (OSError, ValueError):  # not a file, for example captured by a test
         return False
     return bool(poll.poll(0))
 
 
 def run(args: list[str]) -> int:
-    """Run the command that `args` begin with, and return its exit status."""
+    """Run the command named by the first argument, and return its exit status."""
     command, *rest = args or ["--help"]
     if command in ("-h", "--help"):
         print(usage())
@@ -114,7 +116,7 @@ def _nearest(command: str) -> str:
 
 
 def usage() -> str:
-    """The help of `april` itself."""
+    """Return the help of `april` itself."""
     lines = [f"  {f'{name} {argument}':<18} {purpose}" for name, (argument, purpose) in COMMANDS.items()]
     return "\n".join(
         (
@@ -122,6 +124,6 @@ def usage() -> str:
             "usage: april COMMAND [OPTIONS]\n",
             "commands:",
             *lines,
-            "\napril COMMAND --help says more about each; april --version prints the version.",
+            "\napril COMMAND --help describes a command; april --version prints the version.",
         )
     )

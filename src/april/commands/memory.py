@@ -1,4 +1,4 @@
-"""`april memory RECIPE`: what a run will hold, by part, before anything is started."""
+"""`april memory RECIPE`: memory of a run by part, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from april.config.error import ConfigError
 
 @dataclass(kw_only=True)
 class MemoryOptions:
-    """Say how much memory each process of a run will take, by part, from the recipe and the model's configuration: no
-    tokenizer, no weights and no GPU is needed.
+    """Print the memory of each process of a run, by part, from the recipe and the model's configuration. Tokenizer,
+    weights and GPU are not needed.
 
-    Parameters, gradients and the optimizer are counted; activations are an estimate for a micro-batch of full length.
-    What kernels and allocators take on top is left out."""
+    Parameters, gradients and optimizer state are counted; activations are an estimate for a micro-batch of full length.
+    The additional memory of kernels and allocators is not included."""
 
     gpu_memory: float | None = None
-    """Say for GPUs of this many GB whether each phase of a step fits, and what to change first if it does not."""
+    """GPU memory in GB: print whether each phase of a step fits, and the first remedy if it does not."""
     model: Shape | None = None
-    """A shape in the place of the recipe's own model."""
+    """Model shape that replaces the recipe's model."""
 
     def __post_init__(self) -> None:
         if self.gpu_memory is not None and not 0 < self.gpu_memory < float("inf"):

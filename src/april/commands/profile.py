@@ -1,4 +1,4 @@
-"""`april profile RECIPE`: whether partial rollouts are worth it for a recipe, before anything is trained."""
+"""`april profile RECIPE`: measure whether partial rollouts pay for a recipe, without training."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from april.simulation.profile_page import lines_of, profile_page, trust_of
 
 @dataclass(kw_only=True)
 class ProfileOptions:
-    """Roll out the recipe's prompts with its own model and engine, without training: how long responses are, how alike
-    those of one prompt are, how long the last of them hold a synchronous step, what partial rollouts would gain at
-    which N', and whether they are worth it.
+    """Roll out the recipe's prompts with its model and engine, without training. Measures response lengths, their
+    similarity within a prompt and the time for which the longest responses delay a synchronous step; predicts the gain
+    of partial rollouts at several N'; and recommends whether to use them.
 
-    The engine is measured too, for some seconds to minutes; nothing else should use it meanwhile. april simulate goes
-    on from what is written: --cost-model OUTPUT/cost_model.json --lengths-from OUTPUT."""
+    The command also measures the engine for seconds to minutes; nothing else should use the engine during that time.
+    Continue with april simulate --cost-model OUTPUT/cost_model.json --lengths-from OUTPUT."""
 
     output: Path = Path("runs/profile")
-    """Where profile.html, profile.json, trace.jsonl and cost_model.json are written."""
+    """Output directory of profile.html, profile.json, trace.jsonl and cost_model.json."""
     rollouts: int = 2
-    """Synchronous steps of the recipe's batch that are rolled out; the first of several warms up."""
+    """Synchronous steps of the recipe's batch size to roll out; the first of several is a warm-up."""
     simulated_steps: int = 32
-    """Steps that are simulated of each N'."""
+    """Simulated steps per N'."""
 
     def __post_init__(self) -> None:
         if self.rollouts < 1:
@@ -55,7 +55,7 @@ def run(args: list[str]) -> int:
 
             def on_status(what: str) -> None:
                 status.update(what)
-                if not console.is_terminal:  # where nobody sees a status
+                if not console.is_terminal:  # without a live status line
                     print(what, file=sys.stderr, flush=True)
 
             found = profile(recipe, options.output, options.rollouts, options.simulated_steps, on_status)

@@ -1,4 +1,4 @@
-"""`april push DIR NAME`: a run's newest checkpoint to the Hugging Face hub."""
+"""`april push DIR NAME`: upload a run's newest checkpoint to the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from april.config.error import ConfigError
 
 USAGE = """usage: april push DIR OWNER/NAME [--public]
 
-Upload the newest checkpoint of the run in DIR to the Hugging Face hub, with a model card that says how it was trained.
-The repository is made if it is not there, private unless --public is given. Log in first: hf auth login."""
+Upload the newest checkpoint of the run in DIR to the Hugging Face hub, with a model card that documents how it was trained.
+A missing repository is created, private unless --public is given. Log in first: hf auth login."""
 
 
 def run(args: list[str]) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    report = StatusReporter()  # before the imports that take long
+    report = StatusReporter()  # before the slow imports
     payload = json.load(sys.stdin)
     from april.config.recipe import recipe_from_dict
 
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
-    """Be the rank that the environment names, to the end of the run, and return the exit status."""
+    """Run the rank named by the environment to the end of the run, and return the exit status."""
     from april.commands.failure import fail
     from april.commands.trainer import run_trainer
     from april.config.error import ConfigError
@@ -49,12 +49,12 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
         report.say(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
         return EXIT_RANK_LOST
     except ConfigError as error:
-        if not is_rank_zero():  # what all ranks find wrong is said once
+        if not is_rank_zero():  # rank 0 alone reports an error that all ranks find
             report.say(failed=str(error))
         return fail(str(error))
     except Exception as error:
         traceback.print_exc()
-        if is_out_of_memory(error):  # not in a pass over a batch, which smaller micro-batches would mend
+        if is_out_of_memory(error):  # outside a pass over a batch, where smaller micro-batches would help
             why = f"ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
             report.say(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
             return EXIT_RANK_LOST
@@ -63,7 +63,7 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once: what is left of torch's threads may wait for a rank that is gone."""
+    """End this process at once, because torch's threads may wait for a rank that is gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

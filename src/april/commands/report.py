@@ -1,4 +1,4 @@
-"""`april report DIR [--watch]`: a run's page, written anew, or again and again while the run goes on."""
+"""`april report DIR [--watch]`: write a run's HTML report, once or repeatedly during the run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from april.reporting.report import follow, write_report
 
 USAGE = """usage: april report DIR [--watch]
 
-Write report.html of the run in DIR anew, from its metrics and traces. With --watch, every 15 seconds until the run has
-ended; an open page loads itself again."""
+Write report.html of the run in DIR from its metrics and traces. With --watch, rewrite it every 15 seconds until the
+run ends; an open page reloads itself."""
 INTERVAL = 15
 """Seconds."""
 

@@ -1,4 +1,4 @@
-"""`april resume DIR`: go on with a run that was stopped, or died."""
+"""`april resume DIR`: resume a run that was stopped or died."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from april.training.resume_check import check_settings
 
 OPTION = "--resume"
 REPAIRS: dict[str, Repair] = {"--salvage": "salvage", "--rewind": "rewind"}
-DESCRIPTION = """Go on with the run in DIR, from its newest checkpoint and the journal after it, by the recipe it had.
+DESCRIPTION = """Resume the run in DIR from its newest checkpoint and the journal, with the run's own recipe.
 
-Each flag below changes its setting of the same name from here on; the defaults shown are the run's own. Two more say
-what becomes of the state on disk: --salvage leaves out what is damaged, and keeps it under another name; --rewind goes
-back to the newest checkpoint and leaves out what came after it.
+Each flag below changes the setting of the same name from now on; the defaults shown are the run's values. Two further
+flags repair the state on disk: --salvage leaves out damaged parts and keeps them under another name; --rewind returns
+to the newest checkpoint and leaves out the journal after it.
 
 april train --resume DIR does the same."""
 
 
 def asked_for(args: Sequence[str]) -> bool:
-    """Whether flags of `april train` ask for a run to be resumed."""
+    """Return whether flags of `april train` contain --resume."""
     return any(argument == OPTION or argument.startswith(f"{OPTION}=") for argument in args)
 
 
 def arguments(args: Sequence[str]) -> list[str]:
-    """The arguments of `april resume` that say what those of `april train` do.
+    """Convert arguments of `april train --resume DIR` to arguments of `april resume`.
 
     Raises:
         ConfigError: no directory follows the option.
@@ -82,7 +82,7 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
         print(f"{run} has finished after {steps} steps; to train further: april resume {run} --steps N")
         return None
     if is_rank_zero():
-        if began_here(run) and repair != "none":  # ranks that start anew repair nothing again
+        if began_here(run) and repair != "none":  # restarted ranks do not repeat the repair
             _note(
                 f"torchrun's job {torchrun_id()} has begun or resumed {run} before, so its ranks start anew and "
                 f"--{repair} is not done again; if this is another job, give it an id of its own (--rdzv-id)"

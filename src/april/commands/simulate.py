@@ -1,4 +1,4 @@
-"""`april simulate RECIPE`: what a recipe would do on a cluster, in virtual time."""
+"""`april simulate RECIPE`: predict throughput and staleness of a recipe in virtual time."""
 
 from __future__ import annotations
 
@@ -42,59 +42,62 @@ from april.simulation.workload import WORKLOADS, Workload
 
 @dataclass(kw_only=True)
 class SimulateOptions:
-    """What a recipe would do on a cluster, in virtual time: the scheduler that real runs use, over engines that follow
-    a cost model. Tries synchronous rollouts and several N', draws throughput against staleness, and recommends the
-    least stale setting within 3 % of the best, each rate divided by the steps that staleness takes (docs/staleness.md).
+    """Predict a recipe's throughput and staleness in virtual time: the scheduler of real runs drives engines that
+    follow a cost model. The command simulates synchronous rollouts and several N', plots throughput against staleness, and
+    recommends the least stale setting within 3 % of the best, after dividing each rate by the additional steps that
+    staleness costs.
 
-    What an engine's work costs comes from a measurement (--cost-model takes a file that april calibrate wrote), or from
-    a roofline of a GPU and the recipe's own model. How long responses are comes from a run (--lengths-from), or is one
-    of a few named shapes (--workload). Engines and training share the GPUs and take turns, or have GPUs of their own
-    (--training-gpus). Where the recipe lets generation go on beside training (--overlap), both ways are tried, and the
-    split of the GPUs between engines and trainer that trains on most tokens is looked for. Synchronous rollouts on all
-    GPUs, which then all train, are always the baseline if they fit."""
+    Engine costs come from a measurement (--cost-model FILE, written by april calibrate) or from a roofline model of a
+    GPU and the recipe's model. Response lengths come from a run (--lengths-from) or a named distribution (--workload).
+    Engines and training alternate on the same GPUs or have GPUs of their own (--training-gpus). If the recipe allows
+    overlap (--overlap), both layouts are simulated, with the split of the GPUs that trains on most tokens. The baseline
+    is synchronous rollouts on all GPUs, which then all train, if they fit."""
 
     cost_model: Path | None = None
-    """What an engine's work costs, slots included, as april calibrate measured it."""
+    """Cost model with the number of slots, written by april calibrate."""
     lengths_from: Path | None = None
-    """A run whose response lengths are taken, and its training time where no hardware is named."""
+    """Run that provides the response lengths and, without --hardware, the training time."""
     workload: str | None = None
-    """How long responses are if no run says it: light, lognormal (unset), heavy, bimodal, truncated, drifting, …"""
+    """Distribution of response lengths without --lengths-from: light, lognormal (default), heavy, bimodal, …"""
     prompt_tokens: int = 200
     """Median prompt length."""
     turn_tokens: float | None = None
-    """Tokens that the policy says in a turn, on average: responses are episodes then. Unset: as in the run of
-    --lengths-from, or one turn."""
+    """Mean number of the policy's tokens in a turn, for multi-turn episodes. Unset: as in the run of --lengths-from, or
+    a single turn."""
     observation_tokens: int = 0
-    """Of each answer of the environment; they are prefilled."""
+    """Tokens of each observation of the environment, which are prefilled."""
     environment_seconds: float = 0.0
-    """That an answer takes on average, in which its sample holds no slot."""
+    """Mean time of an environment step in seconds, during which the sample holds no slot."""
     environment_sigma: float = 0.0
-    """Spread of the logarithm of that time: 0 for none, 1.5 for a heavy tail."""
+    """Standard deviation of the logarithm of that time: 0 for constant, 1.5 for a heavy tail."""
     hardware: Literal["a100", "h100", "h200", "b200", "mi300x"] | None = None
-    """The GPU. Unset: an h100, or with a cost model none."""
+    """GPU model. Unset: h100, or none with a cost model."""
     model: Shape | None = None
-    """Another model's shape than that of the recipe's own."""
+    """Model shape that replaces the recipe's model."""
     gpus: int | None = None
-    """GPUs in all, an engine on each that does not only train, or on as many as the recipe's servers take. Unset: as
-    many as its layout has (processes, and servers), or else 8; with a cost model as many engines as the recipe has."""
+    """Total number of GPUs. Each GPU that does not only train holds an engine, or a part of one if the recipe's servers
+    are split. Unset: the GPUs of the recipe's processes and servers, otherwise 8; with a cost model, the recipe's
+    engines."""
     training_gpus: int | None = None
-    """GPUs that only train. Unset: the recipe's processes beside servers, or as many as train on most tokens where it
-    overlaps, or else none."""
+    """GPUs that only train. Unset: the recipe's processes if it has servers, the best split if it overlaps, otherwise
+    0."""
     price: float | None = None
-    """Of a GPU for an hour, to see what a million tokens cost."""
+    """Price of a GPU hour, for the price of a million tokens."""
     steps: int = 40
-    """Steps to simulate of each setting."""
+    """Simulated steps per setting."""
     warm_up: int = 10
-    """Steps that figures leave out, while the buffer fills."""
+    """First steps that the figures leave out while the buffer fills."""
     output: Path = Path("runs/simulation")
-    """Where simulation.html and simulation.json are written."""
+    """Output directory of simulation.html and simulation.json."""
 
     def __post_init__(self) -> None:
         for name in ("gpus", "price", "steps", "prompt_tokens"):
             if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be positive")
         if self.turn_tokens is None and (self.observation_tokens or self.environment_seconds or self.environment_sigma):
-            raise ConfigError("--turn-tokens: say how long a turn is, so that there is something to answer")
+            raise ConfigError(
+                "--turn-tokens: set the length of a turn; --observation-tokens and the environment times need it"
+            )
         if not 0 <= self.warm_up < self.steps:
             raise ConfigError(f"--warm-up {self.warm_up}: must leave at least one of --steps {self.steps}")
         if self.workload is not None and self.workload not in WORKLOADS:
@@ -107,7 +110,7 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class Simulation:
-    """All that a simulation goes by."""
+    """Inputs of a simulation."""
 
     recipe: Recipe
     cluster: Cluster
@@ -115,20 +118,20 @@ class Simulation:
     recorded: Recorded | None
     options: SimulateOptions
     splits: Sequence[Split] = ()
-    """Of the GPUs between engines and trainer, as far as they were tried."""
+    """Simulated splits of the GPUs between engines and trainer."""
     baseline: Cluster | None = None
-    """The same GPUs in both roles, where the recipe splits them and they hold both."""
+    """The same GPUs in both roles, if the recipe splits them and both fit."""
     no_baseline: str = ""
-    """Why there is none, if the recipe splits its GPUs."""
+    """Reason for a missing baseline, if the recipe splits its GPUs."""
 
     @property
     def turns(self) -> Turns | None:
-        """Of its episodes: those that were asked for, else those of the run."""
+        """Turns of episodes: from the options, otherwise from the run."""
         return turns_of(self.options, self.recorded)
 
     @property
     def hint(self) -> str:
-        """What makes its figures say little; "" for nothing."""
+        """Reason why the figures are unreliable; "" if there is none."""
         return cut_off(workload_of(self.recipe, self.workload))
 
     @property
@@ -139,7 +142,7 @@ class Simulation:
 
     @property
     def assumptions(self) -> str:
-        """What the figures rest on, in plain sentences."""
+        """Return the assumptions behind the figures as sentences."""
         cost, price = self.cluster.cost, self.options.price
         return " ".join(
             (
@@ -196,7 +199,7 @@ def run(args: list[str]) -> int:
 
 
 def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
-    """What the recipe is simulated on, and with which lengths.
+    """Return the inputs of the simulation: machine, engine costs and lengths.
 
     Raises:
         CostModelError, ValueError: a file holds no cost model or no run, or a model does not fit its GPUs.
@@ -230,7 +233,7 @@ def _measured(recipe: Recipe, options: SimulateOptions, cost: CostModel) -> Clus
 
 
 def turns_of(options: SimulateOptions, recorded: Recorded | None) -> Turns | None:
-    """What responses are made of, if they are episodes."""
+    """Return the turns of episodes; None for single-turn responses."""
     if options.turn_tokens is None:
         return None if recorded is None else recorded.turns
     try:
@@ -242,7 +245,7 @@ def turns_of(options: SimulateOptions, recorded: Recorded | None) -> Turns | Non
 
 
 class _Hardware:
-    """The GPUs that were named, however they are split between engines and trainer."""
+    """Return the number of GPUs, independent of their split between engines and trainer."""
 
     def __init__(self, recipe: Recipe, options: SimulateOptions, measured: CostModel | None) -> None:
         self.recipe, self.options, self.measured = recipe, options, measured
@@ -275,7 +278,7 @@ class _Hardware:
         )
 
     def splits(self, lengths: Workload, turns: Turns | None) -> Sequence[Split]:
-        """Splits of the GPUs, simulated while one watches."""
+        """Simulate splits of the GPUs, with a progress display."""
         least = least_training_gpus(self.gpu, self.shape, self.gpus, self.trainer_bytes, self.engine_gpus)
         with watched("splits") as say:
 
@@ -290,7 +293,7 @@ class _Hardware:
 
 @contextmanager
 def watched(what: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is done, on a line of its own where nobody sees a status."""
+    """Progress display; one line per item where there is no terminal."""
     console = Console(stderr=True)
     with console.status(f"simulating {what}") as status:
 
@@ -303,7 +306,7 @@ def watched(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _explore(simulation: Simulation) -> list[Point]:
-    """Every setting, simulated while one watches."""
+    """Simulate every setting, with a progress display."""
     points: list[Point] = []
     recipe, options, cluster = simulation.recipe, simulation.options, simulation.cluster
     count = len(arms(recipe, recipe.overlaps and cluster.separate)) + (simulation.baseline is not None)
@@ -325,7 +328,7 @@ def _explore(simulation: Simulation) -> list[Point]:
 
 
 def _write(title: str, simulation: Simulation, points: Sequence[Point], args: Sequence[str]) -> None:
-    """Print the table and the recommendation, and write both with what they rest on."""
+    """Print the table and the recommendation, and write both with their assumptions."""
     chosen, fastest, output = recommended(points), recommended(points, more_steps=0.0), simulation.options.output
     slots = simulation.cluster.cost.slots
     hint = " ".join(filter(None, (simulation.hint, advice(points, chosen, slots), price(chosen.mean_staleness))))

@@ -1,4 +1,4 @@
-"""Starts the processes of a run: this one, or several ranks."""
+"""Start of a run's processes: this one, or several ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from april.training.rank_supervisor import RankSupervisor
 
 
 def check_ranks(recipe: Recipe) -> None:
-    """See that the GPUs suffice and that what ranks need is installed, and that torchrun, if it started this process,
-    starts the recipe's ranks.
+    """Check that there are enough GPUs, that the packages of ranks are installed, and that torchrun, if it started
+    this process, starts the recipe's number of ranks.
 
     Raises:
         ConfigError: they do not, or it is not, or it does not, or the ranks would not know their run.
@@ -42,16 +42,18 @@ def check_ranks(recipe: Recipe) -> None:
 
 
 def start(recipe: Recipe, resume: bool = False) -> int:
-    """Train, and return the exit status. A process that torchrun started is one of the ranks, and ends here.
+    """Train, and return the exit status. A process started by torchrun is a rank and exits here.
 
     Args:
         recipe: one that was checked, as `check_ranks` does, too.
-        resume: go on with the run in the recipe's directory.
+        resume: resume the run in the recipe's directory.
     """
     if recipe.trainer.sharded and is_rank():
         leave(rank.train(recipe, resume, StatusReporter()))
     if recipe.trainer.sharded:
         return RankSupervisor(recipe).run(resume)
-    from april.commands.trainer import run_trainer  # imports torch and transformers, which an agent does without
+    from april.commands.trainer import (
+        run_trainer,
+    )  # imports torch and transformers, which the supervisor of ranks does not need
 
     return run_trainer(recipe, resume)

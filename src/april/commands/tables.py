@@ -1,4 +1,4 @@
-"""Settings that are tables, as flags: `--task.rewards NAME WEIGHT NAME WEIGHT` stands for the whole table."""
+"""Flags of settings that are tables: `--task.rewards NAME WEIGHT NAME WEIGHT` sets the whole table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _pairs(words: list[str], value_of: Callable[[str], Any]) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
-    """A number, true, false, null or a list as JSON has them; anything else is text."""
+    """Parse a number, true, false, null or list as JSON; anything else is a string."""
     with suppress(ValueError):
         return json.loads(word)
     return word

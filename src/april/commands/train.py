@@ -1,4 +1,4 @@
-"""`april train RECIPE`: a run from its beginning."""
+"""`april train RECIPE`: start a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from april.training.run_directory import prepare_output
 DESCRIPTION = """Train a causal language model by reinforcement learning, with active partial rollouts.
 
 RECIPE is a TOML file; each flag below overrides its setting of the same name, and the defaults shown are the recipe's
-where one is given. april resume DIR goes on with a run that was stopped, or died.
+where one is given. april resume DIR resumes a run that was stopped or died.
 
 The run's directory gets metrics.jsonl, TensorBoard events, checkpoints that transformers loads, report.html and
 summary.json. Ctrl-C stops cleanly."""

@@ -1,4 +1,4 @@
-"""A training run in this process, from the console's side: what is shown, how it ended, and how it goes on."""
+"""A training run in this process: console output, exit status and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ FAILURES = (
     OSError,
     ValueError,
 )
-"""How a run may fail; anything else is a fault of april's, and shows its traceback."""
+"""Expected failures of a run. Any other exception is a bug in april and shows its traceback."""
 
 
 def run_trainer(recipe: Recipe, resume: bool = False) -> int:
-    """Train, say how it ended, and return the exit status."""
+    """Train, print the outcome, and return the exit status."""
     directory = Path(recipe.reporting.output)
     title = f"{recipe.algorithm.algorithm} on {recipe.task.name or recipe.task.path}"
     signals = StopSignals()
-    # A run whose output is no longer read is saved and stops.
+    # A run without a reader of its output saves its state and stops.
     output: Any = Output(sys.stdout, lambda _: signals.stop(signal.SIGPIPE))
     try:
         with Progress(recipe.training.steps, output, title=title) as progress, messages(progress.note, directory):
@@ -57,10 +57,10 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
             summary = asyncio.run(train(recipe, resume, progress, signals=signals))
     except FAILURES as error:
         return _failed(f"{type(error).__name__}: {error}", 1, directory)
-    except SystemExit as error:  # raised in a task that user code started, where no boundary catches it
+    except SystemExit as error:  # raised in a task of user code, outside the boundary that catches it
         return _failed(f"user code called sys.exit({error.code!r}) in a task of its own", 1, directory)
     except KeyboardInterrupt as interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next one ends the process at once, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next signal ends the process at once, without a traceback
         return _failed("given up before the run was saved", status_of(interrupt), directory)
     if summary is None:
         stopped = f"Stopped. To go on: april resume {directory}"
