@@ -231,7 +231,7 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
         ),
         (("--on-update", "redraft", "--over-sampling-batch-size", "8"), '"redraft" is not simulated'),
         (("--warm-up", "40"), "--warm-up 40"),
-        (("--environment-seconds", "2"), "--turn-tokens: set it"),
+        (("--environment-seconds", "2"), "--turn-tokens: set the length of a turn"),
         (("--turn-tokens", "0.5"), "--turn-tokens and what goes with it"),
         (("--turn-tokens", "9", "--environment-sigma", "-1"), "nothing of it is below zero"),
         (("--price", "nan"), "--price nan: must be positive"),

@@ -9,7 +9,7 @@ from april.config.error import ConfigError
 
 USAGE = """usage: april push DIR OWNER/NAME [--public]
 
-Upload the newest checkpoint of the run in DIR to the Hugging Face hub, with a model card that documents how it was trained.
+Upload the newest checkpoint of the run in DIR to the Hugging Face hub, with a model card about its training.
 A missing repository is created, private unless --public is given. Log in first: hf auth login."""
 
 

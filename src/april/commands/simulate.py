@@ -43,8 +43,8 @@ from april.simulation.workload import WORKLOADS, Workload
 @dataclass(kw_only=True)
 class SimulateOptions:
     """Predict a recipe's throughput and staleness in virtual time: the scheduler of real runs drives engines that
-    follow a cost model. The command simulates synchronous rollouts and several N', plots throughput against staleness, and
-    recommends the least stale setting within 3 % of the best, after dividing each rate by the additional steps that
+    follow a cost model. The command simulates synchronous rollouts and several N', plots throughput against staleness,
+    and recommends the least stale setting within 3 % of the best, after dividing each rate by the additional steps that
     staleness costs.
 
     Engine costs come from a measurement (--cost-model FILE, written by april calibrate) or from a roofline model of a
