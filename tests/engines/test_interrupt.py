@@ -14,7 +14,7 @@ from april import Prompt, SamplingParams
 from april.engines.embedded import EmbeddedEngine
 from april.engines.job import Hands, JobEngine
 from april.engines.pool import EnginePool
-from april.integrations.ranks import Job
+from april.integrations.trainer_ranks import TrainerRanks
 from april.rollout.engine import Chunk, EngineError
 from april.rollout.evaluation import complete
 from april.rollout.retries import Retries
@@ -95,7 +95,9 @@ def test_a_pool_with_replicas_that_fail(schedule: list[Moment], slots: int, faul
 def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) -> None:
     async def main() -> None:
         machine = Machine(slots=slots)
-        await finish(JobEngine(Job(), Hands(machine), [machine.capacity], keeps=False), group.samples, schedule)
+        await finish(
+            JobEngine(TrainerRanks(), Hands(machine), [machine.capacity], keeps=False), group.samples, schedule
+        )
 
     group = scripted()
     asyncio.run(main())
@@ -113,7 +115,7 @@ async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samp
             return chunks
 
     machine, group = Failing(), scripted()
-    engine = JobEngine(Job(), Hands(machine), [machine.capacity], keeps=False)
+    engine = JobEngine(TrainerRanks(), Hands(machine), [machine.capacity], keeps=False)
     for sample in group.samples:
         engine.submit(sample)
     with pytest.raises(EngineError, match="scripted failure"):

@@ -17,6 +17,7 @@ import torch
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.engines.job import Hands, JobEngine, JobOrder, Reply
+from april.engines.rank_exchange import follow_orders
 from april.rollout.engine import Chunk
 from april.training.engine_builder import embedded
 from april.training.rank_protocol import RankLostError
@@ -42,12 +43,12 @@ def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[AllRanksEngine]:
     Raises:
         RankLostError: another rank is gone.
     """
-    capacities = ranks.gather(own.capacity)
+    capacities = ranks.exchange.gather(own.capacity)
     try:
-        yield AllRanksEngine(ranks, Hands(own), capacities, own.on_update == "keep", "rank")
+        yield AllRanksEngine(ranks.exchange, Hands(own), capacities, own.on_update == "keep", "rank")
     finally:
         with suppress(RankLostError):
-            ranks.scatter([JobOrder("over")] * ranks.world)
+            ranks.exchange.scatter([JobOrder("over")] * ranks.world)
 
 
 class FollowerEngine:
@@ -66,7 +67,7 @@ class FollowerEngine:
     def start(self) -> None:
         """Make the engine, and carry out the leader's orders in a thread until it has no more."""
         engine = embedded(self._recipe, self._learner.served, beside_trainer=True)
-        self._ranks.gather(engine.capacity)
+        self._ranks.exchange.gather(engine.capacity)
         self._thread = threading.Thread(target=self._follow, args=(engine, torch.get_num_threads()), daemon=True)
         self._thread.start()
 
@@ -82,8 +83,7 @@ class FollowerEngine:
         hands = Hands(engine)
         # A rank that is lost ends this one by its other thread, which waits for commands.
         with suppress(RankLostError), asyncio.Runner() as runner:
-            while (order := self._ranks.scatter(list[JobOrder]())).what != "over":
-                self._ranks.gather(runner.run(_reply(hands, order)))
+            follow_orders(self._ranks.exchange, lambda order: runner.run(_reply(hands, order)))
             runner.run(engine.close())
 
 

@@ -13,11 +13,11 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -30,11 +30,10 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from april.algorithms.corrections import Diagnostics
 from april.algorithms.objective import UpdateSums
 from april.config.error import ConfigError
+from april.engines.rank_exchange import RankExchange, is_peer_loss
 from april.training.context_parallel import ContextParallel
 from april.training.rank_protocol import LISTENER, RENDEZVOUS, RankLostError
 from april.training.rendezvous import rendezvous
-
-T = TypeVar("T")
 
 FOREVER = timedelta(days=365)
 
@@ -61,8 +60,7 @@ class Ranks:
     Args:
         mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
         commands: the group over which the leader speaks, which may wait for long.
-        orders: as `commands`, for the engines of ranks, which other threads speak of.
-        replies: the group over which engines answer.
+        exchange: orders to the ranks' engines and their replies, which other threads send.
         context: those that share rows with this one; None if nobody does.
         tensor: how matrices are divided (tensor parallelism), be it into one part; None if nothing is divided.
         expert: how experts are divided (expert parallelism); None if they are not.
@@ -73,8 +71,7 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     commands: Any
-    orders: Any
-    replies: Any
+    exchange: RankExchange
     context: ContextParallel | None = None
     tensor: Division | None = None
     expert: Division | None = None
@@ -129,28 +126,6 @@ class Ranks:
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self.commands, device=torch.device("cpu"))
         return box[0]
-
-    def scatter(self, items: Sequence[T]) -> T:
-        """Return item r in rank r; only the leader has any.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
-        own: list[Any] = [None]
-        with rank_loss_translated():
-            dist.scatter_object_list(own, list(items) if self.leads else None, src=0, group=self.orders)
-        return own[0]  # type: ignore[no-any-return]
-
-    def gather(self, own: T) -> list[T]:
-        """Return what each rank has, by rank, to the leader; [] to the others.
-
-        Raises:
-            RankLostError: another rank is gone, or has not answered for the timeout.
-        """
-        found: Any = [None] * self.world if self.leads else None
-        with rank_loss_translated():
-            dist.gather_object(own, found, dst=0, group=self.replies)
-        return found or []
 
     def gathered(self, what: Any) -> list[Any]:
         """What each rank has brought, by rank."""
@@ -217,7 +192,8 @@ def join_ranks(
         matrices = _division(own.type, "tensor", world, replicas, tensor) if divided else None
         experts = _division(own.type, "expert", world, replicas, expert) if expert > 1 else None
     # Not destroyed if something was raised: another rank may wait in it, or be gone.
-    yield Ranks(rank, world, own, mesh, commands, orders, replies, team, matrices, experts)
+    exchange = RankExchange(rank, world, orders, replies, _rank_lost)
+    yield Ranks(rank, world, own, mesh, commands, exchange, team, matrices, experts)
     dist.destroy_process_group()
 
 
@@ -247,13 +223,10 @@ def rank_loss_translated() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_lost_rank(error):
+        if not is_peer_loss(error):
             raise
-        raise RankLostError(str(error).partition("\n")[0]) from error
+        raise _rank_lost(error) from error
 
 
-def is_lost_rank(error: RuntimeError) -> bool:
-    """Whether a collective operation failed because of another rank. Of gloo only the message says so."""
-    text = str(error)
-    said = ("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "Broken pipe", "gloo")
-    return isinstance(error, dist.DistError) or any(words in text for words in said)
+def _rank_lost(error: RuntimeError) -> RankLostError:
+    return RankLostError(str(error).partition("\n")[0])

@@ -131,13 +131,14 @@ def test_a_process_that_the_launcher_ends_says_so_too() -> None:
     program = """
 import os, signal, threading
 import torch.distributed as dist
-from april.integrations.ranks import Job, last_words
+from april.integrations.peer_loss import peer_loss_reported
+from april.integrations.trainer_ranks import TrainerRanks
 
 dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-job = Job()
+job = TrainerRanks()
 job.size = 2
-with last_words(job, lambda what: f"{what}: start again"):
+with peer_loss_reported(job, lambda what: f"{what}: start again"):
     threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     store.wait(["what never comes"])
 """

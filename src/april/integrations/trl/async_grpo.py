@@ -25,7 +25,8 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 
-from april.integrations.ranks import Job, last_words
+from april.integrations.peer_loss import peer_loss_reported
+from april.integrations.trainer_ranks import TrainerRanks
 from april.integrations.trl.checkpoint import Checkpoint, how_to_go_on, read_state
 from april.integrations.trl.rollout_worker import AsyncRollouts
 from april.integrations.trl.settings import PartialRollouts, check_arguments, check_rows, partial_rollouts_of
@@ -83,7 +84,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         tokenizer = processing_class or AutoTokenizer.from_pretrained(model, trust_remote_code=args.trust_remote_code)
         check_rows(train_dataset)
-        self.job = Job()
+        self.job = TrainerRanks()
         worker = None
         if self.job.leads:
             worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings, tools or ())
@@ -112,7 +113,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         Raises:
             SystemExit: another process of the job has ended; the first to see it says how to go on.
         """
-        with last_words(self.job, lambda what: how_to_go_on(Path(str(self.args.output_dir)), what)):
+        with peer_loss_reported(self.job, lambda what: how_to_go_on(Path(str(self.args.output_dir)), what)):
             if self.rollouts is not None:
                 state = read_state(resume_from_checkpoint, self.args.output_dir)
                 if state is not None:

@@ -23,7 +23,7 @@ from april.config.settings import ModelSettings
 from april.engines.job import Hands, JobEngine, JobOrder, Reply
 from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
-from april.integrations.ranks import Job
+from april.integrations.trainer_ranks import TrainerRanks
 from april.integrations.trl.episodes import Row, TRLEpisodes
 from april.integrations.trl.prompts import dataset_prompts, encoder
 from april.integrations.trl.settings import PartialRollouts, sampling_of
@@ -54,7 +54,7 @@ class TRLRollouts:
         policy = ModelSettings(path=model.config._name_or_path, dtype=dtype, compute_dtype=dtype)
         recipe = Recipe(model=policy, engine=settings)
         directory = Path(args.output_dir)
-        self.job = Job()
+        self.job = TrainerRanks()
         self.episodes: TRLEpisodes | None = None
         if trainer.tools or trainer.environment_factories:
             if settings.on_update == "redraft":

@@ -25,7 +25,7 @@ import trl
 from torch import Tensor
 
 from april.algorithms.corrections import Diagnostics, correct, diagnostics
-from april.integrations.ranks import last_words
+from april.integrations.peer_loss import peer_loss_reported
 from april.integrations.trl.checkpoint import Checkpoint, how_to_go_on, read_state
 from april.integrations.trl.episodes import completion
 from april.integrations.trl.rollouts import TRLRollouts
@@ -131,7 +131,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         """
         job = self.rollouts.job
         try:
-            with last_words(job, lambda what: how_to_go_on(Path(self.args.output_dir), what)):
+            with peer_loss_reported(job, lambda what: how_to_go_on(Path(self.args.output_dir), what)):
                 state = read_state(resume_from_checkpoint, self.args.output_dir) if job.leads else None
                 self.rollouts.load_state_dict(state)
                 return super().train(resume_from_checkpoint, *args, **kwargs)
