@@ -113,7 +113,7 @@ def draw(arms: dict[str, list[dict[str, Any]]], path: Path) -> None:
     axes[1].set_xlabel(f"seconds; a vertical line is the end of a step of {GROUPS} groups of {SAMPLES}")
     labels = {
         "finished": "started and finished in the step",
-        "interrupted": "interrupted: goes on in the next step",
+        "interrupted": "interrupted: continues in the next step",
         "resumed": "resumed and finished",
     }
     handles = [Patch(color=COLOURS[kind], label=label) for kind, label in labels.items()]

@@ -9,7 +9,7 @@ on ending together, which at N' = N (S + 1) is a synchronous run of larger batch
 quarter of the steps, as this was first measured, one fixed N' brought 9,137 to 18,678 tokens/s, by the lengths' seed.)
 
 The aim: at least 95 % of the best fixed N' in 95 % of the workloads, never below 85 %, at no more than the best one's
-mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/scheduling.md says which others had been looked at
+mean staleness plus 0.25. Costs were tuned on seeds 0 to 59; docs/reports/admission.md names those inspected
 before the settings were final.
 
 Results are kept after every workload, and what is there is not measured again. Seeds come in an order drawn at random,

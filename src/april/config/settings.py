@@ -277,7 +277,7 @@ class EngineSettings:
 
 @dataclass(kw_only=True)
 class ClusterSettings:
-    """Engines on nodes of a running Ray cluster (docs/cluster.md; needs the extra `cluster`).
+    """Engines on nodes of a running Ray cluster (docs/distributed.md; needs the extra `cluster`).
 
     Nodes may die, hang, leave and join during the run. april cluster check RECIPE lists the engines and ranks that fit
     onto each node.

@@ -123,7 +123,7 @@ def refuse_speculation(engine: EngineSettings) -> None:
     if option := engine.speculative_option:
         raise ConfigError(
             f"engine.server_args names {option}: how many drafted tokens are accepted depends on the policy, which no "
-            "cost model knows (docs/simulation.md); use a recipe without this option"
+            "cost model knows (docs/reports/simulation.md); use a recipe without this option"
         )
 
 

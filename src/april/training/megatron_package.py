@@ -24,5 +24,5 @@ def check_megatron(recipe: Recipe) -> None:
         except PackageNotFoundError:
             raise ConfigError(
                 f'trainer.backend = "megatron" needs {package}, which is not installed here: start april in an '
-                "environment that has it (docs/training.md, Megatron), which scripts/setup_megatron.sh makes for CPUs"
+                "environment that has it (docs/distributed.md, Megatron); scripts/setup_megatron.sh makes one for CPUs"
             ) from None
