@@ -288,19 +288,19 @@ async def test_a_tiny_budget_preempts_and_stays_exact(rows: float) -> None:
     assert_behaviour(POLICY, done)
 
 
-async def test_parked_samples_give_way_oldest_first() -> None:
+async def test_paused_samples_give_way_oldest_first() -> None:
     row_bytes = 3 * 2 * 2 * 8 * 4 * 64
     subject = engine(kv_cache_bytes=4 * row_bytes, context_length=64)
-    parked = [Sample(i, 0, (1 + i, 2, 3), SamplingParams(max_tokens=20), seed=i) for i in range(3)]
-    for sample in parked:
+    paused = [Sample(i, 0, (1 + i, 2, 3), SamplingParams(max_tokens=20), seed=i) for i in range(3)]
+    for sample in paused:
         subject.submit(sample)
-        append(parked, await subject.poll())
-        append(parked, await subject.interrupt())
+        append(paused, await subject.poll())
+        append(paused, await subject.interrupt())
     others = [Sample(9 + i, 0, (9 + i, 2, 3), SamplingParams(max_tokens=20), seed=i) for i in range(2)]
     await run(subject, others)
-    assert list(subject.parked) == ["1.0", "2.0"]
-    await run(subject, parked)
-    assert_behaviour(POLICY, [*parked, *others])
+    assert list(subject.paused) == ["1.0", "2.0"]
+    await run(subject, paused)
+    assert_behaviour(POLICY, [*paused, *others])
 
 
 @pytest.mark.parametrize("passes", [3, 15])
@@ -330,11 +330,11 @@ async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
     append(done, await subject.poll())
     append(done, await subject.interrupt())
     assert subject.running == 0
-    assert len(subject.parked) == 3
+    assert len(subject.paused) == 3
     subject.forget([done[0].id])
-    assert len(subject.parked) == 2
+    assert len(subject.paused) == 2
     subject.forget()
-    assert subject._sequences.cache.allocated_bytes == 0
+    assert subject._scheduler.cache.allocated_bytes == 0
     assert await subject.poll() == []
 
 
@@ -476,7 +476,7 @@ async def test_a_sample_in_flight_is_refused() -> None:
     subject = engine()
     sample = Sample(3, 1, (1,), PARAMS, 0)
     subject.submit(sample)
-    with pytest.raises(ValueError, match=r"sample 3\.1 is in flight already"):
+    with pytest.raises(ValueError, match=r"sample 3\.1 is already in flight"):
         subject.submit(sample)
 
 

@@ -1,4 +1,4 @@
-"""Rows of the KV cache: whoever moves, grows, parks or leaves, everyone else's keys and values stay theirs."""
+"""Rows of the KV cache: no sequence that moves, grows, pauses or leaves changes keys and values of another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from april.engines.embedded.kv_cache import KVCache, KVShape, tier_lengths
+from april.engines.embedded.kv_cache import KVCache, bucket_lengths
+from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.sequence import Sequence
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
@@ -23,7 +24,7 @@ CONTEXT = 200
 
 def content(sequence: Sequence, size: int) -> torch.Tensor:
     """What the sequence, and no other, has at each position: [layers, heads, kv_length, size]."""
-    marks = torch.arange(sequence.kv_length, dtype=torch.float64) + 1000 * sequence.seed
+    marks = torch.arange(sequence.kv_length, dtype=torch.float64) + 1000 * int(sequence.id.rpartition(".")[2])
     return marks[:, None].expand(SHAPE.layers, SHAPE.heads, -1, size)
 
 
@@ -38,17 +39,17 @@ class Rows(RuleBasedStateMachine):
 
     def write(self, sequence: Sequence, length: int) -> None:
         sequence.kv_length = length
-        assert sequence.tier is not None
-        sequence.tier.keys[:, sequence.row, :, :length] = content(sequence, SHAPE.key_size)
-        sequence.tier.values[:, sequence.row, :, :length] = content(sequence, SHAPE.value_size)
+        assert sequence.bucket is not None
+        sequence.bucket.keys[:, sequence.row, :, :length] = content(sequence, SHAPE.key_size)
+        sequence.bucket.values[:, sequence.row, :, :length] = content(sequence, SHAPE.value_size)
 
     @rule(length=st.integers(1, CONTEXT))
     def place(self, length: int) -> None:
-        tier = self.cache.tier_for(length)
-        if self.cache.fits(tier):
+        bucket = self.cache.bucket_for(length)
+        if self.cache.fits(bucket):
             self.born += 1
             sequence = Sequence.of(Sample(0, self.born, (1,), SamplingParams(), self.born), [1], CONTEXT, frozenset())
-            self.cache.place(sequence, tier)
+            self.cache.place(sequence, bucket)
             self.write(sequence, length)
             self.held.append(sequence)
 
@@ -56,7 +57,7 @@ class Rows(RuleBasedStateMachine):
     @rule(data=st.data())
     def decode(self, data: st.DataObject) -> None:
         sequence = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
-        sequence.tier.decode(sequence)  # type: ignore[union-attr]
+        sequence.bucket.start_decoding(sequence)  # type: ignore[union-attr]
         self.decoding.append(sequence)
 
     @precondition(lambda self: self.held or self.decoding)
@@ -64,27 +65,27 @@ class Rows(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from([run for run in (self.held, self.decoding) if run]))
         sequence = run.pop(data.draw(st.integers(0, len(run) - 1)))
-        sequence.tier.remove(sequence)  # type: ignore[union-attr]
+        sequence.bucket.remove(sequence)  # type: ignore[union-attr]
 
     @precondition(lambda self: self.held or self.decoding)
     @rule(data=st.data(), extra=st.integers(1, 100))
     def grow(self, data: st.DataObject, extra: int) -> None:
         sequence = data.draw(st.sampled_from([*self.held, *self.decoding]))
         length = min(CONTEXT, sequence.kv_length + extra)
-        tier = self.cache.tier_for(length)
-        if tier is not sequence.tier:
-            if not self.cache.fits(tier):
+        bucket = self.cache.bucket_for(length)
+        if bucket is not sequence.bucket:
+            if not self.cache.fits(bucket):
                 return
-            self.cache.outgrow(sequence, tier)
+            self.cache.move_to_bucket(sequence, bucket)
         self.write(sequence, length)
 
     @rule(data=st.data(), everyone=st.booleans())
-    def hold_those(self, data: st.DataObject, everyone: bool) -> None:
+    def stop_decoding(self, data: st.DataObject, everyone: bool) -> None:
         keep = 0 if everyone else data.draw(st.integers(0, len(self.decoding)))
         staying = data.draw(st.permutations(self.decoding))[:keep]
         stopped = [sequence for sequence in self.decoding if sequence not in staying]
-        for tier in self.cache.tiers:
-            tier.hold_those(stopped)
+        for bucket in self.cache.buckets:
+            bucket.stop_decoding(stopped)
         self.held += stopped
         self.decoding = staying
 
@@ -96,19 +97,18 @@ class Rows(RuleBasedStateMachine):
     @invariant()
     def everyone_has_what_is_theirs(self) -> None:
         for sequence in [*self.held, *self.decoding]:
-            tier = sequence.tier
-            assert tier is not None
-            where = tier.decoding if sequence in self.decoding else tier.held
-            offset = 0 if sequence in self.decoding else len(tier.decoding)
-            assert where[sequence.row - offset] is sequence
+            bucket = sequence.bucket
+            assert bucket is not None
+            assert bucket.owners[sequence.row] is sequence
+            assert sequence.decoding == (sequence in self.decoding)
             span = slice(0, sequence.kv_length)
-            assert torch.equal(tier.keys[:, sequence.row, :, span], content(sequence, SHAPE.key_size))
-            assert torch.equal(tier.values[:, sequence.row, :, span], content(sequence, SHAPE.value_size))
+            assert torch.equal(bucket.keys[:, sequence.row, :, span], content(sequence, SHAPE.key_size))
+            assert torch.equal(bucket.values[:, sequence.row, :, span], content(sequence, SHAPE.value_size))
 
     @invariant()
     def the_budget_holds(self) -> None:
         assert self.cache.used_bytes <= self.cache.allocated_bytes <= self.cache.budget
-        assert sum(tier.used for tier in self.cache.tiers) == len(self.held) + len(self.decoding)
+        assert sum(bucket.used for bucket in self.cache.buckets) == len(self.held) + len(self.decoding)
 
 
 Rows.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
@@ -116,7 +116,7 @@ TestRows = Rows.TestCase
 
 
 def test_memory_never_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers that grow, shrink and move, and pools that grow: all that PyTorch holds at one time on the device."""
+    """Buckets that grow, shrink and move, and pools that grow: all that PyTorch holds at one time on the device."""
     budget, shape = 40 * 64 * 80, KVShape(layers=2, heads=2, key_size=3, value_size=2)
     with Allocations() as made:
         monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: made.elsewhere(tensor))
@@ -124,11 +124,11 @@ def test_memory_never_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> Non
         placed = []
         for number, length in enumerate([60, 90, 60, 120, 60, 380, 90, 60, 60, 250, 60, 60, 60, 60, 120, 60, 380]):
             sequence = Sequence.of(Sample(0, number, (1,), SamplingParams(), number), [1], 400, frozenset())
-            tier = cache.tier_for(length)
-            while not cache.fits(tier):
+            bucket = cache.bucket_for(length)
+            while not cache.fits(bucket):
                 gone = placed.pop(0)
-                gone.tier.remove(gone)
-            cache.place(sequence, tier)
+                gone.bucket.remove(gone)
+            cache.place(sequence, bucket)
             sequence.kv_length = length
             placed.append(sequence)
     assert cache.peak_bytes > budget * 0.9
@@ -145,17 +145,17 @@ def test_pools_take_what_rows_need_and_return_it() -> None:
 
     def place(seed: int) -> Sequence:
         sequence = Sequence.of(Sample(0, seed, (1,), SamplingParams(), seed), [1], CONTEXT, frozenset())
-        cache.place(sequence, cache.tiers[0])
+        cache.place(sequence, cache.buckets[0])
         return sequence
 
     assert pools() == 0
     first = place(1)
-    assert 64 * token <= pools() <= 3 * 64 * token, "one row of the shortest tier, whatever the budget"
+    assert 64 * token <= pools() <= 3 * 64 * token, "one row of the shortest bucket, whatever the budget"
     many = [first, *(place(seed) for seed in range(2, 40))]
     grown = pools()
     assert 39 * 64 * token <= grown <= 3 * 39 * 64 * token
     for sequence in many:
-        sequence.tier.remove(sequence)  # type: ignore[union-attr]
+        sequence.bucket.remove(sequence)  # type: ignore[union-attr]
     cache.release()
     assert pools() == 0
     place(1)
@@ -189,7 +189,7 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_tiers_grow_by_halves_and_thirds_up_to_the_context() -> None:
-    assert tier_lengths(20) == [24]
-    assert tier_lengths(64) == [64]
-    assert tier_lengths(400) == [64, 96, 128, 192, 256, 384, 400]
+def test_buckets_grow_by_halves_and_thirds_up_to_the_context() -> None:
+    assert bucket_lengths(20) == [24]
+    assert bucket_lengths(64) == [64]
+    assert bucket_lengths(400) == [64, 96, 128, 192, 256, 384, 400]

@@ -12,9 +12,11 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from april.engines import kernels
-from april.engines.embedded import EmbeddedEngine, attention
-from april.engines.embedded.attention import IMPLEMENTATION, ForwardPass
-from april.engines.embedded.kv_cache import KVCache, KVShape
+from april.engines.embedded import EmbeddedEngine, forward_pass
+from april.engines.embedded.attention import IMPLEMENTATION
+from april.engines.embedded.forward_pass import ForwardPass
+from april.engines.embedded.kv_cache import KVCache
+from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.sampling import sample as draw_tokens
 from april.engines.embedded.sequence import Sequence
 from april.engines.kernels import Bounds, attend, causal_mask, varlen_kernel
@@ -64,8 +66,8 @@ def engine(architecture: str, **config: Any) -> EmbeddedEngine:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral-window", "gemma2"])
-async def test_one_call_for_all_tiers_samples_the_same_tokens(architecture: str, one_call: None) -> None:
-    """Sequences that decode in several tiers, prefill in chunks and resume."""
+async def test_one_call_for_all_buckets_samples_the_same_tokens(architecture: str, one_call: None) -> None:
+    """Sequences that decode in several buckets, prefill in chunks and resume."""
     done = samples(max_tokens=52, temperature=1.3)
     subject = engine(architecture)
     await run(subject, done)
@@ -77,7 +79,7 @@ async def test_interrupts_and_a_tight_cache_change_no_token_of_one_call(one_call
     expected = responses(await run(engine("qwen3"), samples()))
     varlen_kernel.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "varlen_kernel", lambda case: None)
+        patch.setattr(forward_pass, "varlen_kernel", lambda case: None)
         assert responses(await run(engine("qwen3"), samples())) == expected
     subject, done = engine("qwen3", kv_cache_bytes=110_000), samples()
     while unfinished := [each for each in done if each.finish is None]:
@@ -115,13 +117,13 @@ class Launches(TorchDispatchMode):
         return out
 
 
-LAYERS, TIERS = 28, 9
+LAYERS, BUCKETS = 28, 9
 
 
-def counted_pass(tiers: int, patch: pytest.MonkeyPatch, params: SamplingParams, prefill: bool = False) -> Launches:
-    """One pass of Qwen3-0.6B's layers over sequences that decode in so many tiers, on a device without data."""
+def counted_pass(buckets: int, patch: pytest.MonkeyPatch, params: SamplingParams, prefill: bool = False) -> Launches:
+    """One pass of Qwen3-0.6B's layers over sequences that decode in so many buckets, on a device without data."""
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    patch.setattr(attention, "varlen_kernel", lambda case: kernels.torch_varlen())
+    patch.setattr(forward_pass, "varlen_kernel", lambda case: kernels.torch_varlen())
     device = torch.device("meta")
     shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_size": 64}
     config = transformers.Qwen3Config(
@@ -131,13 +133,13 @@ def counted_pass(tiers: int, patch: pytest.MonkeyPatch, params: SamplingParams, 
         policy = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16).eval()
         policy.set_attn_implementation(IMPLEMENTATION)
         cache: KVCache[Sequence] = KVCache(KVShape(LAYERS, 2, 16, 16), 1024, 1 << 28, torch.bfloat16, device)
-        for number, tier in enumerate(cache.tiers[:tiers]):
-            cache.place(sequence := of_length(number, tier.length - 1), tier)
-            sequence.kv_length = tier.length - 2
-            tier.decode(sequence)
+        for number, bucket in enumerate(cache.buckets[:buckets]):
+            cache.place(sequence := of_length(number, bucket.length - 1), bucket)
+            sequence.kv_length = bucket.length - 2
+            bucket.start_decoding(sequence)
         chunks = []
         if prefill:
-            cache.place(sequence := of_length(tiers, 40), cache.tiers[0])
+            cache.place(sequence := of_length(buckets, 40), cache.buckets[0])
             chunks = [(sequence, 40)]
         with Launches() as launches:
             step = ForwardPass(cache, chunks, device)
@@ -168,8 +170,8 @@ def test_a_copy_that_waits_is_found() -> None:
     assert len(launches.waits) == 1
 
 
-def test_the_number_of_tiers_adds_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, nine = (counted_pass(tiers, monkeypatch, SamplingParams()) for tiers in (1, TIERS))
+def test_the_number_of_buckets_adds_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, nine = (counted_pass(buckets, monkeypatch, SamplingParams()) for buckets in (1, BUCKETS))
     assert nine.counted == one.counted
     assert one.counted["torch_attn._varlen_attn.default"] == LAYERS
     assert one.counted["aten.index_copy_.default"] == 2 * LAYERS

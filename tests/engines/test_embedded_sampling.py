@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.engines.embedded.sampling import sample
-from april.engines.embedded.sequence import uniforms
+from april.engines.embedded.uniforms import UniformStream
 from april.rollout.sampling import SamplingParams
 
 SMALL, LARGE = 50, 3003
@@ -65,7 +64,7 @@ SETTINGS: list[dict[str, Any]] = [
 def test_tokens_and_logprobs_follow_the_distribution(setting: dict[str, Any], vocabulary: int) -> None:
     params, rows = SamplingParams(**setting), 150
     logits = random_logits(rows, vocabulary)
-    numbers = list(itertools.islice(uniforms(1), rows))
+    numbers = UniformStream(1).peek(rows)
     tokens, logprobs = draw(logits, params, numbers)
     for row, token in enumerate(tokens):
         p = drawn_from(logits[row], params)
@@ -82,7 +81,7 @@ def test_frequencies_fit(setting: dict[str, Any], vocabulary: int) -> None:
     params, draws = SamplingParams(**setting), 20_000
     logits = random_logits(1, vocabulary, scale=3.5)
     p = drawn_from(logits[0], params)
-    numbers = [next(uniforms(seed)) for seed in range(draws)]
+    numbers = [UniformStream(seed).peek(1)[0] for seed in range(draws)]
     seen = np.zeros(vocabulary)
     for some in np.split(np.array(numbers), 20):
         tokens, _ = draw(np.repeat(logits, len(some), 0), params, some.tolist())
@@ -118,7 +117,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_exist(number: float, voc
 
 def test_ties_do_not_widen_what_top_k_leaves() -> None:
     logits = np.zeros((2000, SMALL), np.float32)
-    tokens, logprobs = draw(logits, SamplingParams(top_k=5), list(itertools.islice(uniforms(3), 2000)))
+    tokens, logprobs = draw(logits, SamplingParams(top_k=5), UniformStream(3).peek(2000))
     assert len(set(tokens.tolist())) == 5
     assert np.abs(logprobs - np.log(1 / 5)).max() < 1e-6
 
@@ -141,7 +140,7 @@ def test_a_row_does_not_depend_on_its_company(
     vocabulary: int, params: SamplingParams, others: SamplingParams, scale: float, seed: int
 ) -> None:
     logits = random_logits(5, vocabulary, seed % 1000, scale)
-    numbers = list(itertools.islice(uniforms(seed), 5))
+    numbers = UniformStream(seed).peek(5)
     alone = sample(torch.from_numpy(logits[2:3].copy()), [params], numbers[2:3])
     mixed = [others, others, params, others, params]
     tokens, logprobs = sample(torch.from_numpy(logits.copy()), mixed, numbers)
@@ -152,16 +151,16 @@ def test_a_row_does_not_depend_on_its_company(
 def test_half_precision_logits_are_read_in_full_precision() -> None:
     logits = torch.from_numpy(random_logits(8, SMALL)).bfloat16()
     expected = logits.float().log_softmax(-1)
-    tokens, logprobs = sample(logits.clone(), [SamplingParams()] * 8, list(itertools.islice(uniforms(0), 8)))
+    tokens, logprobs = sample(logits.clone(), [SamplingParams()] * 8, UniformStream(0).peek(8))
     assert np.abs(expected[torch.arange(8), tokens].numpy() - np.array(logprobs)).max() < 1e-6
 
 
 @given(seed=st.integers(0, 2**64 - 1), start=st.integers(0, 400))
 def test_the_stream_can_be_entered_anywhere(seed: int, start: int) -> None:
-    whole = list(itertools.islice(uniforms(seed), start + 70))
-    assert list(itertools.islice(uniforms(seed, start), 70)) == whole[start:]
+    whole = UniformStream(seed).peek(start + 70)
+    assert UniformStream(seed, start).peek(70) == whole[start:]
     assert all(0 <= number < 1 for number in whole)
 
 
 def test_streams_differ_by_seed() -> None:
-    assert len({next(uniforms(seed)) for seed in range(1000)}) == 1000
+    assert len({UniformStream(seed).peek(1)[0] for seed in range(1000)}) == 1000

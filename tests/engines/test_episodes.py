@@ -174,15 +174,15 @@ async def test_a_waiting_sample_keeps_its_kv_cache(policy: Any) -> None:
     async with scheduler:
         collecting = asyncio.create_task(scheduler.next_batch())
         await asyncio.sleep(0)
-        while scheduler.in_flight or not engine.parked:
+        while scheduler.in_flight or not engine.paused:
             await asyncio.sleep(0.001)
-        assert len(engine.parked) == len(scheduler.episodes) > 1
+        assert len(engine.paused) == len(scheduler.episodes) > 1
         missing = []
         submit = engine.submit
 
         def submitted(sample: Any) -> None:
             submit(sample)
-            missing.append(engine._sequences.in_flight[sample.id].missing)
+            missing.append(engine._scheduler.in_flight[sample.id].missing)
 
         engine.submit = submitted
         held.set()

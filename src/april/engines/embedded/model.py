@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from april.engines.embedded.attention import IMPLEMENTATION, Attention, LayerCall
-from april.engines.embedded.kv_cache import KVShape
+from april.engines.embedded.kv_shape import KVShape
 from april.engines.embedded.probe import LENGTHS, agrees, short_windows
 from april.engines.kernels import attend, causal_mask
 

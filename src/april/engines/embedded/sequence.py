@@ -1,106 +1,92 @@
-"""One sample as the engine sees it: its tokens, how many of them are in the KV cache, and where.
+"""A sample inside the engine: its tokens, how many of them are in the KV cache, and its state.
 
 Invariants:
 - `tokens` is prompt and response so far; keys and values of the first `kv_length` of them are in the cache;
-- a sequence decodes when only its last token is missing from the cache; it prefills while more are missing;
-- uniform number i of a sample is a function of (seed, i) alone, i being the index of the response token it draws.
+- a running sequence decodes when only its last token is missing from the cache; it prefills while more are missing;
+- `BatchScheduler` makes every transition between states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
-import numpy as np
-
-from april.engines.embedded.kv_cache import Resident
+from april.engines.embedded.length_bucket import RowOwner
+from april.engines.embedded.uniforms import UniformStream
 from april.rollout.engine import Chunk
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Sample
 
-_BLOCK = 64
-_WORDS_PER_COUNTER = 4
 
-
-def uniforms(seed: int, start: int = 0) -> Iterator[float]:
-    """Uniform numbers in [0, 1) number `start`, `start` + 1, ... of the stream that `seed` names.
-
-    Philox-4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011): the counter is the index, so the
-    stream can be entered anywhere.
-    """
-    counter, skip = divmod(start, _WORDS_PER_COUNTER)
-    generator = np.random.Generator(np.random.Philox(key=seed & (2**128 - 1), counter=counter))
-    generator.random(skip)
-    while True:
-        yield from generator.random(_BLOCK).tolist()
+class State(Enum):
+    WAITING = "waiting"
+    """In the queue. A sequence that was paused before may still have its row."""
+    RUNNING = "running"
+    """Part of the batch: prefilling, decoding, or waiting for the prompt of its `prefix_owner`."""
+    PAUSED = "paused"
+    """Interrupted, or between two turns of an episode. It keeps its row until another sequence needs the memory."""
+    FINISHED = "finished"
+    """The response has ended, and the last tokens are handed out by the next `poll`."""
 
 
 @dataclass(slots=True, eq=False)
-class Sequence(Resident):
-    """A sample that is waiting, running or parked.
+class Sequence(RowOwner):
+    """A sample that the engine works on or may continue.
 
     Args:
         limit: prompt and response tokens at which the response is truncated.
-        kv_epoch: the engine's count of weight updates when its first keys and values were computed.
-        leader: sequence with the same prompt that is being prefilled, and whose keys and values this one waits for.
-        pending: log-probabilities of the last tokens, which were not handed out yet.
-        ahead: uniform numbers of the next tokens, which were looked at and not used yet.
-        draft: tokens that the next pass verifies.
-        replay: prompt and response under older weights, which are drafts as long as the response is the same; then
-            empty.
+        stop_token_ids: tokens that end the response.
+        kv_epoch: number of weight updates before its first keys and values were computed.
+        prefix_owner: running sequence with the same prompt, whose keys and values this one copies once they are there.
+        pending_logprobs: log-probabilities of the last tokens, which were not handed out yet.
+        draft: tokens that the next forward pass verifies.
+        old_tokens: prompt and response under older weights. Drafts come from it as long as the response repeats it;
+            then it is emptied.
     """
 
     id: str
     prompt: tuple[int, ...]
     tokens: list[int]
     sampling: SamplingParams
-    seed: int
     limit: int
-    stop: frozenset[int]
-    uniforms: Iterator[float]
+    stop_token_ids: frozenset[int]
+    uniforms: UniformStream
+    state: State = State.WAITING
     kv_epoch: int = -1
-    leader: Sequence | None = None
-    pending: list[float] = field(default_factory=list)
+    prefix_owner: Sequence | None = None
+    pending_logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
-    ahead: list[float] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
-    replay: list[int] = field(default_factory=list)
+    old_tokens: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, sample: Sample, tokens: list[int], limit: int, stop: frozenset[int]) -> Sequence:
+    def of(cls, sample: Sample, tokens: list[int], limit: int, stop_token_ids: frozenset[int]) -> Sequence:
         return cls(
             sample.id,
             sample.prompt_ids,
             tokens,
             sample.sampling,
-            sample.seed,
             limit,
-            stop,
-            uniforms(sample.seed, len(tokens) - len(sample.prompt_ids)),
-            replay=[*sample.prompt_ids, *sample.draft] if sample.follows_draft else [],
+            stop_token_ids,
+            UniformStream(sample.seed, len(tokens) - len(sample.prompt_ids)),
+            old_tokens=[*sample.prompt_ids, *sample.draft] if sample.follows_draft else [],
         )
 
-    def resume(self, other: Sequence) -> None:
-        """Become `other`, keeping the keys and values of the tokens that both begin with."""
-        shared = min(self.kv_length, len(other.tokens) - 1)
-        if self.tokens != other.tokens:
-            shared = next((i for i in range(shared) if self.tokens[i] != other.tokens[i]), shared)
-        self.kv_length = shared
-        self.prompt, self.tokens, self.limit = other.prompt, other.tokens, other.limit
-        self.sampling, self.stop = other.sampling, other.stop
-        self.seed, self.uniforms, self.ahead = other.seed, other.uniforms, other.ahead
-        self.draft, self.replay = [], other.replay
-        self.finish = None
+    def common_prefix(self, other: Sequence, longest: int) -> int:
+        """Return how many tokens both sequences begin with, at most `longest`."""
+        if self.tokens == other.tokens:
+            return longest
+        return next((i for i in range(longest) if self.tokens[i] != other.tokens[i]), longest)
 
     def lose_cache(self) -> None:
         """Forget keys and values, and the row, of a cache that is given up as a whole."""
-        self.kv_length, self.tier, self.row = 0, None, -1
-        self.leader, self.draft = None, []
+        self.kv_length, self.bucket, self.row = 0, None, -1
+        self.prefix_owner, self.draft = None, []
 
     @property
-    def longest(self) -> int:
-        """Tokens that a row has to hold for the next passes."""
-        return max(len(self.tokens), min(len(self.replay), self.limit - 1))
+    def row_length(self) -> int:
+        """Tokens that a row must hold for the next passes."""
+        return max(len(self.tokens), min(len(self.old_tokens), self.limit - 1))
 
     @property
     def missing(self) -> int:
@@ -109,51 +95,45 @@ class Sequence(Resident):
 
     @property
     def room(self) -> int:
-        """Tokens behind the next one that the row has room for."""
-        assert self.tier is not None
-        return self.tier.length - self.kv_length - 1
+        """Tokens behind the next one that the row has room for; negative if the next one does not fit."""
+        assert self.bucket is not None
+        return self.bucket.length - self.kv_length - 1
 
     @property
-    def left(self) -> int:
-        """Tokens behind the next one that the budget allows."""
+    def budget_left(self) -> int:
+        """Tokens behind the next one that the limit allows."""
         return self.limit - len(self.tokens) - 1
 
-    def number(self) -> float:
-        """The uniform number that the next token is drawn with, where nothing is drafted."""
-        return self.ahead.pop(0) if self.ahead else next(self.uniforms)
-
-    def numbers(self) -> list[float]:
-        """The uniform numbers that the next token and the drafted ones behind it are drawn with."""
-        while len(self.ahead) <= len(self.draft):
-            self.ahead.append(next(self.uniforms))
-        return self.ahead[: len(self.draft) + 1]
+    def propose_draft(self, most: int) -> int:
+        """Draft at most `most` tokens of the response under older weights; return their number."""
+        begin = len(self.tokens)
+        self.draft = self.old_tokens[begin : begin + min(self.room, self.budget_left, most)]
+        return len(self.draft)
 
     def append(self, token: int, logprob: float) -> None:
-        """Append what was drawn at the next position, and finish if that ends the response."""
+        """Append the token drawn at the next position, and finish if it ends the response."""
         length = self.kv_length = len(self.tokens)
         self.tokens.append(token)
-        self.pending.append(logprob)
-        if token in self.stop:
+        self.pending_logprobs.append(logprob)
+        self.uniforms.skip(1)
+        if token in self.stop_token_ids:
             self.finish = FinishReason.STOP
         elif length + 1 == self.limit:
             self.finish = FinishReason.LENGTH
 
-    def verify(self, drawn: Iterable[tuple[int, float]]) -> None:
-        """Append the tokens drawn at the next position and at the drafted ones, up to the first that differs from the
-        draft or ends the response."""
-        count = 0
-        for token, logprob in drawn:
+    def accept(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append the tokens drawn at the next position and behind each drafted one, up to the first that differs from
+        the draft or ends the response."""
+        begin, draft, self.draft = len(self.tokens), self.draft, []
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             self.append(token, logprob)
-            count += 1
-            if self.finish is not None or (count <= len(self.draft) and token != self.draft[count - 1]):
+            if self.finish is not None or draft[place : place + 1] != [token]:
                 break
         end = len(self.tokens)
-        if self.replay and (end >= len(self.replay) or self.tokens[end - count :] != self.replay[end - count : end]):
-            self.replay = []
-        del self.ahead[:count]
-        self.draft = []
+        if end >= len(self.old_tokens) or self.tokens[begin:] != self.old_tokens[begin:end]:
+            self.old_tokens = []
 
-    def take(self, version: int) -> Chunk:
-        """What was sampled since the last time."""
-        logprobs, self.pending = self.pending, []
+    def take_chunk(self, version: int) -> Chunk:
+        """Return the tokens sampled since the last call."""
+        logprobs, self.pending_logprobs = self.pending_logprobs, []
         return Chunk(self.id, self.tokens[-len(logprobs) :], logprobs, version, self.finish)
