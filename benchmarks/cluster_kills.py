@@ -44,15 +44,15 @@ from record import machine, spread
 from transformers import AutoModelForCausalLM
 
 from april import Prompt, RolloutParams, RolloutScheduler, SamplingParams
-from april.engines.cluster.actor_channel import PINGS
-from april.engines.cluster.cluster import Cluster, Wanted
-from april.engines.cluster.connection import connected
-from april.engines.cluster.nodes import alive_nodes
-from april.engines.cluster.placement import Demand
-from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
+from april.engines.ray.actor_channel import PINGS
+from april.engines.ray.cluster import Cluster, EngineSpec
+from april.engines.ray.driver import connected
+from april.engines.ray.nodes import alive_nodes
+from april.engines.ray.object_store import ObjectStore
+from april.engines.ray.placement import Demand
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -81,7 +81,7 @@ class Blows:
         await asyncio.sleep(self.rng.uniform(0, 2))
         victim = self.rng.choice(self.pool.members)
         kind = self.rng.choice(KINDS)
-        node = self.nodes[victim.replica.site.node.id]  # type: ignore[attr-defined]
+        node = self.nodes[victim.replica.placement.node.id]  # type: ignore[attr-defined]
         (engine,) = self.raylets.engines(node)
         began = time.monotonic()
         if kind.startswith("engine"):
@@ -132,7 +132,7 @@ class Joins:
         moments, steps = [time.monotonic()], len(self.began)
         member = await self._placed(*joined)
         moments.append(time.monotonic())
-        await member.replica.site.actor.ping.options(concurrency_group=PINGS).remote()  # type: ignore[attr-defined]
+        await member.replica.placement.actor.ping.options(concurrency_group=PINGS).remote()  # type: ignore[attr-defined]
         moments.append(time.monotonic())
         given = member.given
         while not member.ready:
@@ -155,8 +155,8 @@ class Joins:
         """The member of the pool whose engine has its place on that node."""
         while True:
             for member in self.pool.members:
-                site = member.replica.site  # type: ignore[attr-defined]
-                if site is not None and site.node.id == node:
+                placement = member.replica.placement  # type: ignore[attr-defined]
+                if placement is not None and placement.node.id == node:
                     return member
             await asyncio.sleep(0.02)
 
@@ -178,7 +178,9 @@ async def _run(
         raylets.add()
     try:
         async with connected(raylets.address):
-            cluster = Cluster(Wanted(engine=SETTINGS, demand=Demand(1, 0), replicas=replicas, placement="apart"))
+            cluster = Cluster(
+                EngineSpec(engine=SETTINGS, demand=Demand(1, 0), replicas=replicas, placement="exclude_trainer")
+            )
             pool = await cluster.start(print)
             watching = asyncio.create_task(cluster.watch(pool))
             try:
@@ -287,7 +289,7 @@ context_length = 256
 [cluster]
 address = "{address}"
 replicas = 2
-placement = "apart"
+placement = "exclude_trainer"
 [training]
 steps = 100000
 threads = 1

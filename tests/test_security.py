@@ -42,10 +42,13 @@ CODE_FROM_DATA = {
 }
 ALLOWED = {
     (
-        "engines/link.py",
+        "engines/connection.py",
         "pickle.loads",
     ): "what goes to and from processes that april started",
-    ("engines/cluster/needs.py", "pickle.loads"): "what the driver hands its own task on a node, as Ray does all else",
+    (
+        "engines/ray/node_requirements.py",
+        "pickle.loads",
+    ): "what the driver hands its own task on a node, as Ray does all else",
     ("environments/workers.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("tasks/isolation.py", "pickle.loads"): "what goes to and from worker processes over pipes",
     ("loading.py", "importlib.import_module"): "the dotted path of a reward function, an environment or tools",

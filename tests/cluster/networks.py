@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from april.engines.cluster.cluster import Cluster, Wanted
-from april.engines.cluster.connection import connected
-from april.engines.cluster.nodes import nodes_now
-from april.engines.cluster.placement import Demand
-from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.settings import EmbeddedSettings
+from april.engines.ray.cluster import Cluster, EngineSpec
+from april.engines.ray.driver import connected
+from april.engines.ray.nodes import nodes_now
+from april.engines.ray.object_store import ObjectStore
+from april.engines.ray.placement import Demand
 from tests import tiny
 from tests.cluster.test_engines import finish, some_samples, until
 
@@ -104,7 +104,7 @@ async def cut_and_mend(directory: Path) -> None:
     async with connected(address):
         await until(lambda: len(nodes_now()) == 3)
         wanted = EmbeddedSettings(model=str(directory / "policy"), threads=1, **settings)
-        cluster = Cluster(Wanted(engine=wanted, demand=Demand(1, 0), replicas=2, placement="apart"))
+        cluster = Cluster(EngineSpec(engine=wanted, demand=Demand(1, 0), replicas=2, placement="exclude_trainer"))
         pool = await cluster.start(lambda what: None)
         watching = asyncio.create_task(cluster.watch(pool))
         try:

@@ -15,8 +15,8 @@ pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_clus
 
 import ray
 
-from april.engines.cluster.calls import NodeCalls
-from april.engines.cluster.connection import connected
+from april.engines.ray.driver import connected
+from april.engines.ray.node_calls import NodeCalls
 from tests.cluster.raylets import Raylets
 
 GENEROUS = 120.0

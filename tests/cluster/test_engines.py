@@ -20,16 +20,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from april import EngineError, Group, Prompt, Sample, SamplingParams
-from april.engines.cluster.cluster import Cluster, Wanted
-from april.engines.cluster.connection import connected
-from april.engines.cluster.engine_actor import EngineActor
-from april.engines.cluster.nodes import nodes_now
-from april.engines.cluster.placement import Demand
-from april.engines.cluster.site import Site
-from april.engines.cluster.weights import ObjectStore
 from april.engines.embedded import EmbeddedEngine
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.cluster import Cluster, EngineSpec
+from april.engines.ray.driver import connected
+from april.engines.ray.engine_actor import EngineActor
+from april.engines.ray.nodes import nodes_now
+from april.engines.ray.object_store import ObjectStore
+from april.engines.ray.placement import Demand
 from april.rollout.engine import Engine
 from tests import tiny
 from tests.cluster.raylets import Raylets
@@ -79,7 +79,7 @@ async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_plac
     nodes = {node.node_id: node for node in (raylets.add(), raylets.add())}
     engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, **settings)  # type: ignore[arg-type]
     async with connected(raylets.address):
-        cluster = Cluster(Wanted(engine=engine, demand=Demand(1, 0), replicas=2, placement="apart"))
+        cluster = Cluster(EngineSpec(engine=engine, demand=Demand(1, 0), replicas=2, placement="exclude_trainer"))
         pool = await cluster.start(lambda what: None)
         watching = asyncio.create_task(cluster.watch(pool))
         try:
@@ -114,7 +114,7 @@ async def _one_hangs(pool: EnginePool, raylets: Raylets, nodes: dict[str, Any], 
         sample = next(sample for sample in samples if sample.id == chunk.sample_id)
         sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
     victim = next(member for member in pool.members if member.samples)
-    hung = nodes[victim.replica.site.node.id]  # type: ignore[attr-defined]
+    hung = nodes[victim.replica.placement.node.id]  # type: ignore[attr-defined]
     raylets.signal(hung, signal.SIGSTOP)
     await finish(pool, [sample for sample in samples if sample.finish is None])
     await until(lambda: not victim.ready)
@@ -129,21 +129,21 @@ async def test_an_engine_that_hangs_is_found_out_before_anybody_asked_and_while_
     engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_num_seqs=4, context_length=100)
     async with connected(raylets.address):
         (where,) = (each for each in nodes_now() if each.id == node.node_id)
-        site = Site(where, (EngineActor, [engine]), Demand(1, 0), "one that nobody asked")
-        capacity = await site.open(1)
+        placement = ActorPlacement(where, (EngineActor, [engine]), Demand(1, 0), "one that nobody asked")
+        capacity = await placement.open(1)
         assert (capacity.slots, capacity.context_length) == (4, 100)
         await _stops(raylets, node)
-        assert not await site.alive()
-        site.end()
+        assert not await placement.alive()
+        placement.end()
         await until(lambda: not raylets.engines())  # a process that hangs is not left there
 
-        monkeypatch.setattr("april.engines.cluster.site.STARTING", 0.0)
-        site = Site(where, (EngineActor, [Endless(model="")]), Demand(1, 0), "one that starts")
-        opening = asyncio.create_task(site.open(1))
+        monkeypatch.setattr("april.engines.ray.actor_placement.STARTING", 0.0)
+        placement = ActorPlacement(where, (EngineActor, [Endless(model="")]), Demand(1, 0), "one that starts")
+        opening = asyncio.create_task(placement.open(1))
         await _stops(raylets, node)
         with pytest.raises(EngineError, match="hangs while it starts"):
             await asyncio.wait_for(opening, GENEROUS)
-        site.end()
+        placement.end()
         await until(lambda: not raylets.engines())
 
 
@@ -167,7 +167,7 @@ async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(ra
     raylets.signal(raylets.add(2), signal.SIGSTOP)
     engine = EmbeddedSettings(model=str(tmp_path / "policy"), threads=1, max_num_seqs=4, context_length=100)
     async with connected(raylets.address):
-        cluster = Cluster(Wanted(engine=engine, demand=Demand(1, 0), replicas=1, placement="apart"))
+        cluster = Cluster(EngineSpec(engine=engine, demand=Demand(1, 0), replicas=1, placement="exclude_trainer"))
         with pytest.raises(EngineError, match="does not answer within"):
             await cluster.start(lambda what: None)
         raylets.add()
@@ -177,11 +177,11 @@ async def test_a_node_that_hangs_before_it_gets_an_engine_is_left_for_another(ra
 
 async def test_a_cluster_without_room_says_so(raylets: Raylets, tmp_path: Path) -> None:
     async with connected(raylets.address):
-        wanted = Wanted(engine=EmbeddedSettings(model="none"), demand=Demand(2, 0), replicas=1, placement="spread")
+        wanted = EngineSpec(engine=EmbeddedSettings(model="none"), demand=Demand(2, 0), replicas=1, placement="spread")
         with pytest.raises(EngineError, match="no node has 2 CPUs free: april cluster check RECIPE says more"):
             await Cluster(wanted).start(lambda what: None)
         raylets.add()
-        wanted = Wanted(
+        wanted = EngineSpec(
             engine=EmbeddedSettings(model=str(tmp_path)), demand=Demand(1, 0), replicas=1, placement="spread"
         )
         with pytest.raises(EngineError, match=r"(?i)config|model"):

@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("ray", reason="Ray is not installed here: scripts/setup_cluster.sh")
 
 from april import EnvStep, Turn
-from april.engines.cluster.connection import connected
-from april.engines.cluster.environments import NodeEnvironments
+from april.engines.ray.driver import connected
+from april.engines.ray.node_environments import NodeEnvironments
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.episode_limits import EpisodeLimits
 from tests.cluster.raylets import Raylets

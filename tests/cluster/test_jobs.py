@@ -42,7 +42,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         environment.setenv("RAY_AUTH_MODE", "token")
         environment.setenv("RAY_AUTH_TOKEN", "a" * 32)
         environment.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # of ray and april
-        command = [sys.executable, "-m", "tests.cluster.apart"]
+        command = [sys.executable, "-m", "tests.cluster.other_cluster"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as cluster:
             assert cluster.stdout is not None
             yield Guarded(*cluster.stdout.readline().split(), cluster.pid)

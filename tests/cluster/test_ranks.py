@@ -21,14 +21,14 @@ from ray._private import ray_constants
 from ray.util import placement_group_table
 
 from april import EngineError
-from april.engines.cluster import process_sites
-from april.engines.cluster.connection import connected
-from april.engines.cluster.needs import Needs, marked
-from april.engines.cluster.node_process import NodeProcess
-from april.engines.cluster.nodes import alive_nodes
-from april.engines.cluster.placement import Demand, Node
-from april.engines.cluster.process_actor import ProcessSettings
-from april.engines.cluster.process_sites import ProcessSites
+from april.engines.ray import process_placements
+from april.engines.ray.driver import connected
+from april.engines.ray.node_process import NodeProcess
+from april.engines.ray.node_requirements import NodeRequirements, marked
+from april.engines.ray.nodes import alive_nodes
+from april.engines.ray.placement import Demand, Node
+from april.engines.ray.process_actor import ProcessSettings
+from april.engines.ray.process_placements import ProcessPlacements
 from april.reporting.metrics_log import last_step
 from april.training.rank_protocol import ON_NODE, STATUS_FD
 from tests import tiny
@@ -158,21 +158,21 @@ async def test_a_stop_while_nodes_are_reserved_is_heeded_at_once(
     raylets: Raylets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raylets.add(1)
-    monkeypatch.setattr(process_sites, "RESERVING", 100 * GENEROUS)
+    monkeypatch.setattr(process_placements, "RESERVING", 100 * GENEROUS)
 
     async def taken_meanwhile() -> list[Node]:
         return [replace(node, cpus=9) for node in await alive_nodes()]
 
-    monkeypatch.setattr(process_sites, "alive_nodes", taken_meanwhile)
+    monkeypatch.setattr(process_placements, "alive_nodes", taken_meanwhile)
 
     def reserving() -> list[str]:
         return [each["state"] for each in placement_group_table().values() if each["state"] == "PENDING"]
 
     async with connected(raylets.address):
         settings = ProcessSettings(
-            module="tests.cluster.program", needs=Needs(""), directory=os.getcwd(), line=STATUS_FD
+            module="tests.cluster.program", needs=NodeRequirements(""), directory=os.getcwd(), line=STATUS_FD
         )
-        taking = ProcessSites(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
+        taking = ProcessPlacements(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
         with pytest.raises(EngineError, match="stopped before the ranks had nodes"):
             await asyncio.wait_for(taking, GENEROUS)
         assert not reserving(), "what was asked for is given back"
@@ -198,20 +198,20 @@ async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_place
             return True
 
     async with connected(raylets.address):
-        places = ProcessSites(Demand(1, 0))
+        places = ProcessPlacements(Demand(1, 0))
         with marked(tmp_path) as marker:
-            needs = Needs("org/model", tmp_path, marker)
+            needs = NodeRequirements("org/model", tmp_path, marker)
             settings = ProcessSettings(
                 module="tests.cluster.program", needs=needs, directory=os.getcwd(), line=STATUS_FD
             )
-            sites = await places.take(3, settings, lambda why: True)
+            placements = await places.take(3, settings, lambda why: True)
         with pytest.raises(EngineError, match="0 of 1 ranks fit, each with 1 CPU"):
             await places.take(1, settings, lambda why: False)
 
         logs = [tmp_path / f"{rank}.log" for rank in (1, 2, 3)]
         ends, killed, left = (
-            NodeProcess(site, {"RANK": str(rank), ON_NODE: "1"}, told, logs[rank - 1])
-            for rank, site, told in zip((1, 2, 3), sites, ("3", "wait", "wait"), strict=True)
+            NodeProcess(placement, {"RANK": str(rank), ON_NODE: "1"}, told, logs[rank - 1])
+            for rank, placement, told in zip((1, 2, 3), placements, ("3", "wait", "wait"), strict=True)
         )
         assert come(ends)["rank"] == "1"
         until(lambda: ends.poll() is not None)

@@ -9,12 +9,12 @@ import threading
 
 import pytest
 
-from april.engines.cluster.head import ask, give_back, head_hangs
+from april.engines.ray.head import ask, give_back, head_hangs
 from april.rollout.engine import EngineError
 
 HANGING = """
 import asyncio, atexit, threading
-from april.engines.cluster.head import ask, leave
+from april.engines.ray.head import ask, leave
 from april.rollout.engine import EngineError
 
 never = threading.Event()

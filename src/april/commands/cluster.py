@@ -38,26 +38,26 @@ def run(args: list[str]) -> int:
 
 
 async def _check(recipe: Recipe) -> int:
-    from april.engines.cluster.connection import connected
+    from april.engines.ray.driver import connected
 
     async with connected(recipe.cluster.address):  # first: what follows imports torch, which takes seconds
         import torch
 
-        from april.engines.cluster.check import WantedRanks, check, lines_of, missing
-        from april.engines.cluster.needs import Needs, marked
-        from april.engines.cluster.nodes import home
-        from april.training.engine_builder import wanted_of
+        from april.engines.ray.node_report import RankSpec, check, lines_of, missing
+        from april.engines.ray.node_requirements import NodeRequirements, marked
+        from april.engines.ray.nodes import home
+        from april.training.engine_builder import engine_spec_of
         from april.training.environment_setup import source_of
         from april.training.memory_plan import plan_memory
         from april.training.rank_nodes import demand_of_rank, model_of
 
         weights = plan_memory(recipe).parameters * getattr(torch, recipe.compute_dtype).itemsize
-        wanted = wanted_of(recipe, Path(recipe.reporting.output) / "servers")
+        wanted = engine_spec_of(recipe, Path(recipe.reporting.output) / "servers")
         ranks, output = None, Path(recipe.reporting.output).absolute()
         with marked(output) if recipe.ranks_on_nodes else nullcontext() as marker:
             if recipe.ranks_on_nodes:
-                needs = Needs(model_of(recipe), output, marker)
-                ranks = WantedRanks(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
+                needs = NodeRequirements(model_of(recipe), output, marker)
+                ranks = RankSpec(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
             environment = pickle.dumps(source_of(recipe)) if recipe.cluster.environments == "nodes" else None
             found = await check(wanted, home(), weights, ranks, environment)
         for line in lines_of(found, wanted, home(), ranks):

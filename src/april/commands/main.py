@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from april import __version__
 from april.commands.failure import fail
 from april.config.error import ConfigError
-from april.engines.cluster.head import leave
+from april.engines.ray.head import leave
 from april.extras import missing_package
 from april.training.stop import exit_status, status_of, unwind_on_signals
 

@@ -27,10 +27,10 @@ from april.training.kv_budget import kv_cache_bytes
 from april.training.rank_protocol import nodes_of_ranks
 
 if TYPE_CHECKING:
-    from april.engines.cluster.cluster import Wanted
-    from april.engines.cluster.placement import Demand
-    from april.engines.cluster.server_actor import ServerSettings
     from april.engines.embedded import EmbeddedEngine
+    from april.engines.ray.cluster import EngineSpec
+    from april.engines.ray.placement import Demand
+    from april.engines.ray.server_actor import ServerSettings
     from april.engines.servers.launch import Server
     from april.engines.servers.server import ServerEngine
 
@@ -116,26 +116,26 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
 
 async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None], logs: Path) -> Engine:
     """Engines on the nodes of a cluster, as one pool."""
-    from april.engines.cluster.cluster import Cluster
-    from april.engines.cluster.connection import connected
-    from april.engines.cluster.head import ask
+    from april.engines.ray.cluster import Cluster
+    from april.engines.ray.driver import connected
+    from april.engines.ray.head import ask
 
     await stack.enter_async_context(connected(recipe.cluster.address))
-    cluster = Cluster(await ask(wanted_of, recipe, logs))
+    cluster = Cluster(await ask(engine_spec_of, recipe, logs))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)
     return pool
 
 
-def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
+def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
     """What a recipe wants of the cluster that this process is connected to.
 
     Args:
         logs: where servers write theirs.
     """
-    from april.engines.cluster.cluster import Wanted
-    from april.engines.cluster.connection import demand_of
+    from april.engines.ray.cluster import EngineSpec
+    from april.engines.ray.driver import demand_of
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
@@ -143,7 +143,7 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
     demand = demand_of(own.cpus_per_replica, 0 if without else gpus)
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
     key = os.environ.get(API_KEY) or secrets.token_hex(16)  # other machines reach the servers
-    return Wanted(
+    return EngineSpec(
         engine=_server_elsewhere(recipe, demand, logs, key) if servers else _elsewhere(recipe, device, threads),
         demand=demand,
         replicas=None if own.replicas == "auto" else own.replicas,
@@ -156,7 +156,7 @@ def wanted_of(recipe: Recipe, logs: Path) -> Wanted:
 
 def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> ServerSettings:
     """The server of a recipe, to be started on nodes."""
-    from april.engines.cluster.server_actor import ServerSettings
+    from april.engines.ray.server_actor import ServerSettings
 
     settings = recipe.engine
     vllm = settings.engine == "vllm"

@@ -66,7 +66,7 @@ class EnvironmentSetup:
         if own.workers == 0:
             yield Episodes(make, self._bridge, context_length, limits, row)
         elif self.recipe.cluster.environments == "nodes":
-            from april.engines.cluster.environments import NodeEnvironments
+            from april.engines.ray.node_environments import NodeEnvironments
 
             # A node that cannot import it says so in its own words, as worker processes do.
             with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:

@@ -17,16 +17,16 @@ from itertools import groupby
 from pathlib import Path
 
 from april.config.recipe import Recipe
-from april.engines.cluster.connection import demand_of, disconnect, join
-from april.engines.cluster.head import give_back
-from april.engines.cluster.interface import interfaces
-from april.engines.cluster.needs import Needs, marked
-from april.engines.cluster.node_process import NodeProcess
-from april.engines.cluster.nodes import home_address
-from april.engines.cluster.placement import Demand
-from april.engines.cluster.process_actor import ProcessSettings
-from april.engines.cluster.process_sites import ProcessSites
-from april.engines.cluster.site import Site
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.driver import demand_of, disconnect, join
+from april.engines.ray.head import give_back
+from april.engines.ray.network_interface import interfaces
+from april.engines.ray.node_process import NodeProcess
+from april.engines.ray.node_requirements import NodeRequirements, marked
+from april.engines.ray.nodes import home_address
+from april.engines.ray.placement import Demand
+from april.engines.ray.process_actor import ProcessSettings
+from april.engines.ray.process_placements import ProcessPlacements
 from april.engines.servers.address import reachable
 from april.training.rank_protocol import LISTENER, NODES, ON_NODE, RENDEZVOUS, STATUS_FD
 
@@ -43,11 +43,11 @@ class RankNodes:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._directory = Path(recipe.reporting.output).absolute()
-        self._sites: ProcessSites
+        self._placements: ProcessPlacements
 
     def __enter__(self) -> RankNodes:
         asyncio.run(join(self._recipe.cluster.address))
-        self._sites = ProcessSites(demand_of_rank(self._recipe))
+        self._placements = ProcessPlacements(demand_of_rank(self._recipe))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -67,37 +67,37 @@ class RankNodes:
         with marked(self._directory) as marker:
             settings = ProcessSettings(
                 module=MODULE,
-                needs=Needs(model_of(self._recipe), self._directory, marker),
+                requirements=NodeRequirements(model_of(self._recipe), self._directory, marker),
                 directory=os.getcwd(),
                 line=STATUS_FD,
             )
-            sites = asyncio.run(self._sites.take(self._recipe.ranks_on_nodes, settings, waits, stopped))
+            placements = asyncio.run(self._placements.take(self._recipe.ranks_on_nodes, settings, waits, stopped))
         address = home_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            with socket.create_server((address, 0), family=family, backlog=len(sites)) as listener:
-                ranks = PlacedRanks(sites, listener, self._directory / "ranks")
+            with socket.create_server((address, 0), family=family, backlog=len(placements)) as listener:
+                ranks = PlacedRanks(placements, listener, self._directory / "ranks")
                 yield ranks
-                for process, site in zip(ranks.processes, sites, strict=False):
+                for process, placement in zip(ranks.processes, placements, strict=False):
                     if process.lost:
-                        self._sites.suspect(site.node.id)
+                        self._placements.suspect(placement.node.id)
         finally:
-            asyncio.run(give_back(_end, sites))
+            asyncio.run(give_back(_end, placements))
 
 
 class PlacedRanks:
     """The ranks of one start.
 
     Args:
-        sites: of ranks 1 and so on.
+        placements: of ranks 1 and so on.
         listener: where all meet.
         logs: the folder of theirs.
     """
 
-    def __init__(self, sites: list[Site], listener: socket.socket, logs: Path) -> None:
+    def __init__(self, placements: list[ActorPlacement], listener: socket.socket, logs: Path) -> None:
         self.processes: list[NodeProcess] = []
         self.listener = listener.fileno()
-        self._sites = sites
+        self._placements = placements
         self._address, port, *_ = listener.getsockname()
         self._url = f"tcp://{reachable(self._address)}:{port}"
         self._logs = logs
@@ -105,7 +105,7 @@ class PlacedRanks:
     @property
     def of_first(self) -> dict[str, str]:
         """Environment variables of the first rank."""
-        nodes = " ".join(sorted({site.node.id for site in self._sites}))
+        nodes = " ".join(sorted({placement.node.id for placement in self._placements}))
         return {RENDEZVOUS: self._url, LISTENER: str(self.listener), NODES: nodes}
 
     @property
@@ -115,15 +115,15 @@ class PlacedRanks:
 
     def start(self, number: int, told: str) -> NodeProcess:
         """Start a rank; `told` is what it reads."""
-        place = {"RANK": number, "WORLD_SIZE": 1 + len(self._sites), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        place = {"RANK": number, "WORLD_SIZE": 1 + len(self._placements), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         environment = {RENDEZVOUS: self._url, ON_NODE: "1"} | {name: str(value) for name, value in place.items()}
-        process = NodeProcess(self._sites[number - 1], environment, told, self._logs / f"rank-{number}.log")
+        process = NodeProcess(self._placements[number - 1], environment, told, self._logs / f"rank-{number}.log")
         self.processes.append(process)
         return process
 
     def __str__(self) -> str:
         parts = []
-        for address, members in groupby(enumerate(self._sites, 1), lambda member: member[1].node.address):
+        for address, members in groupby(enumerate(self._placements, 1), lambda member: member[1].node.address):
             first, *_, last = [number for number, _ in members] * 2
             parts.append(
                 f"rank{'s' * (first != last)} {first}{f' to {last}' * (first != last)} on the node at {address}"
@@ -131,9 +131,9 @@ class PlacedRanks:
         return ", ".join(parts)
 
 
-def _end(sites: list[Site]) -> None:
-    for site in sites:
-        site.end()
+def _end(placements: list[ActorPlacement]) -> None:
+    for placement in placements:
+        placement.end()
 
 
 def demand_of_rank(recipe: Recipe) -> Demand:

@@ -19,7 +19,7 @@ from april.tasks.scoring import SpecScorer, reward_loop
 from april.tasks.task import Problem, Scorer
 
 if TYPE_CHECKING:
-    from april.engines.cluster.calls import NodeCalls
+    from april.engines.ray.node_calls import NodeCalls
 
 REMEDY = "no thread can be stopped: leave out reward_workers = 0, for processes that can be"
 
@@ -200,7 +200,7 @@ class TaskRewards:
 def _workers(scorer: Scorer, settings: RolloutSettings, on_nodes: bool) -> RewardWorkers | NodeCalls:
     if not on_nodes:
         return _on_this_machine(scorer, settings)
-    from april.engines.cluster.calls import NodeCalls
+    from april.engines.ray.node_calls import NodeCalls
 
     return NodeCalls(functools.partial(_on_this_machine, scorer, settings))
 

@@ -64,7 +64,7 @@ def weight_transfer(
     """
     settings = recipe.engine
     if recipe.cluster.enabled and settings.engine == "embedded":
-        from april.engines.cluster.weights import ObjectStore
+        from april.engines.ray.object_store import ObjectStore
 
         return ObjectStore(tensors, getattr(torch, recipe.compute_dtype))
     if settings.own_process:

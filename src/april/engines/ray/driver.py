@@ -17,8 +17,8 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
-from april.engines.cluster.head import HEAD_SILENCE, ask, give_back
-from april.engines.cluster.placement import Demand
+from april.engines.ray.head import HEAD_SILENCE, ask, give_back
+from april.engines.ray.placement import Demand
 from april.rollout.engine import EngineError
 
 raylets = logging.getLogger("raylet")

@@ -10,18 +10,18 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from april.engines.cluster.actor_channel import reason_of
-from april.engines.cluster.cluster import Wanted
-from april.engines.cluster.needs import Needs
-from april.engines.cluster.nodes import nodes_now
-from april.engines.cluster.placement import Demand, Node, allowed, pack, place, without
+from april.engines.ray.actor_channel import reason_of
+from april.engines.ray.cluster import EngineSpec
+from april.engines.ray.node_requirements import NodeRequirements
+from april.engines.ray.nodes import nodes_now
+from april.engines.ray.placement import Demand, Node, allowed, pack, place, without
 
 LOOK = 60.0
 """Seconds that a node may take to answer: it starts a process for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class NodeReport:
     """A node, the ranks and engines that it gets, and what keeps it from them.
 
     Args:
@@ -36,28 +36,28 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class WantedRanks:
+class RankSpec:
     """The trainer's ranks that go to nodes."""
 
     count: int
     demand: Demand
-    needs: Needs
+    requirements: NodeRequirements
 
 
-def _missing(needs: Needs) -> str:
-    return needs.missing()
+def _missing(requirements: NodeRequirements) -> str:
+    return requirements.missing()
 
 
 async def check(
-    wanted: Wanted, home: str, weights: int, ranks: WantedRanks | None = None, environment: bytes | None = None
-) -> list[Finding]:
+    spec: EngineSpec, home: str, weights: int, ranks: RankSpec | None = None, environment: bytes | None = None
+) -> list[NodeReport]:
     """A finding for each node.
 
     Args:
         home: the trainer's node.
         weights: bytes of one version's weights in the type that engines compute in.
         ranks: which get room before engines do.
-        environment: of `Needs`, if all nodes shall have environments.
+        environment: of `NodeRequirements`, if all nodes shall have environments.
     """
     nodes = await asyncio.to_thread(nodes_now)
     unfit: dict[str, str] = {}
@@ -65,33 +65,33 @@ async def check(
     with_ranks: list[str] = []
     left = nodes
     if ranks is not None:
-        unfit = await _problems(ranks.needs, [node for node in nodes if ranks.demand.room(node)])
+        unfit = await _problems(ranks.requirements, [node for node in nodes if ranks.demand.room(node)])
         with_ranks = pack(nodes, ranks.demand, ranks.count, home, {id for id, problem in unfit.items() if problem})
         training |= set(with_ranks)
         left = without(nodes, ranks.demand, with_ranks)
-    able = [node for node in left if allowed(node, wanted.placement, training) and wanted.demand.room(node)]
-    problems = await _problems(Needs(wanted.engine.model), able)
+    able = [node for node in left if allowed(node, spec.placement, training) and spec.demand.room(node)]
+    problems = await _problems(NodeRequirements(spec.engine.model), able)
     for node in left:
         if node.id in problems and node.store < weights:
             problems[node.id] = problems[node.id] or (
                 f"its object store has {node.store / 1e9:.2f} GB free, and the weights take {weights / 1e9:.2f} GB: "
                 "start the node with a larger ray start --object-store-memory"
             )
-    unable = {} if environment is None else await _problems(Needs("", environment=environment), nodes)
+    unable = {} if environment is None else await _problems(NodeRequirements("", environment=environment), nodes)
     avoid = {id for id, problem in problems.items() if problem}
-    placed = place(left, wanted.demand, wanted.replicas, wanted.placement, training, avoid)
+    placed = place(left, spec.demand, spec.replicas, spec.placement, training, avoid)
     found = []
     for node, rest in sorted(
         zip(nodes, left, strict=True), key=lambda two: (two[0].id != home, two[0].address, two[0].id)
     ):
         problem = problems.get(node.id) or ""
-        if not allowed(node, wanted.placement, training):
-            problem = f'left out by placement = "{wanted.placement}"'
-        elif not wanted.demand.room(rest):
-            problem = f"an engine takes {wanted.demand}"
+        if not allowed(node, spec.placement, training):
+            problem = f'left out by placement = "{spec.placement}"'
+        elif not spec.demand.room(rest):
+            problem = f"an engine takes {spec.demand}"
         notes = dict.fromkeys([f"no rank: {unfit[node.id]}" if unfit.get(node.id) else "", problem])
         found.append(
-            Finding(
+            NodeReport(
                 node,
                 with_ranks.count(node.id),
                 placed.count(node.id),
@@ -102,25 +102,27 @@ async def check(
     return found
 
 
-async def _problems(needs: Needs, nodes: Sequence[Node]) -> dict[str, str]:
+async def _problems(requirements: NodeRequirements, nodes: Sequence[Node]) -> dict[str, str]:
     """What each of these nodes lacks, by its id; empty if nothing."""
-    found = await asyncio.gather(*(_problem(needs, node) for node in nodes))
+    found = await asyncio.gather(*(_problem(requirements, node) for node in nodes))
     return dict(zip([node.id for node in nodes], found, strict=True))
 
 
-async def _problem(needs: Needs, node: Node) -> str:
+async def _problem(requirements: NodeRequirements, node: Node) -> str:
     strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
     try:
         async with asyncio.timeout(LOOK):
-            return str(await ray.remote(_missing).options(num_cpus=0, scheduling_strategy=strategy).remote(needs))
+            return str(
+                await ray.remote(_missing).options(num_cpus=0, scheduling_strategy=strategy).remote(requirements)
+            )
     except TimeoutError:
         return f"it does not answer within {LOOK:g} s"
     except RayError as error:
-        failed = "april cannot be imported" if needs.environment is None else "it cannot be made"
+        failed = "april cannot be imported" if requirements.environment is None else "it cannot be made"
         return f"{failed} there: {reason_of(error)}"
 
 
-def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRanks | None = None) -> Iterator[str]:
+def lines_of(findings: list[NodeReport], spec: EngineSpec, home: str, ranks: RankSpec | None = None) -> Iterator[str]:
     """What a person reads: a line for each node, and one that says whether it is enough."""
     heading = f"{'ranks':>7}" if ranks else ""
     yield f"{'node':<10}{'address':<18}{'CPUs free':>10}{'GPUs free':>11}{heading}{'engines':>9}"
@@ -137,22 +139,20 @@ def lines_of(findings: list[Finding], wanted: Wanted, home: str, ranks: WantedRa
         if fit < ranks.count:
             yield f"add nodes for {ranks.count - fit} more ranks, or lower trainer.processes to {1 + fit}"
     placed = sum(found.engines for found in findings)
-    if wanted.replicas is None:
-        yield f"{placed} engines, each with {wanted.demand}"
+    if spec.replicas is None:
+        yield f"{placed} engines, each with {spec.demand}"
     else:
-        yield f"{placed} of {wanted.replicas} engines fit, each with {wanted.demand}"
-    if placed < (wanted.replicas or 1):
-        wish = "a node" if wanted.replicas is None else f"nodes for {wanted.replicas - placed} more"
+        yield f"{placed} of {spec.replicas} engines fit, each with {spec.demand}"
+    if placed < (spec.replicas or 1):
+        wish = "a node" if spec.replicas is None else f"nodes for {spec.replicas - placed} more"
         fewer = "" if not placed else f", or lower cluster.replicas to {placed}"
-        less = (
-            "engine.gpus_per_replica or cluster.cpus_per_replica" if wanted.demand.gpus else "cluster.cpus_per_replica"
-        )
-        yield f"add {wish} with {wanted.demand} free for each, or lower {less}{fewer}"
+        less = "engine.gpus_per_replica or cluster.cpus_per_replica" if spec.demand.gpus else "cluster.cpus_per_replica"
+        yield f"add {wish} with {spec.demand} free for each, or lower {less}{fewer}"
 
 
-def missing(findings: list[Finding], wanted: Wanted, ranks: WantedRanks | None = None) -> bool:
+def missing(findings: list[NodeReport], spec: EngineSpec, ranks: RankSpec | None = None) -> bool:
     """Whether ranks or engines that the recipe asks for do not fit, or a node can have no environments."""
     if any(found.environments for found in findings):
         return True
-    few = sum(found.engines for found in findings) < (wanted.replicas or 1)
+    few = sum(found.engines for found in findings) < (spec.replicas or 1)
     return few or sum(found.ranks for found in findings) < (ranks.count if ranks else 0)

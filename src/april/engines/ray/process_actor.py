@@ -17,8 +17,8 @@ from pathlib import Path
 
 import ray
 
-from april.engines.cluster.interface import interfaces
-from april.engines.cluster.needs import Needs
+from april.engines.ray.network_interface import interfaces
+from april.engines.ray.node_requirements import NodeRequirements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,13 +27,13 @@ class ProcessSettings:
 
     Args:
         module: what `python -m` is given there.
-        needs: what the node must have.
+        requirements: what the node must have.
         directory: where it is started, if that is there.
         line: the environment variable that holds the descriptor on which it reports.
     """
 
     module: str
-    needs: Needs
+    requirements: NodeRequirements
     directory: str
     line: str
 
@@ -54,7 +54,7 @@ class ProcessActor:
     async def open(self, life: int) -> str:
         """What the node lacks; nothing is started yet."""
         self._life = life
-        return await asyncio.to_thread(self._settings.needs.missing)
+        return await asyncio.to_thread(self._settings.requirements.missing)
 
     async def start(self, environment: Mapping[str, str], told: str, log: Path) -> None:
         """Start the program. What it says is appended to `log`.

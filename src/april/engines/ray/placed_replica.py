@@ -1,4 +1,4 @@
-"""What replicas on a cluster have in common: a site, and how they come to one.
+"""What replicas on a cluster have in common: a placement, and how they come to one.
 
 Invariant: it stays where it is while its actor can come back there, and goes to another node when it cannot.
 """
@@ -9,23 +9,26 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from april.engines.cluster.head import give_back
-from april.engines.cluster.site import Site
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.head import give_back
 
 
-class Placed:
+class PlacedReplica:
     """The base of replicas whose work an actor does; `open` says what to do with what its new life is opened with.
 
     Args:
-        place: gives it a site: the one that it had, or another one if nothing works there any more.
+        place: gives it a placement: the one that it had, or another one if nothing works there any more.
         opened: called when it can be given weights.
     """
 
     def __init__(
-        self, name: str, place: Callable[[str, Site | None], Awaitable[Site]], opened: Callable[[], None]
+        self,
+        name: str,
+        place: Callable[[str, ActorPlacement | None], Awaitable[ActorPlacement]],
+        opened: Callable[[], None],
     ) -> None:
         self.name = name
-        self.site: Site | None = None
+        self.placement: ActorPlacement | None = None
         self._place = place
         self._opened = opened
         self._life = 0
@@ -34,7 +37,7 @@ class Placed:
     @property
     def place(self) -> str:
         """The address of its node."""
-        return self.site.node.address if self.site is not None else ""
+        return self.placement.node.address if self.placement is not None else ""
 
     async def refresh(self) -> None:
         """Begin a new life. It may be cancelled and called again: a model that is being loaded goes on loading."""
@@ -48,12 +51,12 @@ class Placed:
                 self._opening = None
 
     async def _begin(self) -> None:
-        self.site = await self._place(self.name, self.site)
+        self.placement = await self._place(self.name, self.placement)
         self._life += 1
-        await self._open(self.site, await self.site.open(self._life))
+        await self._open(self.placement, await self.placement.open(self._life))
         self._opened()
 
-    async def _open(self, site: Site, answer: Any) -> None:
+    async def _open(self, placement: ActorPlacement, answer: Any) -> None:
         """Take up the life that `site` has begun; `answer` is what its actor says of it."""
         raise NotImplementedError
 
@@ -61,5 +64,5 @@ class Placed:
         """Give its place back, for good."""
         if self._opening is not None:
             self._opening.cancel()
-        if self.site is not None:
-            await give_back(self.site.end)
+        if self.placement is not None:
+            await give_back(self.placement.end)

@@ -20,17 +20,17 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from april.engines.cluster.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
-from april.engines.cluster.head import ask
-from april.engines.cluster.nodes import answers
-from april.engines.cluster.placement import Demand, Node
+from april.engines.ray.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
+from april.engines.ray.head import ask
+from april.engines.ray.nodes import answers
+from april.engines.ray.placement import Demand, Node
 from april.rollout.engine import EngineError
 
 RESERVING = 30
 """Seconds that a node may take to reserve what is asked of it. One that takes longer hangs, or has gone."""
 
 
-class Site:
+class ActorPlacement:
     """Made on `node`; Ray starts the actor there. It ends with the run, however that ends, since the run's process owns
     it.
 

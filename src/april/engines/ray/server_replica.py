@@ -12,21 +12,21 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from april.engines.cluster.actor_channel import SILENCE, ping, reason_of
-from april.engines.cluster.placed import Placed
-from april.engines.cluster.site import Site
+from april.engines.ray.actor_channel import SILENCE, ping, reason_of
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.placed_replica import PlacedReplica
 from april.engines.servers.server import ServerEngine
 from april.engines.wrapped import WrappedEngine
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
 
 
-class ServerReplica(Placed, WrappedEngine):
+class ServerReplica(PlacedReplica, WrappedEngine):
     """A server that an actor keeps running. `refresh` starts it, and connects to it.
 
     Args:
         connect: to a server by its address.
         capacity: what it is expected to hold until it has said so.
-        place, opened: see `Placed`.
+        place, opened: see `PlacedReplica`.
     """
 
     engine: ServerEngine
@@ -37,10 +37,10 @@ class ServerReplica(Placed, WrappedEngine):
         on_update: KVPolicy,
         capacity: Capacity,
         connect: Callable[[str], Awaitable[ServerEngine]],
-        place: Callable[[str, Site | None], Awaitable[Site]],
+        place: Callable[[str, ActorPlacement | None], Awaitable[ActorPlacement]],
         opened: Callable[[], None],
     ) -> None:
-        Placed.__init__(self, name, place, opened)
+        PlacedReplica.__init__(self, name, place, opened)
         self.on_update: KVPolicy = on_update
         self._connect = connect
         self._expected = capacity
@@ -50,7 +50,7 @@ class ServerReplica(Placed, WrappedEngine):
     def capacity(self) -> Capacity:
         return self.engine.capacity if self._connected else self._expected
 
-    async def _open(self, site: Site, answer: Any) -> None:
+    async def _open(self, placement: ActorPlacement, answer: Any) -> None:
         if self._connected and self.engine.url == answer:
             await self.engine.refresh()
             return
@@ -61,10 +61,10 @@ class ServerReplica(Placed, WrappedEngine):
 
     async def check(self) -> None:
         """See that its node, its actor and its server answer, and that it holds the weights it was last given."""
-        if self.site is None or not self._connected:
+        if self.placement is None or not self._connected:
             raise EngineError("it has not been started yet")
         try:
-            await asyncio.gather(ping(self.site.actor), self.engine.check())
+            await asyncio.gather(ping(self.placement.actor), self.engine.check())
         except TimeoutError:
             raise EngineError(f"no answer to a heartbeat in {SILENCE:g} s") from None
         except RayError as error:

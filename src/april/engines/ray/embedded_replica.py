@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from april.engines.cluster.actor_channel import ActorChannel
-from april.engines.cluster.placed import Placed
-from april.engines.cluster.site import Site
-from april.engines.cluster.weights import StoredWeights
+from april.engines.ray.actor_channel import ActorChannel
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.object_store import StoredWeights
+from april.engines.ray.placed_replica import PlacedReplica
 from april.engines.remote import RemoteEngine
 from april.rollout.engine import Capacity, KVPolicy
 
 
-class ClusterReplica(Placed, RemoteEngine):
+class EmbeddedReplica(PlacedReplica, RemoteEngine):
     """An engine that an actor hosts. `refresh` starts it. Weights come as `StoredWeights`.
 
     Args:
         capacity: expected capacity, until the engine has reported its own.
-        place, opened: see `Placed`.
+        place, opened: see `PlacedReplica`.
     """
 
     def __init__(
@@ -30,18 +30,18 @@ class ClusterReplica(Placed, RemoteEngine):
         name: str,
         on_update: KVPolicy,
         capacity: Capacity,
-        place: Callable[[str, Site | None], Awaitable[Site]],
+        place: Callable[[str, ActorPlacement | None], Awaitable[ActorPlacement]],
         opened: Callable[[], None],
     ) -> None:
         RemoteEngine.__init__(self)
-        Placed.__init__(self, name, place, opened)
+        PlacedReplica.__init__(self, name, place, opened)
         self.on_update: KVPolicy = on_update
         self.capacity = capacity
 
-    async def _open(self, site: Site, answer: Any) -> None:
+    async def _open(self, placement: ActorPlacement, answer: Any) -> None:
         await self.abandon()
         self.capacity = answer
-        self._connect(ActorChannel(site.actor, self._life))
+        self._connect(ActorChannel(placement.actor, self._life))
 
     def _remote_weights(self, weights: Any) -> StoredWeights:
         if not isinstance(weights, StoredWeights):

@@ -18,16 +18,16 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from april.engines.cluster.actor_channel import BEAT, PINGS, SILENCE, reason_of
-from april.engines.cluster.head import give_back
-from april.engines.cluster.site import Site
+from april.engines.ray.actor_channel import BEAT, PINGS, SILENCE, reason_of
+from april.engines.ray.actor_placement import ActorPlacement
+from april.engines.ray.head import give_back
 
 
 class NodeProcess:
     """Started at once. `kill` gives its place back.
 
     Args:
-        site: where; it hosts a process, and has been opened.
+        placement: where; it hosts a process, and has been opened.
         environment, told, log: as of `ProcessActor.start`.
 
     Attributes:
@@ -36,12 +36,12 @@ class NodeProcess:
         lost: how it was lost, if its actor or its node was.
     """
 
-    def __init__(self, site: Site, environment: Mapping[str, str], told: str, log: Path) -> None:
+    def __init__(self, placement: ActorPlacement, environment: Mapping[str, str], told: str, log: Path) -> None:
         self.returncode: int | None = None
         self.lost = ""
         self.line, self._theirs = os.pipe()
-        self._site = site
-        self._starting = site.actor.start.remote(environment, told, log)
+        self._placement = placement
+        self._starting = placement.actor.start.remote(environment, told, log)
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
@@ -52,10 +52,10 @@ class NodeProcess:
         """End it, and give its place back. Nothing is heard of it any more."""
         if self.returncode is None:
             with suppress(RayError):
-                ray.get(self._site.actor.kill.remote(), timeout=SILENCE)
+                ray.get(self._placement.actor.kill.remote(), timeout=SILENCE)
             if self.returncode is None:
                 self.returncode = -signal.SIGKILL
-        asyncio.run(give_back(self._site.end))
+        asyncio.run(give_back(self._placement.end))
         self._watching.join()
 
     def wait(self) -> int:
@@ -64,7 +64,7 @@ class NodeProcess:
         return self.returncode
 
     def _watch(self) -> None:
-        status, actor = -signal.SIGKILL.value, self._site.actor
+        status, actor = -signal.SIGKILL.value, self._placement.actor
         try:
             self._get(self._starting)
             while True:
@@ -82,10 +82,10 @@ class NodeProcess:
 
     def _lose(self, reason: str) -> None:
         if self.returncode is None:
-            self.lost = f"on the node at {self._site.node.address}: {reason}"
+            self.lost = f"on the node at {self._placement.node.address}: {reason}"
 
     def _get(self, answer: ray.ObjectRef[Any]) -> Any:
         """An answer of the actor, however long that takes, as long as its heart beats."""
         while not ray.wait([answer], timeout=BEAT)[0]:
-            ray.get(self._site.actor.ping.options(concurrency_group=PINGS).remote(), timeout=SILENCE)
+            ray.get(self._placement.actor.ping.options(concurrency_group=PINGS).remote(), timeout=SILENCE)
         return ray.get(answer)

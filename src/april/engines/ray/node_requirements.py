@@ -14,7 +14,7 @@ from april.rollout.engine import EngineError
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class NodeRequirements:
     """What a node must have.
 
     Args:

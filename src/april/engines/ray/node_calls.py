@@ -19,10 +19,10 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from april.engines.cluster.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
-from april.engines.cluster.head import ask, give_back
-from april.engines.cluster.nodes import alive_nodes, answers
-from april.engines.cluster.placement import Node
+from april.engines.ray.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
+from april.engines.ray.head import ask, give_back
+from april.engines.ray.nodes import alive_nodes, answers
+from april.engines.ray.placement import Node
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)

@@ -7,31 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from april.engines.cluster.interface import interfaces
-from april.engines.cluster.needs import Needs, marked
+from april.engines.ray.network_interface import interfaces
+from april.engines.ray.node_requirements import NodeRequirements, marked
 
 
 def test_a_node_that_has_everything_lacks_nothing(tmp_path: Path) -> None:
     output = tmp_path / "runs" / "new"
     with marked(output) as marker:
         assert marker.parent == tmp_path
-        assert Needs(str(tmp_path), output, marker).missing() == ""
-        assert Needs("org/model").missing() == ""
+        assert NodeRequirements(str(tmp_path), output, marker).missing() == ""
+        assert NodeRequirements("org/model").missing() == ""
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("needs", "said"),
     [
-        (Needs("/no/model"), "model.path = '/no/model' is not there: put it on a file system that all nodes share"),
-        (Needs("org/model", version="0.0"), "the trainer's is 0.0: install the same"),
         (
-            Needs("org/model", Path("/runs/a"), Path("/no/marker")),
+            NodeRequirements("/no/model"),
+            "model.path = '/no/model' is not there: put it on a file system that all nodes share",
+        ),
+        (NodeRequirements("org/model", version="0.0"), "the trainer's is 0.0: install the same"),
+        (
+            NodeRequirements("org/model", Path("/runs/a"), Path("/no/marker")),
             "reporting.output = '/runs/a' is not the same directory",
         ),
     ],
 )
-def test_what_is_missing_is_one_line(needs: Needs, said: str) -> None:
+def test_what_is_missing_is_one_line(needs: NodeRequirements, said: str) -> None:
     assert said in needs.missing()
     assert "\n" not in needs.missing()
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.engines.cluster.head import await_patiently
+from april.engines.ray.head import await_patiently
 from april.engines.weight_transfer import TensorSource
 
 BUCKET = 1 << 28

@@ -10,9 +10,9 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING
 
-from april.engines.cluster.actor_channel import ChannelActor
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.engine_server import EngineServer
+from april.engines.ray.actor_channel import ChannelActor
 from april.rollout.engine import Capacity
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Sites for programs that need one another: all of them, or none.
 
-Invariant: none is taken unless there is one for each, with all that the program needs.
+Invariant: none is taken unless there is one for each, with all that the program requirements.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from april.engines.cluster.head import ask, give_back
-from april.engines.cluster.nodes import SUSPECT, WATCH, alive_nodes, answers, home
-from april.engines.cluster.placement import Demand, Node, pack
-from april.engines.cluster.process_actor import ProcessActor, ProcessSettings
-from april.engines.cluster.site import RESERVING, Site
+from april.engines.ray.actor_placement import RESERVING, ActorPlacement
+from april.engines.ray.head import ask, give_back
+from april.engines.ray.nodes import SUSPECT, WATCH, alive_nodes, answers, home
+from april.engines.ray.placement import Demand, Node, pack
+from april.engines.ray.process_actor import ProcessActor, ProcessSettings
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
 
 
-class ProcessSites:
+class ProcessPlacements:
     """Those of one run, which may need new ones again and again.
 
     Args:
@@ -41,8 +41,8 @@ class ProcessSites:
         settings: ProcessSettings,
         waits: Callable[[str], bool],
         stopped: Callable[[], bool] = lambda: False,
-    ) -> list[Site]:
-        """A site for each of `count` programs, opened.
+    ) -> list[ActorPlacement]:
+        """A placement for each of `count` programs, opened.
 
         Args:
             waits: told every `WATCH` seconds why there are none; whether to wait on.
@@ -59,7 +59,7 @@ class ProcessSites:
                 raise EngineError("stopped before the ranks had nodes")
         return taking.result()
 
-    async def _take(self, count: int, settings: ProcessSettings, waits: Callable[[str], bool]) -> list[Site]:
+    async def _take(self, count: int, settings: ProcessSettings, waits: Callable[[str], bool]) -> list[ActorPlacement]:
         unfit: dict[str, str] = {}
         asked = time.monotonic()
         while True:
@@ -71,8 +71,8 @@ class ProcessSites:
                 placed = pack(nodes, *where, unfit)
             if len(placed) == count:
                 by_id = {node.id: node for node in nodes}
-                if sites := await self._opened([by_id[id] for id in placed], settings, unfit):
-                    return sites
+                if placements := await self._opened([by_id[id] for id in placed], settings, unfit):
+                    return placements
             else:
                 why = f"{len(placed)} of {count} ranks fit, each with {self._demand}"
                 why = "; ".join([*unfit.values(), why])
@@ -88,31 +88,33 @@ class ProcessSites:
         able = await asyncio.gather(*(asyncio.to_thread(answers, node) for node in nodes))
         return [node for node, answer in zip(nodes, able, strict=True) if answer]
 
-    async def _opened(self, nodes: Sequence[Node], settings: ProcessSettings, unfit: dict[str, str]) -> list[Site]:
+    async def _opened(
+        self, nodes: Sequence[Node], settings: ProcessSettings, unfit: dict[str, str]
+    ) -> list[ActorPlacement]:
         """Sites on these nodes; none if something is in the way, which is noted."""
         named, actor = enumerate(nodes, 1), (ProcessActor, [settings])
-        sites = await asyncio.gather(
-            *(ask(Site, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
+        placements = await asyncio.gather(
+            *(ask(ActorPlacement, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
         )
         found = ["stopped"]
         try:
-            found = await asyncio.gather(*(self._problem(site) for site in sites))
+            found = await asyncio.gather(*(self._problem(placement) for placement in placements))
         finally:
             if any(found):
-                await asyncio.gather(*(give_back(site.end) for site in sites))
+                await asyncio.gather(*(give_back(placement.end) for placement in placements))
         if not any(found):
-            return sites
-        for site, problem in zip(sites, found, strict=True):
+            return placements
+        for placement, problem in zip(placements, found, strict=True):
             if problem:
-                unfit[site.node.id] = f"the node at {site.node.address}: {problem}"
+                unfit[placement.node.id] = f"the node at {placement.node.address}: {problem}"
         return []
 
-    async def _problem(self, site: Site) -> str:
-        if not await site.reserved(RESERVING):
-            self.suspect(site.node.id)
+    async def _problem(self, placement: ActorPlacement) -> str:
+        if not await placement.reserved(RESERVING):
+            self.suspect(placement.node.id)
             return f"it has not reserved {self._demand} in {RESERVING} s"
         try:
-            return str(await site.open(1))
+            return str(await placement.open(1))
         except EngineError as error:
-            self.suspect(site.node.id)
+            self.suspect(placement.node.id)
             return str(error)

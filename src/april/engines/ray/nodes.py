@@ -9,8 +9,8 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import available_resources_per_node
 
-from april.engines.cluster.head import ask
-from april.engines.cluster.placement import Node
+from april.engines.ray.head import ask
+from april.engines.ray.placement import Node
 
 ANSWERING = 8.0
 """Seconds that a node may take to answer, before it is asked for an engine."""

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from april.engines.cluster.calls import Function, LostError, NodeCaller, NodeCalls
+from april.engines.ray.node_calls import Function, LostError, NodeCaller, NodeCalls
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import Environment, EnvironmentLost
 

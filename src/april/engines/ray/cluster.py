@@ -15,16 +15,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from april.engines.cluster.engine_actor import EngineActor
-from april.engines.cluster.head import ask
-from april.engines.cluster.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
-from april.engines.cluster.placement import Demand, Node, Placement, place
-from april.engines.cluster.replica import ClusterReplica
-from april.engines.cluster.server_actor import ServerActor, ServerSettings
-from april.engines.cluster.server_replica import ServerReplica
-from april.engines.cluster.site import RESERVING, Site
 from april.engines.embedded.settings import EmbeddedSettings
 from april.engines.pool import EnginePool
+from april.engines.ray.actor_placement import RESERVING, ActorPlacement
+from april.engines.ray.embedded_replica import EmbeddedReplica
+from april.engines.ray.engine_actor import EngineActor
+from april.engines.ray.head import ask
+from april.engines.ray.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
+from april.engines.ray.placement import Demand, Node, Placement, place
+from april.engines.ray.server_actor import ServerActor, ServerSettings
+from april.engines.ray.server_replica import ServerReplica
 from april.engines.servers.server import ServerEngine
 from april.rollout.engine import Capacity, EngineError
 
@@ -35,7 +35,7 @@ HEALTH = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class EngineSpec:
     """The engines of a run.
 
     Args:
@@ -57,9 +57,9 @@ class Wanted:
 class Cluster:
     """Engines on the cluster that this process is connected to."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._training = wanted.training | {home()}
-        self._wanted = wanted
+    def __init__(self, spec: EngineSpec) -> None:
+        self._training = spec.training | {home()}
+        self._spec = spec
         self._suspects: dict[str, float] = {}
         self._placing = asyncio.Lock()
         self._names = 0
@@ -74,11 +74,11 @@ class Cluster:
         Raises:
             EngineError: no node has room, or an engine cannot be started; the message says why.
         """
-        nodes, wanted = await alive_nodes(), self._wanted
-        placed = place(nodes, wanted.demand, wanted.replicas, wanted.placement, self._training)
+        nodes, spec = await alive_nodes(), self._spec
+        placed = place(nodes, spec.demand, spec.replicas, spec.placement, self._training)
         if not placed:
             raise EngineError(self._no_room(nodes))
-        first = Capacity(wanted.engine.max_num_seqs, wanted.engine.context_length or 0)
+        first = Capacity(spec.engine.max_num_seqs, spec.engine.context_length or 0)
         replicas = [self._replica(first) for _ in placed]
         try:
             async with asyncio.TaskGroup() as group:
@@ -95,28 +95,28 @@ class Cluster:
             if isinstance(failed, ExceptionGroup):
                 raise failed.exceptions[0] from None
             raise
-        pool = self._pool = EnginePool(replicas, health_interval=HEALTH, patience=wanted.outage_limit)
-        missing = (wanted.replicas or 0) - len(placed)
+        pool = self._pool = EnginePool(replicas, health_interval=HEALTH, patience=spec.outage_limit)
+        missing = (spec.replicas or 0) - len(placed)
         if missing > 0:
             log.warning("%d engines wait for nodes: %s", missing, self._no_room(nodes))
         for _ in range(missing):
             pool.add(self._replica(replicas[0].capacity))
         return pool
 
-    def _replica(self, capacity: Capacity) -> ClusterReplica | ServerReplica:
+    def _replica(self, capacity: Capacity) -> EmbeddedReplica | ServerReplica:
         self._names += 1
-        name, on_update = f"engine-{self._names - 1}", self._wanted.engine.on_update
-        if self._wanted.connect is not None:
-            return ServerReplica(name, on_update, capacity, self._wanted.connect, self._site, self._opened)
-        return ClusterReplica(name, on_update, capacity, self._site, self._opened)
+        name, on_update = f"engine-{self._names - 1}", self._spec.engine.on_update
+        if self._spec.connect is not None:
+            return ServerReplica(name, on_update, capacity, self._spec.connect, self._place_actor, self._opened)
+        return EmbeddedReplica(name, on_update, capacity, self._place_actor, self._opened)
 
-    async def _site(self, name: str, before: Site | None) -> Site:
+    async def _place_actor(self, name: str, before: ActorPlacement | None) -> ActorPlacement:
         """The site that an engine had, if its actor works or will again; else a new one.
 
         Raises:
             EngineError: there is no room.
         """
-        nodes, wanted = await alive_nodes(), self._wanted
+        nodes, spec = await alive_nodes(), self._spec
         if before is not None:
             if before.node.id in {node.id for node in nodes} and await before.alive():
                 return before
@@ -124,7 +124,7 @@ class Cluster:
         async with self._placing:  # what one takes is not free for the next
             nodes, now = await alive_nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
-            where = wanted.demand, 1, wanted.placement, self._training
+            where = spec.demand, 1, spec.placement, self._training
             silent: set[str] = set()
             while True:
                 chosen = place(nodes, *where, suspects | silent) or place(nodes, *where, silent)
@@ -136,19 +136,23 @@ class Cluster:
                 silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
-            site = await ask(Site, node, _actor(wanted.engine, name), wanted.demand, name)
-            if not await site.reserved(RESERVING):
-                await self._give_up(site)
-                raise EngineError(f"the node at {node.address} has not reserved {wanted.demand} in {RESERVING} s")
-            return site
+            placement = await ask(ActorPlacement, node, _actor(spec.engine, name), spec.demand, name)
+            if not await placement.reserved(RESERVING):
+                await self._give_up(placement)
+                raise EngineError(f"the node at {node.address} has not reserved {spec.demand} in {RESERVING} s")
+            return placement
 
-    async def _give_up(self, site: Site) -> None:
-        self._suspects[site.node.id] = time.monotonic() + SUSPECT
-        await ask(site.end)
+    async def _give_up(self, placement: ActorPlacement) -> None:
+        self._suspects[placement.node.id] = time.monotonic() + SUSPECT
+        await ask(placement.end)
 
     def _no_room(self, nodes: list[Node]) -> str:
-        where = {"spread": "no node", "apart": "no node but those that train", "beside": "no node that trains"}
-        return f"{where[self._wanted.placement]} has {self._wanted.demand} free: april cluster check RECIPE says more"
+        where = {
+            "spread": "no node",
+            "exclude_trainer": "no node but those that train",
+            "with_trainer": "no node that trains",
+        }
+        return f"{where[self._spec.placement]} has {self._spec.demand} free: april cluster check RECIPE says more"
 
     def _silent(self, nodes: list[Node], silent: set[str]) -> str:
         where = ", ".join(node.address for node in nodes if node.id in silent)
@@ -174,9 +178,9 @@ class Cluster:
                 continue
             log.warning("%d node%s joined the cluster", len(joined), "s" * (len(joined) != 1))
             pool.wake()
-            if self._wanted.replicas is None:
+            if self._spec.replicas is None:
                 new = [node for node in nodes if node.id in joined]
-                room = len(place(new, self._wanted.demand, None, self._wanted.placement, self._training))
+                room = len(place(new, self._spec.demand, None, self._spec.placement, self._training))
                 for _ in range(room - sum(not member.ready for member in pool.members)):  # the lost ones come first
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
