@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from april.training.rank_protocol import EXIT_RANK_LOST
 
 if TYPE_CHECKING:
-    from april.engines.cluster.node_process import NodeProcess
+    from april.engines.ray.node_process import NodeProcess
 
 
 class RankState(Enum):
