@@ -193,10 +193,27 @@ async def test_a_failed_call_is_resumed_without_asking_again() -> None:
             await rollouts.rollout(ASKED[3:6])
         engine.dead = False
         engine.flight.clear()
-        step = await rollouts.resume()
+        step = await rollouts.next_batch()
         assert len(step.groups) == 3
         assert rollouts.prompts.requested == 6
         assert rollouts.prompts.extra_drawn == 3
+
+
+async def test_weights_are_a_new_version_after_a_batch_and_the_present_one_before_it() -> None:
+    engine = ScriptedEngine()
+    async with adapter(engine) as rollouts:
+        versions = []
+        for prompts in (ASKED[:3], ASKED[3:6]):
+            await rollouts.follow_weights()
+            await rollouts.follow_weights()
+            versions.append(rollouts.version)
+            await rollouts.rollout(prompts)
+        state = rollouts.state_dict()
+    async with adapter(engine) as rollouts:
+        rollouts.load_state_dict(state)
+        await rollouts.follow_weights()
+        versions.append(rollouts.version)
+    assert versions == [0, 1, 2]
 
 
 async def test_calls_at_the_same_time_wait_for_one_another() -> None:

@@ -1,4 +1,4 @@
-"""What integrations share: april's settings beside a framework's, what is refused, and a dataloader's rows."""
+"""Shared parts of integrations: april's settings, refused settings of frameworks, and rows of dataloaders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 
 from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings, at, refuse
-from april.integrations.version_tracker import VersionTracker
 from april.rollout.params import MAX_STALENESS
 
 
@@ -77,7 +76,7 @@ class Batches:
 
 
 @pytest.mark.parametrize("stop", range(14))
-def test_rows_go_on_where_they_were_saved(stop: int) -> None:
+def test_rows_continue_where_they_were_saved(stop: int) -> None:
     rows = DataloaderRows(Batches())
     whole = [next(rows) for _ in range(18)]
     assert [sorted(whole[i : i + 6]) for i in (0, 6, 12)] == [list(range(6))] * 3
@@ -88,20 +87,3 @@ def test_rows_go_on_where_they_were_saved(stop: int) -> None:
     second.load_state_dict(first.state_dict())
     assert second.peek() == whole[stop]
     assert before + [next(second) for _ in range(18 - stop)] == whole
-
-
-async def test_weights_are_a_new_version_after_a_step_and_the_same_before_it() -> None:
-    said: list[str] = []
-
-    async def update(weights: Any) -> None:
-        said.append("update")
-
-    async def load(weights: Any) -> None:
-        said.append("load")
-
-    versions = VersionTracker(SimpleNamespace(update_weights=update, load_weights=load))  # type: ignore[arg-type]
-    await versions.catch_up()
-    versions.taken = True
-    await versions.catch_up()
-    await versions.catch_up()
-    assert said == ["load", "update", "load"]

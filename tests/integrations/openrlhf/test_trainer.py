@@ -276,7 +276,7 @@ def test_the_filter_replaces_groups(run: Any) -> None:
         assert len(batch) == 4 * GROUP
         for _, group in groupby(batch, key=lambda e: e.prompts[0]):
             assert 0.4 < sum(e.scores.item() for e in group) / GROUP < 1.6
-    assert trainer.samples_generator.scheduler.buffer.rejected
+    assert trainer.samples_generator.adapter.scheduler.buffer.rejected
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ class Plain:
             asked = [encode({"prompt": prompt}) for prompt in prompts[:: trainer.num_generations]]
             groups: list[Group] = self.loop.run(self.adapter.rollout(asked)).groups
         else:
-            self.loop.run(self.adapter.load_weights())
+            self.loop.run(self.adapter.update_weights(version=self.adapter.version))
             groups = self.loop.run(self.adapter.evaluate([encode({"prompt": prompt}) for prompt in prompts]))
         samples = [sample for group in groups for sample in group.samples]
         return {

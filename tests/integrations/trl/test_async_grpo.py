@@ -153,7 +153,7 @@ def test_tools_are_called_beside_generation_and_what_they_answer_is_not_trained_
         assert trl_tools.called(row.completion) == sum(len(transition.info["messages"]) for transition in answered)
     assert answers
     state = json.loads((tmp_path / "run" / "checkpoint-1" / STATE).read_text())
-    begun = {group["id"] for group in state["rollout"]["state"]["buffer"]["groups"]}
+    begun = {group["id"] for group in state["scheduler"]["state"]["buffer"]["groups"]}
     resumed = trainer(tmp_path, trl_tools.reward, given=given, max_steps=4)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert begun
@@ -219,7 +219,7 @@ def test_generation_goes_on_while_two_batches_wait_for_the_trainer(tmp_path: Pat
     while finished < 16:  # all that the bound allows behind them
         assert time.monotonic() < deadline, "nothing is sampled beside training"
         state = worker.state_dict()
-        groups = state["rollout"]["state"]["buffer"]["groups"]
+        groups = state["scheduler"]["state"]["buffer"]["groups"]
         finished = sum(sample["finish"] is not None for group in groups for sample in group["samples"])
         finished *= len(state["batches"]) == 2
     worker.stop()
@@ -230,7 +230,7 @@ def test_a_resumed_run_goes_on_with_what_waited(tmp_path: Path) -> None:
     first.train()
     state = json.loads((tmp_path / "run" / "checkpoint-2" / STATE).read_text())
     waiting = [group["id"] for batch in state["batches"] for group in batch]
-    begun = [group["id"] for group in state["rollout"]["state"]["buffer"]["groups"]]
+    begun = [group["id"] for group in state["scheduler"]["state"]["buffer"]["groups"]]
     assert len(waiting) in (4, 8)
     assert begun
 

@@ -90,7 +90,7 @@ def test_as_many_processes_go_on_bit_for_bit(job: Any) -> None:
 
 def test_one_process_goes_on_without_losing_a_token(job: Any, tmp_path: Path) -> None:
     checkpoint = job[0] / "checkpoint-2"
-    saved = json.loads((checkpoint / STATE).read_text())["rollout"]["state"]["buffer"]["groups"]
+    saved = json.loads((checkpoint / STATE).read_text())["scheduler"]["state"]["buffer"]["groups"]
     tokens = {
         (group["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
         for group in saved

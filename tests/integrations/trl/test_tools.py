@@ -107,7 +107,7 @@ def test_a_resumed_run_goes_on_with_what_was_said(run: Any) -> None:
     """Its environments are new ones, brought to where the completions are by the same calls: the reward checks it."""
     _, folder, way = run
     checkpoint = folder / "checkpoint-2"
-    saved = json.loads((checkpoint / STATE).read_text())["rollout"]["state"]["buffer"]["groups"]
+    saved = json.loads((checkpoint / STATE).read_text())["scheduler"]["state"]["buffer"]["groups"]
     begun = {
         (group["id"], sample["index"]): [token for _, ids, _ in sample["segments"] for token in ids]
         for group in saved

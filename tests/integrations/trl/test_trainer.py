@@ -170,7 +170,7 @@ def test_a_resumed_run_trains_on_what_the_saved_one_would_have(tmp_path: Path, o
     straight = trainer(tmp_path, rollouts={"on_update": on_update}, **settings)
     straight.train()
     straight.close()
-    saved = json.loads((tmp_path / "checkpoint-2" / STATE).read_text())["rollout"]
+    saved = json.loads((tmp_path / "checkpoint-2" / STATE).read_text())["scheduler"]
     assert sum(map(len, (s["segments"] for g in saved["state"]["buffer"]["groups"] for s in g["samples"]))) > 0
 
     resumed = trainer(tmp_path, rollouts={"on_update": on_update}, **settings)

@@ -178,7 +178,9 @@ def test_training_validation_and_a_restart(model: Path, data: Path, tmp_path: Pa
         assert row["responses"][: len(begun)].tolist() == begun
     manager = again.agent_loop_manager
     under_way = {
-        (group.prompt.id, sample.index): sample for group in manager.scheduler.buffer for sample in group.samples
+        (group.prompt.id, sample.index): sample
+        for group in manager.adapter.scheduler.buffer
+        for sample in group.samples
     }
     for key, begun in waiting.items():
         assert under_way[key].response_ids[: len(begun)] == begun, "a saved sample was lost"
@@ -212,7 +214,7 @@ def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> No
     uids = check(first.batches)
     spans = [len(set(row["extra_fields"]["policy_versions"])) for row in first.batches[1]]
     assert max(spans) > 1, "no sample was interrupted before the kill: the test saw nothing"
-    lost = first.agent_loop_manager.scheduler._loop.account.step.failures
+    lost = first.agent_loop_manager.adapter.scheduler._loop.account.step.failures
     assert any("ActorDiedError" in failure.error for failure in lost), "no request was lost: the test saw nothing"
 
     said = run("{dies:[0,2,0]}")
@@ -220,7 +222,7 @@ def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> No
     again = trainers[-1]
     assert not set(uids) & set(check(again.batches, first_step=3))
     (batch,) = again.batches
-    for group in first.agent_loop_manager.scheduler.buffer:
+    for group in first.agent_loop_manager.adapter.scheduler.buffer:
         for sample in group.samples:
             row = next(row for row in batch if (row["uid"], row["session_id"]) == (group.prompt.id, sample.index))
             assert row["responses"][: sample.length].tolist() == sample.response_ids

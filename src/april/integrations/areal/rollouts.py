@@ -27,6 +27,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.areal.settings import params_of
 from april.integrations.areal.workflow import RequestCapture, RequestMade, WorkflowResponse
 from april.integrations.prompts import DataloaderRows
@@ -36,10 +37,9 @@ from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
-from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Prompts:
@@ -70,7 +70,7 @@ class Rollouts:
         self.config = config
         self.params = params_of(config, settings)
         self.prompts: Prompts | None = None
-        self.scheduler: RolloutScheduler | None = None
+        self.adapter: RolloutAdapter | None = None
         self.step: RolloutBatch | None = None
         """The last one."""
         self._loop = EventLoop("april rollouts")
@@ -90,33 +90,32 @@ class Rollouts:
     async def _batch(
         self, addresses: Sequence[str], version: int, workflow: RolloutWorkflow, accept: Any
     ) -> list[dict[str, torch.Tensor]]:
-        if self.scheduler is None:
+        if self.adapter is None:
             self._workflow, self._accept = workflow, accept
-            self.scheduler = await self._begin(addresses)
-        while self.scheduler.engine_version < version:
-            await self.scheduler.update_weights()
-        self.step = await self.scheduler.next_batch()
+            self.adapter = await self._begin(addresses)
+        await self.adapter.advance_to(version)
+        self.step = await self.adapter.next_batch()
         stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in self.step.metrics().items()})
         return [self._trajectory(group) for group in self.step.groups]
 
-    async def _begin(self, addresses: Sequence[str]) -> RolloutScheduler:
+    async def _begin(self, addresses: Sequence[str]) -> RolloutAdapter:
         assert self.prompts is not None, "AReaL's trainer has no dataloader"
         self._sampling = self._sampling_of(self._asked(self.prompts.rows.peek()))
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
-        scheduler = RolloutScheduler(
+        adapter = RolloutAdapter(
             await connect(urls, UnlabelledSGLang, self.config.actor.path),
-            map(self._encode, self.prompts.rows),
-            self._score,
             self.params,
+            extra=map(self._encode, self.prompts.rows),
+            reward=self._score,
             sampling=self._sampling,
             dynamic_filter=self._keep,
             seed=self.config.seed,
             overlap=True,
         )
         if self._saved is not None:
-            scheduler.load_state_dict(self._saved["scheduler"])
-        await scheduler.update_weights(version=scheduler.engine_version)
-        return scheduler
+            adapter.load_state_dict(self._saved)
+        await adapter.update_weights(version=adapter.version)
+        return adapter
 
     def _asked(self, row: Any) -> ModelRequest:
         """What the workflow asks its engine for, given a row."""
@@ -187,9 +186,9 @@ class Rollouts:
 
     def pause(self) -> None:
         """From here on nothing runs on the servers, and their weights may change."""
-        if self.scheduler is not None and self._paused is None:
+        if self.adapter is not None and self._paused is None:
             self._paused = AsyncExitStack()
-            self._loop.run(self._paused.enter_async_context(self.scheduler.pause()))
+            self._loop.run(self._paused.enter_async_context(self.adapter.scheduler.pause()))
 
     def resume(self, version: int) -> None:
         """Go on, under the weights of AReaL's `version`."""
@@ -197,21 +196,20 @@ class Rollouts:
             self._loop.run(self._resume(version))
 
     async def _resume(self, version: int) -> None:
-        assert self.scheduler is not None
+        assert self.adapter is not None
         assert self._paused is not None
-        while self.scheduler.engine_version < version:
-            await self.scheduler.update_weights()
+        await self.adapter.advance_to(version)
         paused, self._paused = self._paused, None
         await paused.aclose()
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """The buffer; None before the first batch. While paused."""
-        if self.scheduler is None:
+        if self.adapter is None:
             return self._saved
-        return self._loop.run(self._state(self.scheduler))
+        return self._loop.run(self._state(self.adapter))
 
-    async def _state(self, scheduler: RolloutScheduler) -> Mapping[str, Any]:
-        return with_format(FORMAT, scheduler=scheduler.state_dict())
+    async def _state(self, adapter: RolloutAdapter) -> Mapping[str, Any]:
+        return with_format(FORMAT, **adapter.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from `state_dict`, before the first batch.
@@ -222,12 +220,12 @@ class Rollouts:
         self._saved = None if state is None else check_format(state, FORMAT, "AReaL's recovery state")
 
     def close(self) -> None:
-        if self.scheduler is not None:
-            scheduler, self.scheduler = self.scheduler, None
-            self._loop.run(self._close(scheduler))
+        if self.adapter is not None:
+            adapter, self.adapter = self.adapter, None
+            self._loop.run(self._close(adapter))
         self._loop.close()
         self._questions.close()
 
-    async def _close(self, scheduler: RolloutScheduler) -> None:
-        await scheduler.__aexit__()
-        await scheduler.engine.close()
+    async def _close(self, adapter: RolloutAdapter) -> None:
+        await adapter.close()
+        await adapter.scheduler.engine.close()

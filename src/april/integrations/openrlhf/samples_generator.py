@@ -25,22 +25,21 @@ from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
 from april.engines.pool import EnginePool
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.finished_response import FinishedResponse
 from april.integrations.openrlhf.settings import check, params_of
 from april.integrations.openrlhf.vllm_actor import replicas
 from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings
 from april.integrations.state_format import check_format, with_format
-from april.integrations.version_tracker import VersionTracker
 from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
-FORMAT = 1
+FORMAT = 2
 
 
 class ExecutorResponse(FinishedResponse):
@@ -79,16 +78,15 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     async def _set_up(self, settings: Settings) -> None:
         self.rows = DataloaderRows(self.prompts_dataloader, rows_of)
-        self.scheduler = RolloutScheduler(
+        self.adapter = RolloutAdapter(
             EnginePool(list[Engine](replicas(self.vllm_engines))),
-            map(self._encode_row, self.rows),
-            self._score,
             params_of(self.args, settings),
+            extra=map(self._encode_row, self.rows),
+            reward=self._score,
             sampling=self._sampling(self.generate_kwargs),
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
         )
-        self._versions = VersionTracker(self.scheduler)
         self.step: RolloutBatch | None = None
         """The last one."""
 
@@ -174,10 +172,9 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._awake("wake_up")
         try:
             self._loop.run(self._catch_up())
-            step = self._loop.run(self.scheduler.next_batch())
+            step = self._loop.run(self.adapter.next_batch())
         finally:
             self._awake("sleep")
-        self._versions.taken = True
         self.step = step
         self._steps += 1
         over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
@@ -189,7 +186,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     async def _catch_up(self) -> None:
         if self.updated:
-            await self._versions.catch_up()
+            await self.adapter.follow_weights()
             self.updated = False
 
     def _generate_vllm(
@@ -204,7 +201,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     async def _evaluate(self, prompts: Sequence[Prompt], count: int, sampling: SamplingParams) -> list[Group]:
         await self._catch_up()
-        groups = await self.scheduler.evaluate(prompts, count, sampling)
+        groups = await self.adapter.evaluate(prompts, count, sampling)
         for group in groups:
             for sample in group.samples:
                 reward = await self._score(group.prompt, sample)
@@ -213,14 +210,13 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     def state_dict(self) -> str:
         """The buffer, for OpenRLHF's checkpoint."""
-        state = self.scheduler.state_dict()
-        return as_json(with_format(FORMAT, steps=self._steps, taken=self._versions.taken, scheduler=state))
+        return as_json(with_format(FORMAT, steps=self._steps, **self.adapter.state_dict()))
 
     def load_state_dict(self, saved: str) -> None:
         state = check_format(json.loads(saved), FORMAT, "OpenRLHF's checkpoint")
         self.rows.reopen()
-        self.scheduler.load_state_dict(state["scheduler"])
-        self._steps, self._versions.taken, self.updated = state["steps"], state["taken"], True
+        self.adapter.load_state_dict(state)
+        self._steps, self.updated = state["steps"], True
 
 
 def _number(value: Any) -> Any:

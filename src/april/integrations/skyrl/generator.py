@@ -36,13 +36,12 @@ from april.integrations.servers import UnlabelledVLLM, connect
 from april.integrations.settings import Settings
 from april.integrations.skyrl.settings import check, params_of
 from april.integrations.state_format import check_format, with_format
-from april.integrations.version_tracker import VersionTracker
 from april.rollout.batch import RolloutBatch
 from april.rollout.disk import as_json
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Prompts:
@@ -111,7 +110,6 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self.adapter: RolloutAdapter | None = None
         self.step: RolloutBatch | None = None
         """The last one."""
-        self._versions: VersionTracker | None = None
         self._weights: int | None = None
         """SkyRL's count of weights when rollouts were last collected."""
         self._saved: Mapping[str, Any] | None = None
@@ -123,9 +121,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
             return await super().generate(input_batch, disable_tqdm)
         adapter = await self._connected()
         step = await adapter.rollout([self._encode(row) for row in self._rows(input_batch)])
-        assert self._versions is not None
         self.step = step
-        self._versions.taken = True
         output = await self._assembled(step.groups, input_batch)
         output["rollout_metrics"].update({f"april/{name}": value for name, value in step.metrics().items()})
         return output
@@ -217,14 +213,11 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         """The buffer, with SkyRL's servers and the weights they hold."""
         if self.adapter is None:
             self.adapter = await self._begin()
-            self._versions = VersionTracker(self.adapter.scheduler)
             if self._saved is not None:
-                self.adapter.load_state_dict(self._saved["scheduler"])
-                self._versions.taken = self._saved["taken"]
-        assert self._versions is not None
+                self.adapter.load_state_dict(self._saved)
         weights = self.inference_engine_client.weight_version
         if weights != self._weights:
-            await self._versions.catch_up()
+            await self.adapter.follow_weights()
             self._weights = weights
         return self.adapter
 
@@ -250,9 +243,9 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
 
     def state_dict(self) -> Mapping[str, Any] | None:
         """The buffer, for SkyRL's checkpoint; None before the first rollout."""
-        if self.adapter is None or self._versions is None:
+        if self.adapter is None:
             return self._saved
-        return with_format(FORMAT, taken=self._versions.taken, scheduler=self.adapter.state_dict())
+        return with_format(FORMAT, **self.adapter.state_dict())
 
     def load_state_dict(self, saved: Mapping[str, Any], where: str) -> None:
         """Go on from `state_dict`, before the first rollout.

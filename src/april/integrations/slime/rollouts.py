@@ -38,6 +38,7 @@ from slime.utils.types import Sample as SlimeSample
 from transformers import AutoConfig, GenerationConfig
 
 from april.engines.servers.stream_interval import StreamInterval
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.slime.samples import differs, mark_unfinished, sampled, scored
 from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
@@ -46,7 +47,6 @@ from april.integrations.support_sets import SupportSets
 from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
-from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 
 log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class SlimeRollouts:
         self.data_source = data_source
         self.tokenizer = load_tokenizer(args.hf_checkpoint, trust_remote_code=TRUSTED)
         self.drawn = 0
-        self._scheduler: RolloutScheduler | None = None
+        self._adapter: RolloutAdapter | None = None
         self._label: str | None = None
         self._interval = StreamInterval("auto")
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
@@ -129,7 +129,7 @@ class SlimeRollouts:
 
         After a restart, first those that had been handed over for this rollout and not trained on.
         """
-        again = self._scheduler is None and self._batch is not None and self._batch.rollout_id == rollout_id
+        again = self._adapter is None and self._batch is not None and self._batch.rollout_id == rollout_id
         metrics = {} if again else await self._generate(rollout_id)
         assert self._batch is not None
         groups = [self._hand_over(group, self._batch.version) for group in self._batch.groups]
@@ -144,13 +144,15 @@ class SlimeRollouts:
         """A new batch; returns april's metrics of it."""
         engine, label = await connect(self.args, self._support_sets, self._interval)
         try:
-            scheduler = await self._go_on(engine, label)
+            adapter = await self._continue(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
-            step = await scheduler.next_batch()
-            for group in scheduler.buffer:
+            step = await adapter.next_batch()
+            for group in adapter.scheduler.buffer:
                 mark_unfinished(group, rollout_id)
             if self._support_sets is not None:
-                self._support_sets.keep({sample.id for g in (*scheduler.buffer, *step.groups) for sample in g.samples})
+                self._support_sets.keep(
+                    {sample.id for g in (*adapter.scheduler.buffer, *step.groups) for sample in g.samples}
+                )
         finally:
             await engine.close()
         self._batch = Batch(rollout_id, step.version, step.groups)
@@ -164,40 +166,37 @@ class SlimeRollouts:
         """
         batch = self._batch
         ahead = batch.to_dict() if batch is not None and batch.rollout_id > rollout_id else None
-        if self._scheduler is None:
+        if self._adapter is None:
             return {**self._saved, "ahead": ahead} if self._saved is not None else {}
         return with_format(
             FORMAT,
             drawn=self.drawn,
-            scheduler=self._scheduler.state_dict(),
+            **self._adapter.state_dict(),
             ahead=ahead,
             support_sets=None if self._support_sets is None else self._support_sets.state_dict(),
         )
 
-    async def _go_on(self, engine: Engine, label: str | None) -> RolloutScheduler:
+    async def _continue(self, engine: Engine, label: str | None) -> RolloutAdapter:
         """Go on with this engine. Other weights than the last rollout's, or a restart, are a new policy version."""
-        same = self._scheduler is not None and label == self._label
-        if self._scheduler is None:
-            self._scheduler = self._begin(engine)
+        same = self._adapter is not None and label == self._label
+        if self._adapter is None:
+            self._adapter = self._begin(engine)
             same = self._saved is None
             if self._saved is not None:
-                self._restore(self._scheduler, self._saved)
-        scheduler = self._scheduler
-        scheduler.engine = engine
-        if same:
-            await scheduler.update_weights(version=scheduler.engine_version)
-        else:
-            await scheduler.update_weights()
+                self._restore(self._adapter, self._saved)
+        adapter = self._adapter
+        adapter.scheduler.engine = engine
+        await adapter.update_weights(version=adapter.version if same else None)
         self._label = label
-        return scheduler
+        return adapter
 
-    def _begin(self, engine: Engine) -> RolloutScheduler:
+    def _begin(self, engine: Engine) -> RolloutAdapter:
         args = self.args
-        return RolloutScheduler(
+        return RolloutAdapter(
             engine,
-            self.prompts(),
-            self._score_group if args.group_rm else self.score,
             params_of(args),
+            extra=self.prompts(),
+            reward=self._score_group if args.group_rm else self.score,
             sampling=SamplingParams(
                 max_tokens=args.rollout_max_response_len,
                 temperature=args.rollout_temperature,
@@ -210,8 +209,8 @@ class SlimeRollouts:
             seed=args.rollout_seed,
         )
 
-    def _restore(self, scheduler: RolloutScheduler, state: Mapping[str, Any]) -> None:
-        scheduler.load_state_dict(state["scheduler"])
+    def _restore(self, adapter: RolloutAdapter, state: Mapping[str, Any]) -> None:
+        adapter.load_state_dict(state)
         self.drawn = state["drawn"]
 
     def _stop_tokens(self) -> tuple[int, ...]:
@@ -280,12 +279,12 @@ class SlimeRollouts:
 
     def _keep(self, group: Group) -> bool:
         """slime's dynamic sampling filter."""
-        assert self._scheduler is not None
+        assert self._adapter is not None
         samples = scored(group)
         output = call_dynamic_filter(self._filter, self.args, samples)
         dropped: bool = should_drop_dynamic_filter_output(
             output,
-            remaining_batch_size=len(self._scheduler.buffer),
+            remaining_batch_size=len(self._adapter.scheduler.buffer),
             target_data_size=self.args.rollout_batch_size,
         )
         if dropped:

@@ -21,7 +21,7 @@ STATE = "april.json"
 """The file of a TRL checkpoint that holds the buffer."""
 
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Checkpoint(TrainerCallback):

@@ -252,11 +252,11 @@ class AsyncRollouts:
     async def _state(self) -> dict[str, Any]:
         async with self._turn, self.scheduler.pause():
             batches = [[group.to_dict() for group in batch] for batch in self._batches]
-            return {"rollout": self.scheduler.state_dict(), "batches": batches}
+            return {"scheduler": self.scheduler.state_dict(), "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict`, before `start`."""
-        self.scheduler.load_state_dict(state["rollout"])
+        self.scheduler.load_state_dict(state["scheduler"])
         self._offset = 1 - self.scheduler.engine_version
         for batch in state["batches"]:
             self._hand_over([Group.from_dict(saved) for saved in batch])

@@ -207,7 +207,8 @@ class TRLRollouts:
     def _load(self, step: int) -> None:
         """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
         if step != self.loaded:
-            self._loop.run(self.adapter.load_weights(self.transfer.offer(self.adapter.version)))
+            version = self.adapter.version
+            self._loop.run(self.adapter.update_weights(self.transfer.offer(version), version))
             self.loaded = step
 
     def take_metrics(self) -> dict[str, float]:
@@ -223,7 +224,7 @@ class TRLRollouts:
         # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
         assert self.engine is not None
         self.engine.forget()
-        return {"trained": self.trained, "rollout": self.adapter.state_dict()}
+        return {"trained": self.trained, **self.adapter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on from what `state_dict` gave process 0; None: with no rollouts under way."""
@@ -231,7 +232,7 @@ class TRLRollouts:
         if found:
             (self.trained,), self.loaded = found, None
         if state is not None and self.job.leads:
-            self.adapter.load_state_dict(state["rollout"])
+            self.adapter.load_state_dict(state)
         if self.episodes is not None:
             self._loop.run(self._keep_none(self.episodes))
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils import tensordict_utils as tu
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 
+from april.integrations.adapter import RolloutAdapter
 from april.integrations.state_format import check_format, with_format
 from april.integrations.verl.agent_loops import UNLIMITED_TURNS, AgentLoops
 from april.integrations.verl.replicas import ReplicaEngine, capacity_of
@@ -37,7 +37,6 @@ from april.integrations.verl.settings import params_of
 from april.rollout.environment import saved
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import SamplingParams
-from april.rollout.scheduler import RolloutScheduler
 from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 OF_LOOP = "agent_loop"
 """What is kept of an agent loop's output, among what a sample's reward says."""
 
-FORMAT = 4
+FORMAT = 5
 
 SINGLE_TURN = "single_turn_agent"
 
@@ -79,7 +78,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """There are none where every sample is one turn."""
         if self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable:
             self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
-        self._queue: deque[Prompt] = deque()
         self._refill: Callable[[int], int] | None = None
         self._abort: Callable[[], Any] | None = None
         self._lost: Callable[[ActorDiedError], int] | None = None
@@ -88,7 +86,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             hf_model_type=self.worker.hf_model_type,
             chat_template_kwargs=self.config.data.get("apply_chat_template_kwargs", {}),
         )
-        self.scheduler = self._schedule()
+        self.adapter = self._connect()
 
     def attach(
         self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
@@ -115,7 +113,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                     "actor_rollout_ref.rollout.multi_turn.enable=true"
                 )
             self.rows[row["uid"]] = row
-            self._queue.append(self._prompt(row))
+            self.adapter.prompts.request([self._prompt(row)])
 
     def collect(self, global_steps: int) -> dict[str, float]:
         """Have a batch of complete groups in TransferQueue, ready to be sampled."""
@@ -123,21 +121,21 @@ class AprilRolloutManager(AgentLoopManagerTQ):
 
     async def _collect(self, global_steps: int) -> dict[str, float]:
         # verl counts steps from 1 and updates the weights after each: step k samples with the weights of step k - 1.
-        while self.scheduler.engine_version < global_steps - 1:
-            await self.scheduler.update_weights()
-        step = await self.scheduler.next_batch()
+        await self.adapter.advance_to(global_steps - 1)
+        step = await self.adapter.next_batch()
         # One after another: verl takes rows in the order they came, and a group's belong together.
         for group in step.groups:
             await self._hand_over(group)
         for left_out in step.quarantined:
             log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
-        kept = {group.prompt.id for group in [*step.groups, *self.scheduler.buffer]}
-        if rejected := [uid for uid in self.rows if uid not in kept and not any(p.id == uid for p in self._queue)]:
+        kept = {group.prompt.id for group in [*step.groups, *self.adapter.scheduler.buffer]}
+        kept |= {prompt.id for prompt in self.adapter.prompts.queue}
+        if rejected := [uid for uid in self.rows if uid not in kept]:
             await tq.async_kv_clear(keys=rejected, partition_id="train")
         for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
             del self.rows[uid]
         if self.loops is not None:
-            self.loops.keep({sample.id for group in self.scheduler.buffer for sample in group.samples})
+            self.loops.keep({sample.id for group in self.adapter.scheduler.buffer for sample in group.samples})
         return {f"training/april/{name}": value for name, value in step.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
@@ -213,11 +211,11 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         return Prompt(tuple(token_ids[-limit:]), row["uid"])
 
     def _prompts(self) -> Iterator[Prompt]:
+        """Have verl request further prompts, one at a time."""
         while True:
-            if not self._queue:
-                assert self._refill is not None, "attach comes first"
-                self._refill(1)
-            yield self._queue.popleft()
+            assert self._refill is not None, "attach comes first"
+            self._refill(1)
+            yield self.adapter.prompts.queue.popleft()
 
     def _keep(self, group: Group) -> bool:
         """verl's filter of groups that carry no signal (algorithm.filter_groups)."""
@@ -236,7 +234,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         assert self._lost is not None, "attach comes first"
         return self._lost(error)
 
-    def _schedule(self) -> RolloutScheduler:
+    def _connect(self) -> RolloutAdapter:
         rollout = self.rollout_config
         filters = self.config.algorithm.get("filter_groups")
         gpus = self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node
@@ -255,11 +253,11 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             replicas,
             self._lose,
         )
-        return RolloutScheduler(
+        return RolloutAdapter(
             engine,
-            self._prompts(),
-            self._score,
             params_of(self.config),
+            extra=self._prompts(),
+            reward=self._score,
             sampling=SamplingParams(
                 max_tokens=rollout.response_length,
                 temperature=rollout.temperature,
@@ -280,9 +278,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
     async def _state(self) -> dict[str, Any]:
         return with_format(
             FORMAT,
-            queue=[prompt.id for prompt in self._queue],
             sampling=self._sampling_params,
-            scheduler=self.scheduler.state_dict(),
+            **self.adapter.state_dict(),
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
@@ -293,8 +290,9 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """
         check_format(state, FORMAT, "verl's checkpoint")
         self._sampling_params.update(state["sampling"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        uids = [*(group.prompt.id for group in self.scheduler.buffer), *state["queue"]]
+        self.adapter.load_state_dict(state)
+        uids = [group.prompt.id for group in self.adapter.scheduler.buffer]
+        uids += [prompt.id for prompt in self.adapter.prompts.queue]
         if uids:
             batch = tq.kv_batch_get(keys=uids, partition_id="train")
             tags = tq.kv_list("train")["train"]
@@ -302,7 +300,6 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 row = {**row_of(batch, i), "global_steps": tags[uid]["global_steps"]}
                 row.setdefault("agent_name", self._agent)
                 self.rows[uid] = row
-            self._queue.extend(self._prompt(self.rows[uid]) for uid in state["queue"])
         return len(uids)
 
 
