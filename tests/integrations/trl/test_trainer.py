@@ -191,7 +191,7 @@ def test_a_checkpoint_without_rollouts_is_resumed_with_a_warning(
     first.close()
     saved = tmp_path / "checkpoint-1" / STATE
     saved.write_text(json.dumps({**json.loads(saved.read_text()), "format": 0}))
-    with pytest.raises(ValueError, match=r"april.json: the rollouts were saved in format 0, and this april reads 1"):
+    with pytest.raises(ValueError, match=r"april.json: the rollouts were saved in format 0, and this april reads 2"):
         first.train(resume_from_checkpoint=True)
     saved.unlink()
     second = trainer(tmp_path, max_steps=2)
