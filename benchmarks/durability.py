@@ -29,6 +29,7 @@ from april.config.reading import load_recipe
 from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.rollout.journal import Journal
+from april.rollout.journal_file import segments_of
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
@@ -100,7 +101,7 @@ class Arm:
 async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     recipe = load_recipe(Path(args.recipe))
     policy, task = load_policy(recipe.model), build_task(recipe.task)
-    journal = TimedJournal(directory / "journal.sqlite", args.delay)
+    journal = TimedJournal(directory / "journal", args.delay)
     without, durable = Arm(recipe, policy, task, None), Arm(recipe, policy, task, journal)
     for arm in (without, durable):  # first steps differ: buffers are empty, caches and kernels cold
         await arm.block(args.warm_up)
@@ -117,7 +118,7 @@ async def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     tokens = durable.scheduler.buffer.sampled_tokens
     assert tokens == without.scheduler.buffer.sampled_tokens, "the arms did different work"
     journal.close()
-    size = (directory / "journal.sqlite").stat().st_size
+    size = sum(segment.stat().st_size for segment in segments_of(directory / "journal"))
     ratios = [b / a for a, b in zip(without.rates, durable.rates, strict=True)]
     processor = [b / a for a, b in zip(without.processor_rates, durable.processor_rates, strict=True)]
     return {

@@ -9,8 +9,8 @@ point lies before and behind each commit of the journal, each fsync, rename and 
 file of a checkpoint. The modes:
 
 - kill: SIGKILL at the point;
-- power: the same, and what was not synced is gone: files shrink to what fsync has seen, the journal's log is torn
-  anywhere in its last transaction;
+- power: the same, and what was not synced is gone: files shrink to what fsync has seen, the journal is torn anywhere
+  in its last commit;
 - twice: SIGKILL at the point, and again while the run goes through its journal;
 - full: from the point on, everything that writes fails for want of space, until the next life;
 - signal: SIGINT at the point, and SIGTERM at the next.
@@ -36,7 +36,6 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import sys
 import tempfile
 import threading
@@ -152,7 +151,6 @@ class Points:
         self.passed = 0
         self.failing = False
         self.synced: dict[int, int] = {}
-        self.torn = 0
         self._one_at_a_time = threading.RLock()
         """What another thread writes beside a point would not be in the copy of this process that loses power."""
         for owner, name in (
@@ -162,26 +160,20 @@ class Points:
             (torch, "save"),
             (Path, "write_text"),
             (StepLog, "write"),
-            (Journal, "_forget"),
+            (Journal, "remove"),
+            (Journal, "commit"),
         ):
             setattr(owner, name, self.counted(getattr(owner, name)))
         os.fsync = self.counted(self.seen(os.fsync))
-        Journal.commit = self.counted(self.committed(Journal.commit))  # type: ignore[method-assign]
 
     def counted(self, write: Callable[..., Any]) -> Callable[..., Any]:
         rmtree = shutil.rmtree
-        database = write.__qualname__.startswith(("Journal", "Points.committed"))
 
         def point(*args: Any, **kwargs: Any) -> Any:
             with self._one_at_a_time:
-                self.torn = 0
                 self.reached()
                 if self.failing and write is not rmtree:  # removing takes no space
-                    raise (
-                        sqlite3.OperationalError("database or disk is full")
-                        if database
-                        else OSError(errno.ENOSPC, "No space left on device")
-                    )
+                    raise OSError(errno.ENOSPC, "No space left on device")
                 result = write(*args, **kwargs)
                 self.reached()
                 return result
@@ -201,14 +193,6 @@ class Points:
 
         return sync
 
-    def committed(self, commit: Callable[..., None]) -> Callable[..., None]:
-        def tearable(journal: Journal, records: Any) -> None:
-            before = Path(f"{journal.path}-wal").stat().st_size
-            commit(journal, records)
-            self.torn = before
-
-        return tearable
-
     def lose_power(self) -> None:
         """Everything that was not synced is gone. A copy of this process does it, while all threads of this one stand
         still: what one of them syncs or renames meanwhile would be of no power loss."""
@@ -219,13 +203,12 @@ class Points:
         while any(_state(task) != "T" for task in Path(f"/proc/{victim}/task").iterdir()):
             time.sleep(0.001)
         for path in self.directory.rglob("*"):
-            if not path.is_file() or path.name == "lock" or path.name == "journal.sqlite":
+            if not path.is_file() or path.name == "lock":
                 continue
             size = path.stat().st_size
             kept = self.synced.get(path.stat().st_ino, 0)
-            if path.name == "journal.sqlite-wal":
-                # The point behind a commit stands for every moment of it; elsewhere SQLite has synced its log.
-                kept = self.torn + self.at * 7919 % max(size - self.torn, 1) if self.torn else size
+            if path.suffix == ".events":
+                kept += self.at * 7919 % (max(size - kept, 0) + 1)  # any part of what was not synced may be there
             os.truncate(path, min(size, kept))
         os.kill(victim, signal.SIGKILL)
         os._exit(0)

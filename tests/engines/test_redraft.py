@@ -146,13 +146,13 @@ async def test_a_checkpoint_keeps_drafts() -> None:
 
 async def test_a_journal_makes_the_same_drafts_again(tmp_path: Path) -> None:
     policy = policy_after(0)
-    journal = Journal(tmp_path / "journal.sqlite", flush_seconds=0)
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
     async with scheduler(policy, journal) as rollouts:
         died = await steps_of(rollouts, policy, range(3))
         state = json.loads(json.dumps(rollouts.state.state_dict()))
     journal.close()
     policy = policy_after(0)
-    journal = Journal(tmp_path / "journal.sqlite", flush_seconds=0)
+    journal = Journal(tmp_path / "journal", flush_seconds=0)
     journal.seek(None)
     async with scheduler(policy, journal) as rollouts:
         again = await steps_of(rollouts, policy, range(3))

@@ -234,7 +234,7 @@ async def test_tokens_may_be_any_sequence_and_survive_the_journal(kind: str, tmp
         )
 
     for _ in range(2):  # sampled, and replayed
-        journal = Journal(tmp_path / "journal.sqlite", flush_seconds=0)
+        journal = Journal(tmp_path / "journal", flush_seconds=0)
         journal.seek(None)
         async with rollouts(journal) as scheduler:
             step = await scheduler.next_batch()

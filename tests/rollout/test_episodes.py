@@ -173,7 +173,7 @@ def test_a_run_that_dies_goes_on_with_its_episodes(s: dict[str, Any], crashes: i
         return collected, rollouts
 
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
+        path = Path(directory) / "journal"
         for _ in range(crashes):
             asyncio.run(lives(path, after))
         steps, rollouts = asyncio.run(lives(path, None))

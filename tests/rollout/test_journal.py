@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
-import shutil
-import sqlite3
+import os
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,15 @@ from april import (
     StalenessError,
 )
 from april.rollout import journal as journal_module
+from april.rollout import journal_file
 from april.rollout.batch import Plan
 from april.rollout.buffer import Rejection
 from april.rollout.events import Admitted, Event, Rejected, Rewarded, Trained
 from april.rollout.journal import Journal
-from april.rollout.journal_file import DamageError, JournalError
-from april.rollout.records import decode
-from april.rollout.salvage import salvage
+from april.rollout.journal_file import FORMAT, DamageError, JournalError, repair_journal, segments_of
+from april.rollout.records import Record, _content, decode
+from tests.journals import content as contents
+from tests.journals import copy, cut, damage, last_events, place_of
 from tests.scripted_engine import ScriptedEngine, response
 
 
@@ -94,18 +96,6 @@ def content(step: RolloutBatch) -> dict[str, Any]:
     return {**step.to_dict(), "groups": [group.to_dict() for group in step.groups]}
 
 
-def numbers(path: Path) -> list[int]:
-    with closing(sqlite3.connect(path)) as database:
-        return [number for (number,) in database.execute("SELECT number FROM records ORDER BY number")]
-
-
-def cut(path: Path, after: int) -> None:
-    """Lose every record after the one whose last event is `after`."""
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("DELETE FROM records WHERE number > ?", (after,))
-        database.commit()
-
-
 @given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.booleans(), st.floats(0, 1))
 @settings(max_examples=40, deadline=None)
 def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
@@ -113,10 +103,10 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
 ) -> None:
     """Steps handed over come out again as they were, everything else goes on from its last token, nothing twice."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
+        path = Path(directory) / "journal"
         with closing(Journal(path, flush_seconds=0)) as journal:
             before = asyncio.run(collect(build(journal, seed, failure_rate, filtered), 5))
-        records = [0, *numbers(path)]
+        records = [0, *last_events(path)]
         cut(path, records[round(where * (len(records) - 1))])
 
         with closing(Journal(path, flush_seconds=0)) as journal:
@@ -148,7 +138,7 @@ def test_a_run_that_dies_anywhere_goes_on_with_what_is_on_disk(
 
 
 def test_an_end_that_came_without_a_token_is_remembered(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
+    path = tmp_path / "journal"
     with closing(Journal(path, flush_seconds=0)) as journal:
         live = build(journal)
         live.engine.ends_apart = True  # type: ignore[attr-defined]
@@ -164,7 +154,7 @@ def test_an_end_that_came_without_a_token_is_remembered(tmp_path: Path) -> None:
 
 
 async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
+    path = tmp_path / "journal"
     with closing(Journal(path)) as journal:
         rollouts = build(journal)
         async with rollouts:
@@ -172,9 +162,9 @@ async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) ->
             for number in range(4):
                 if number == 2:
                     state = json.loads(json.dumps(rollouts.state_dict()))
-                    journal.prune(journal.position)
                 steps.append(await rollouts.next_batch())
                 await rollouts.update_weights()
+            journal.prune(state["journal"]["position"])
             end = rollouts.state_dict()
     with closing(Journal(path)) as journal:
         again = build(journal)
@@ -188,7 +178,7 @@ async def test_a_saved_state_and_the_journal_after_it_are_one(tmp_path: Path) ->
 
 
 async def test_a_loop_that_updates_the_weights_at_other_moments_is_told_so(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
+    path = tmp_path / "journal"
     with closing(Journal(path)) as journal:
         await collect(build(journal), 2)
     with closing(Journal(path)) as journal:
@@ -236,14 +226,17 @@ def test_every_event_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read(tmp_path / "j") == made
 
 
-def crashed(path: Path, made: list[Event]) -> None:
-    """Leave at `path` what a process that dies after writing leaves: a database and its write-ahead log."""
+def crashed(path: Path, made: list[Event], each: int = 1) -> Path:
+    """Leave at `path` what a process that dies after writing leaves, and return its segment."""
     with closing(Journal(path.with_name("live"), flush_seconds=3600)) as journal:
-        for event in made:
+        for i, event in enumerate(made):
             journal.record(event)
-            journal.flush()
-        for suffix in ("", "-wal"):
-            shutil.copyfile(f"{journal.path}{suffix}", f"{path}{suffix}")
+            if i % each == each - 1:
+                journal.flush()
+        journal.flush()
+        copy(journal.path, path)
+    (segment,) = segments_of(path)
+    return segment
 
 
 def test_what_was_flushed_survives_a_process_that_does_not_end(tmp_path: Path) -> None:
@@ -252,50 +245,62 @@ def test_what_was_flushed_survives_a_process_that_does_not_end(tmp_path: Path) -
     assert read(tmp_path / "j") == made
 
 
-def test_a_log_cut_off_at_any_byte_gives_a_beginning_of_what_happened(tmp_path: Path) -> None:
+def test_a_journal_cut_off_at_any_byte_gives_a_beginning_of_what_happened(tmp_path: Path) -> None:
     made = events(20)
-    crashed(tmp_path / "j", made)
-    whole = (tmp_path / "j-wal").read_bytes()
-    lengths = set()
-    for size in [*range(0, len(whole), 509), len(whole) - 1]:
-        copy = tmp_path / f"cut-{size}"
-        shutil.copyfile(tmp_path / "j", copy)
-        Path(f"{copy}-wal").write_bytes(whole[:size])
-        found = read(copy)
+    segment = crashed(tmp_path / "j", made)
+    whole, lengths = segment.read_bytes(), set()
+    for size in [*range(0, len(whole), 37), len(whole) - 1]:
+        segment.write_bytes(whole[:size])
+        found = read(tmp_path / "j")
         assert found == made[: len(found)]
         lengths.add(len(found))
     assert len(lengths) == len(made), "each record but the last is the last whole one at some length"
 
 
-def damage(path: Path, position: int, value: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= value
-    path.write_bytes(data)
+@pytest.mark.parametrize("remains", [b"", b"\0" * 300, b"\xa5rec" * 90])
+def test_a_torn_tail_is_removed_before_the_next_write_and_not_before(tmp_path: Path, remains: bytes) -> None:
+    made = events()
+    segment = crashed(tmp_path / "j", made[:-1])
+    whole = segment.read_bytes()
+    _, at = place_of(tmp_path / "j", len(made) - 1)
+    torn = whole[: at + 20] + remains
+    segment.write_bytes(torn)
+    with closing(Journal(tmp_path / "j")) as journal:
+        assert list(journal.replay()) == made[:-2]
+        assert segment.read_bytes() == torn
+        journal.record(made[-2], made[-1])
+    assert read(tmp_path / "j") == made
 
 
-def test_a_log_damaged_in_its_middle_is_not_taken_for_its_end(tmp_path: Path) -> None:
-    crashed(tmp_path / "j", events())
-    wal = tmp_path / "j-wal"
-    for position in (10, 25, 40, wal.stat().st_size // 2):
-        before = wal.read_bytes()
-        damage(wal, position, 255)
-        damaged = wal.read_bytes(), (tmp_path / "j").read_bytes()
-        with pytest.raises(DamageError, match="j-wal: damaged"):
+def test_a_journal_damaged_before_its_last_commit_is_an_error(tmp_path: Path) -> None:
+    segment = crashed(tmp_path / "j", events(), each=2)
+    whole = segment.read_bytes()
+    _, last = place_of(tmp_path / "j", 39)
+    for position in (10, 25, 40, 60, len(whole) // 2, last - 5):
+        damage(segment, position, 255)
+        damaged = segment.read_bytes()
+        with pytest.raises(DamageError, match=r"j/.*events: damaged before its end"):
             read(tmp_path / "j")
-        assert (wal.read_bytes(), (tmp_path / "j").read_bytes()) == damaged, "it is left as it was found"
-        wal.write_bytes(before)
+        assert segment.read_bytes() == damaged, "it is left as it was found"
+        segment.write_bytes(whole)
     assert read(tmp_path / "j") == events()
+
+
+def test_pages_of_the_last_commit_that_reached_the_disk_alone_are_no_damage(tmp_path: Path) -> None:
+    """Of a commit that was never complete, any part may be there."""
+    segment = crashed(tmp_path / "j", events(), each=4)
+    _, at = place_of(tmp_path / "j", 37)
+    damage(segment, at + 30, 255)
+    assert read(tmp_path / "j") == events()[:36]
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_damaged_files_give_a_beginning_or_a_clear_error(files: Path, data: st.DataObject) -> None:
-    """Random bytes in the database or its log: never a crash, never an event that did not happen."""
+    """Random bytes in any segment: never a crash, never an event that did not happen."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
-        for suffix in ("", "-wal"):
-            shutil.copyfile(f"{files}{suffix}", f"{path}{suffix}")
-        victim = Path(f"{path}{data.draw(st.sampled_from(['', '-wal']))}")
+        path = copy(files, Path(directory) / "journal")
+        victim = data.draw(st.sampled_from(segments_of(path)))
         for _ in range(data.draw(st.integers(1, 4))):
             damage(victim, data.draw(st.integers(0, victim.stat().st_size - 1)), data.draw(st.integers(1, 255)))
         if data.draw(st.booleans()):
@@ -304,7 +309,7 @@ def test_damaged_files_give_a_beginning_or_a_clear_error(files: Path, data: st.D
         found, error = read_or_error(path)
         if error is not None:
             assert str(path) in error, "the file is named"
-            salvage(path, None)
+            repair_journal(path, None)
             found = read(path)
         made = events()
         assert found == made[: len(found)]
@@ -319,20 +324,67 @@ def read_or_error(path: Path) -> tuple[list[Event], str | None]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Half of the events in the database, half in its log."""
+    """Three segments of events."""
     path = tmp_path_factory.mktemp("journal") / "j"
-    made = events()
-    write(path, made[: len(made) // 2])
-    live = path.with_name("live")
-    shutil.copyfile(path, live)
-    with closing(Journal(live, flush_seconds=3600)) as journal:
-        list(journal.replay())
-        for event in made[len(made) // 2 :]:
+    with closing(Journal(path, flush_seconds=3600)) as journal:
+        for number, event in enumerate(events(), 1):
             journal.record(event)
             journal.flush()
-        for suffix in ("", "-wal"):
-            shutil.copyfile(f"{live}{suffix}", f"{path}{suffix}")
+            if number in (11, 30):
+                journal.mark()
+    assert len(segments_of(path)) == 3
     return path
+
+
+def test_pruning_removes_whole_segments_and_a_mark_begins_one(files: Path, tmp_path: Path) -> None:
+    path = copy(files, tmp_path / "j")
+    with closing(Journal(path)) as journal:
+        journal.prune(29)
+        assert len(segments_of(path)) == 2
+        mark = {**journal.mark(), "position": 11}
+        journal.seek(mark)
+        assert journal.check() == sum(isinstance(event, Trained) for event in events()[11:])
+        with pytest.raises(DamageError, match="holds events 12 to 40, but the saved state stands at 10"):
+            journal.seek({**mark, "position": 10})
+        journal.prune(40)
+        assert len(segments_of(path)) == 1
+        journal.seek({**mark, "position": 40})
+        journal.record(events()[0])
+        journal.flush()
+        journal.prune(40)
+        assert last_of(segments_of(path)) == 41
+
+
+def last_of(segments: list[Path]) -> int:
+    (segment,) = segments
+    return int(segment.stem)
+
+
+def test_segments_are_bounded_and_read_one_record_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_file, "SEGMENT_BYTES", 500)
+    made = events()
+    write(tmp_path / "j", made, each=3)
+    sizes = [segment.stat().st_size for segment in segments_of(tmp_path / "j")]
+    assert len(sizes) > 5
+    assert max(sizes) < 2000
+    with closing(Journal(tmp_path / "j")) as journal:
+        for number in (0, 7, 20, 39):
+            journal.position = number
+            assert next(journal.replay()) == made[number]
+            journal.unread()
+            assert list(journal.replay()) == made[number:]
+
+
+def test_a_segment_whose_header_a_crash_cut_off_is_left_out(files: Path, tmp_path: Path) -> None:
+    path, made = copy(files, tmp_path / "j"), events()
+    newest = segments_of(path)[-1]
+    for size in (0, 10, 47):
+        newest.write_bytes(newest.read_bytes()[:size])
+        assert read(path) == made[:30]
+    with closing(Journal(path)) as journal:
+        list(journal.replay())
+        journal.record(*made[30:])
+    assert read(path) == made
 
 
 @given(st.text(max_size=40), st.sampled_from(["chunks", "admitted", "rewarded", "rejected", "trained", "?"]))
@@ -341,23 +393,30 @@ def test_records_of_any_content_are_read_or_refused(text: str, kind: str) -> Non
     """Even one whose checksum is right."""
     for body in (text, json.dumps(text), json.dumps([text, [[text, 1]]]), json.dumps({"groups": text, "step": {}})):
         with suppress(ValueError):
-            assert all(isinstance(event, tuple) for event in decode((1, 1, kind, body, b"", b"", 0)))
+            assert all(isinstance(event, tuple) for event in decode(Record(1, 1, _content(kind, json.loads(body)))))
+        with suppress(ValueError):
+            decode(Record(1, 1, body.encode()))
 
 
-def test_a_damaged_record_is_named_and_salvage_keeps_those_before_it(tmp_path: Path) -> None:
-    path, made = tmp_path / "journal.sqlite", events()
-    write(path, made)
-    with closing(sqlite3.connect(path)) as database:
-        database.execute("UPDATE records SET token_ids = x'00000000' WHERE number = 12")
-        database.commit()
+def test_a_damaged_record_is_named_and_repair_keeps_those_before_it(tmp_path: Path) -> None:
+    path, made = tmp_path / "journal", events()
+    write(path, made[:5])
     with closing(Journal(path)) as journal:
-        mark = {"run": journal.run, "position": 5}
+        list(journal.replay())
+        mark = journal.mark()
+        journal.record(*made[5:20])
+        journal.flush()
+        journal.mark()
+        journal.record(*made[20:])
+    segment, at = place_of(path, 12)
+    damage(segment, at + 40, 255)
+    with closing(Journal(path)) as journal:
         journal.seek(mark)
-        with pytest.raises(DamageError, match=r"journal.sqlite: record 12 is damaged"):
+        with pytest.raises(DamageError, match=r"journal/.*events: damaged: the record of event 12 cannot be read"):
             journal.check()
-    before = path.read_bytes()
-    kept, taken = salvage(path, mark)
-    assert kept.read_bytes() == before, "nothing is overwritten"
+    before = contents(segments_of(path))
+    kept, taken = repair_journal(path, mark)
+    assert contents(segments_of(kept)) == before, "nothing is overwritten"
     assert taken == 6
     with closing(Journal(path)) as journal:
         journal.seek(mark)
@@ -366,15 +425,40 @@ def test_a_damaged_record_is_named_and_salvage_keeps_those_before_it(tmp_path: P
     with closing(Journal(path)) as journal:
         journal.seek(mark)
         assert list(journal.replay()) == made[5:12]
+    assert contents(segments_of(kept)) == before
+
+
+def test_rewinding_drops_the_events_after_the_saved_state(files: Path, tmp_path: Path) -> None:
+    path = copy(files, tmp_path / "j")
+    with closing(Journal(path)) as journal:
+        mark = {**journal.mark(), "position": 11}
+    kept, taken = repair_journal(path, mark, events=False)
+    assert taken == 0
+    assert read(kept) == events()
+    with closing(Journal(path)) as journal:
+        journal.seek(mark)
+        assert list(journal.replay()) == []
+        journal.record(*events()[11:])
+    assert read(path) == events()
+
+
+def test_repair_begins_a_journal_anew_where_there_is_none_of_the_run(files: Path, tmp_path: Path) -> None:
+    mark = {"run": "0" * 32, "position": 7}
+    for path in (copy(files, tmp_path / "other"), tmp_path / "missing"):
+        assert repair_journal(path, mark)[1] == 0
+        with closing(Journal(path)) as journal:
+            journal.seek(mark)
+            assert list(journal.replay()) == []
+            journal.record(events()[0])
 
 
 def test_another_runs_journal_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "one", events())
     with closing(Journal(tmp_path / "one")) as one, closing(Journal(tmp_path / "two")) as two:
         with pytest.raises(DamageError, match="not the journal that belongs"):
-            two.seek({**one.mark, "position": 3})
+            two.seek({**one.mark(), "position": 3})
         with pytest.raises(DamageError, match="holds events 1 to 40, but the saved state stands at 41"):
-            one.seek({**one.mark, "position": 41})
+            one.seek({**one.mark(), "position": 41})
 
 
 def test_a_journal_is_open_once(tmp_path: Path) -> None:
@@ -383,48 +467,63 @@ def test_a_journal_is_open_once(tmp_path: Path) -> None:
     Journal(tmp_path / "j").close()
 
 
-@pytest.mark.parametrize(("found", "message"), [(3, "a newer april, in format 3"), (1, "an older april, in format 1")])
-def test_journals_of_other_formats_are_refused_and_left_alone(tmp_path: Path, found: int, message: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(1, f"a newer april, in format {FORMAT + 1}"), (-1, f"an older april, in format {FORMAT - 1}")],
+)
+def test_journals_of_other_formats_are_refused_and_left_alone(
+    tmp_path: Path, change: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "j"
-    write(path, events())
-    with closing(sqlite3.connect(path)) as database:
-        database.execute(f"PRAGMA user_version = {found}")
-    before = path.read_bytes()
+    with monkeypatch.context() as other:
+        other.setattr(journal_file, "FORMAT", FORMAT + change)
+        write(path, events())
+    before = contents(segments_of(path))
     with pytest.raises(JournalError, match=message):
         Journal(path)
-    assert path.read_bytes() == before
+    assert contents(segments_of(path)) == before
 
 
 def test_other_files_are_no_journals(tmp_path: Path) -> None:
     other = tmp_path / "other"
-    with closing(sqlite3.connect(other)) as database:
-        database.execute("CREATE TABLE mine (x)")
+    other.write_text("hello " * 1000)
     with pytest.raises(DamageError, match="no journal of april"):
         Journal(other)
-    other.write_text("hello " * 1000)
-    with pytest.raises(DamageError, match="file is not a database"):
-        Journal(other)
-    other.write_bytes(b"")
-    assert read(other) == [], "a file that a crash left empty is a new journal"
+    other.unlink()
+    other.mkdir()
+    assert read(other) == [], "a directory that a crash left empty is a new journal"
 
 
-def full_disk(journal: Journal) -> None:
-    (pages,) = journal._database.execute("PRAGMA page_count").fetchone()
-    journal._database.execute(f"PRAGMA max_page_count = {pages}")
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Writing fails after some bytes more."""
+    left, write = 3000, os.write
+
+    def limited(descriptor: int, data: Any) -> int:
+        nonlocal left
+        if left <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = write(descriptor, data[:left])
+        left -= count
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_file.os, "write", limited)
+        yield
 
 
 async def test_a_full_disk_stops_the_step_and_keeps_what_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
+    path = tmp_path / "journal"
     with closing(Journal(path)) as journal:
         rollouts = build(journal)
         async with rollouts:
             steps = [await rollouts.next_batch()]
             await rollouts.update_weights()
-            full_disk(journal)
-            with pytest.raises(JournalError, match=r"journal.sqlite: cannot be written: .*disk is full"):
-                await until_error(rollouts)
-            with pytest.raises(JournalError):
-                rollouts.state_dict()
+            with full_disk():
+                with pytest.raises(JournalError, match=r"journal: cannot be written: .*No space left"):
+                    await until_error(rollouts)
+                with pytest.raises(JournalError):
+                    rollouts.state_dict()
     with closing(Journal(path)) as journal:
         again = build(journal)
         again.engine = ScriptedEngine(slots=5)
@@ -462,10 +561,7 @@ async def test_a_slow_disk_holds_up_who_records(tmp_path: Path, monkeypatch: pyt
 
 def read_copy(journal: Journal, directory: Path) -> list[Event]:
     """What a crash now would leave."""
-    copy = directory / "copy"
-    for suffix in ("", "-wal"):
-        shutil.copyfile(f"{journal.path}{suffix}", f"{copy}{suffix}")
-    return read(copy)
+    return read(copy(journal.path, directory / "copy"))
 
 
 async def test_with_no_delay_everything_is_on_disk_before_generation_goes_on(tmp_path: Path) -> None:

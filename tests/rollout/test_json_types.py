@@ -85,7 +85,7 @@ def rollouts_of(reward: Any, journal: Journal | None = None, metadata: Any = lam
 
 
 def journal_in(folder: Path, delay: float = 0.0) -> Journal:
-    journal = Journal(folder / "journal.sqlite", delay)
+    journal = Journal(folder / "journal", delay)
     journal.seek(None)
     return journal
 

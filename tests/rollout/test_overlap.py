@@ -223,7 +223,7 @@ def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
     """Every batch is returned again unchanged, with `overlap` and, for a run that overlaps no longer, without it."""
     schedule = [(training, 9)] * 5
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
+        path = Path(directory) / "journal"
         with closing(Journal(path, flush_seconds=0)) as journal:
             before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered, True), schedule))
         records = [0, *numbers(path)]

@@ -33,7 +33,7 @@ def test_a_run_killed_anywhere_replays_to_the_state_it_had_there(s: dict[str, An
         live[rollouts.journal.position] = saved(rollouts.state)
 
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "journal.sqlite"
+        path = Path(directory) / "journal"
         journal = Journal(path, flush_seconds=0)
         asyncio.run(run(scheduled(s, journal=journal, on_progress=look), 4))
         journal.close()

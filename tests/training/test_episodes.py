@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import subprocess
-from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from april.training.resume import JOURNAL
 from tests import forked, tiny
 from tests.forked import run as april
 from tests.forked import wait_until
+from tests.journals import last_event
 from tests.training.test_trainer import metrics
 
 ENVIRONMENT = '''
@@ -143,10 +142,10 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe:
     flags = ["--no-partial-rollout", "--output"]
     assert april("train", recipe, *flags, straight).returncode == 0
     command: tuple[object, ...] = ("train", recipe, *flags, killed)
-    whole = written(straight)
+    whole = last_event(straight / JOURNAL)
     for share in (0.3, 0.7):
         process = forked.start(*command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until(lambda share=share: written(killed) >= share * whole, process)
+        wait_until(lambda share=share: last_event(killed / JOURNAL) >= share * whole, process)
         process.kill()
         process.wait()
         command = ("resume", killed)
@@ -157,14 +156,6 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe:
         for name, value in one.items():
             same = pytest.approx(other[name], rel=1e-5, abs=1e-5) if isinstance(value, float) else other[name]
             assert value == same, name
-
-
-def written(run: Path) -> int:
-    """Events that a run's journal has had."""
-    last = "SELECT max((SELECT coalesce(max(number), 0) FROM records), (SELECT start FROM run))"
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{run / JOURNAL}?mode=ro", uri=True)) as journal:
-        return int(journal.execute(last).fetchone()[0])
-    return 0
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ async def trainer_over(tmp_path: Path, prompts: Sequence[Prompt] = (), overlap: 
     recipe.training.steps, recipe.training.save_interval, recipe.training.eval_interval = 3, 2, 1
     recipe.rollout.reward_workers = 0
     async with AsyncExitStack() as stack:
-        journal = Journal(tmp_path / "journal.sqlite", 0)
+        journal = Journal(tmp_path / "journal", 0)
         stack.callback(journal.close)
         rewards = await stack.enter_async_context(TaskRewards(Scorer(), tiny.tokenizer(), recipe.rollout))
         params, sampling = RolloutParams(rollout_batch_size=2), SamplingParams(max_tokens=20)

@@ -1,28 +1,26 @@
-"""What survives a crash: everything that happens to the rollouts, as a log that can be gone through again.
+"""Journal of the rollouts: every event on disk, so that a run that died resumes where it died.
 
-A checkpoint is the whole state of a run at one moment. The journal is what happened since: groups admitted, tokens
-sampled, rewards given, groups turned away, steps handed to training. A run that died goes on from its newest checkpoint
-and goes through the journal again, so that it stands where it died, less what was not written yet.
+A checkpoint is the whole state of a run at one moment. The journal holds the events since: groups admitted, tokens
+sampled, rewards given, groups rejected, steps handed to training, weight updates. A resumed run loads its newest
+checkpoint and replays the journal. Only events that were not written yet are lost.
 
 Tokens that policy versions sampled after the checkpoint are kept, although the weights of those versions died with the
-process: the weights go back to the checkpoint, and the steps handed to training since are handed over again, the same
-groups with the same tokens in the same order, so that training makes the same versions once more. Nothing is sampled
-twice for that, the version of every token stays true, and the run ends as one that never died. What was in flight goes
-on from its last written token.
+process: the weights go back to the checkpoint, and the steps since are handed to training again, the same groups with
+the same tokens in the same order, so that training makes the same versions once more. Nothing is sampled twice, the
+version of every token stays true, and the run ends as a run that never died. Unfinished samples resume from their last
+written token.
 
 Invariants:
-- events are numbered 1, 2, 3, ... without a gap, and what is on disk is always the beginning of what happened: a crash
-  loses at most the events of the last `flush_seconds` seconds;
-- every record carries a checksum over itself and its numbers; one that is damaged is an error that names it, and no
-  record behind it is used;
-- a step is handed to training only once that is on disk, and a saved state is never ahead of the journal;
-- recording never waits for the disk: one thread writes, and `drain` holds up whoever records too fast.
+- events are numbered 1, 2, 3, ... without a gap, and the events on disk are always a prefix of the events that
+  happened: a crash loses at most the events of the last `flush_seconds`;
+- every record carries a checksum; a damaged record is an error that names it, and no record behind it is used;
+- a step is handed to training only once it is on disk, and a saved state is never ahead of the journal;
+- recording never waits for the disk: one thread writes, and `drain` is the back-pressure.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,27 +29,27 @@ from typing import Any
 
 from april.rollout.engine import Chunk
 from april.rollout.events import Event, Trained
-from april.rollout.journal_file import DamageError, JournalError, ask, decoded, identity, open_file, record_after
-from april.rollout.records import Record, encode
+from april.rollout.journal_file import DamageError, JournalError, JournalFile, Place
+from april.rollout.records import Record, decode, encode
 
 BACKLOG = 1 << 20
 """Events and tokens that may wait to be written before `drain` waits for the disk."""
 
 
 class Journal:
-    """The journal in the SQLite file `path`, made if it is missing. One process at a time has it open.
+    """The journal in the directory `path`, which is made if it is missing. One process at a time has it open.
 
     Args:
         flush_seconds: longest time in seconds before an event is on disk; 0 writes every event before generation
             continues.
 
     Attributes:
-        run: names the run; a saved state belongs to the journal of its own run only.
-        position: the number of the last event that is part of the state.
+        position: number of the last event that is part of the state.
+        last: number of the last event that is on disk.
 
     Raises:
-        DamageError: the file is no journal, or is damaged.
-        JournalError: it comes from a newer april, or is open in another process.
+        DamageError: the path is no journal, or the journal is damaged.
+        JournalError: another process has the journal open, or a newer april has written it.
         ValueError: `flush_seconds` is negative.
     """
 
@@ -62,63 +60,73 @@ class Journal:
             )
         self.path = path
         self.flush_seconds = flush_seconds
-        self._database = open_file(path)
-        self._access = threading.Lock()
-        self.run, self.start = identity(path, self._database)
+        self._file = JournalFile(path)
         self.position = 0
-        self.last = self._last()
+        self.last = self._file.last
+        self._read_last: Place | None = None
+        """Place of the record that was read last."""
         self._changed = threading.Condition()
         self._pending: list[Event] = []
         self.backlog = 0
-        self._urgent = self._closing = False
+        self._urgent = self._closing = self._new_segment = False
         self._waiting: list[Future[None]] = []
         self._failure: Exception | None = None
         self._writer: threading.Thread | None = None
 
-    def _last(self) -> int:
-        (number,) = ask(self.path, self._database, "SELECT max(number) FROM records")
-        return max(self.start, number or 0)
-
-    @property
     def mark(self) -> dict[str, Any]:
-        """Where a state that is saved now stands, as JSON types; `seek` goes there."""
-        return {"run": self.run, "position": self.position}
+        """Return the place of a state that is saved now, as JSON types; `seek` goes there.
 
-    def seek(self, mark: Mapping[str, Any] | None) -> None:
-        """Go to a saved state's place; `replay` then gives what happened after it. None is a state without a journal.
+        Waits until every event is on disk. The next event begins a segment, so that events before the mark can be
+        pruned.
 
         Raises:
-            DamageError: the journal is not the state's own, or does not reach from there to its end.
+            JournalError: the disk is full or fails, or an event cannot be encoded.
         """
-        run, position = (self.run, 0) if mark is None else (mark["run"], mark["position"])
-        if run != self.run:
+        self.flush()
+        self._new_segment = True
+        return {"run": self._file.run, "position": self.position}
+
+    def seek(self, mark: Mapping[str, Any] | None) -> None:
+        """Go to the place of a saved state; `replay` yields the events after it. None is a state without a journal.
+
+        Raises:
+            DamageError: the journal belongs to another run, or does not reach from the place to its end.
+        """
+        run, position = (self._file.run, 0) if mark is None else (mark["run"], mark["position"])
+        if run != self._file.run:
             raise DamageError(f"{self.path}: not the journal that belongs to the saved state, which names run {run}")
-        if not self.start <= position <= self.last:
+        if not self._file.start <= position <= self.last:
             raise DamageError(
-                f"{self.path}: holds events {self.start + 1} to {self.last}, but the saved state stands at {position}"
+                f"{self.path}: holds events {self._file.start + 1} to {self.last}, but the saved state stands at "
+                f"{position}"
             )
         self.position = position
 
     def unread(self) -> None:
-        """Return to before the event that `replay` returned last."""
+        """Return the event that `replay` yielded last to the journal: the next `replay` yields it again."""
         self.position -= 1
 
     def replay(self) -> Iterator[Event]:
-        """What happened after `position`, which goes along.
+        """Yield the events after `position`, and advance `position` with each.
 
         Raises:
             DamageError: a record is damaged, or missing; the message names it.
         """
-        while self.position < self.last:
-            with self._access:
-                record = record_after(self.path, self._database, self.position)
-            for number, event in enumerate(decoded(self.path, record), record[1]):
+        for record, place in self._file.read(self.position, self._read_last):
+            self._read_last = place
+            try:
+                events = decode(record)
+            except ValueError as error:
+                raise DamageError(
+                    f"{place.segment}: the record of event {record.first} cannot be read: {error}"
+                ) from None
+            for number, event in enumerate(events, record.first):
                 if number > self.position:
                     self.position = number
                     yield event
 
     def check(self) -> int:
-        """Read everything after `position` once, without going there, and count the steps that were handed over.
+        """Read every event after `position`, and return the number of steps among them. `position` stays.
 
         Raises:
             DamageError: a record is damaged, or missing; the message names it.
@@ -130,8 +138,8 @@ class Journal:
             self.position = position
 
     def record(self, *events: Event) -> None:
-        """Something has happened. It is written by another thread; `drain`, `flush` and `close` say if that failed."""
-        assert self.position >= self.last or self._writer, "what happened before has to happen again first"
+        """Record events. Another thread writes them; `drain`, `flush` and `close` raise what it failed with."""
+        assert self.position >= self.last or self._writer, "events on disk have to be replayed first"
         if not events:
             return
         backlog = sum([1 + len(event.token_ids) if isinstance(event, Chunk) else 1 for event in events])
@@ -147,17 +155,17 @@ class Journal:
                 self._changed.notify_all()
 
     async def drain(self) -> None:
-        """Wait while too much waits to be written.
+        """Wait while more than `BACKLOG` waits to be written.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
+            JournalError: the disk is full or fails, or an event cannot be encoded.
         """
         most = BACKLOG if self.flush_seconds else 0
         while self._failure is None and self.backlog > most:
             written: Future[None] = Future()
             with self._changed:
                 if self._failure is not None or self.backlog <= most:
-                    break  # the writer has just been through, and nobody would wake who waits now
+                    break  # the writer has just finished a batch, and would not wake a future that is added now
                 self._waiting.append(written)
                 self._urgent = True
                 self._changed.notify_all()
@@ -165,10 +173,10 @@ class Journal:
         self._check()
 
     def flush(self) -> None:
-        """Wait until everything that happened is on disk.
+        """Wait until every event is on disk.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
+            JournalError: the disk is full or fails, or an event cannot be encoded.
         """
         with self._changed:
             self._urgent = True
@@ -179,38 +187,36 @@ class Journal:
     def _check(self) -> None:
         if self._failure is None:
             return
-        what = f"{self.path}: cannot be written: {type(self._failure).__name__}: {self._failure}; nothing that was "
-        if isinstance(self._failure, OSError | sqlite3.Error):
-            raise JournalError(f"{what}written before is lost: make room, then go on with the run")
-        raise JournalError(f"{what}written before is lost, and the disk is not at fault: an event is not JSON types")
+        problem = f"{self.path}: cannot be written: {type(self._failure).__name__}: {self._failure}; "
+        if isinstance(self._failure, OSError):
+            raise JournalError(f"{problem}everything written before is kept: make room, then resume the run")
+        raise JournalError(
+            f"{problem}everything written before is kept; the disk works, but an event is not JSON types"
+        )
 
     def prune(self, position: int) -> None:
-        """Let go of the events up to `position`: no state before it is kept.
+        """Remove events up to `position`, in whole segments: no state before it is kept.
 
         Raises:
-            JournalError: the disk is full, or fails otherwise; or an event cannot be encoded.
+            JournalError: the disk fails.
         """
         try:
-            self._forget(position)
-        except sqlite3.Error as error:
+            self.remove(position)
+        except OSError as error:
             self._failure = error
             self._check()
-        self.start = position
 
-    def _forget(self, position: int) -> None:
-        with self._access, self._database as transaction:
-            transaction.execute("BEGIN IMMEDIATE")
-            transaction.execute("DELETE FROM records WHERE number <= ?", (position,))
-            transaction.execute("UPDATE run SET start = ?", (position,))
+    def remove(self, position: int) -> None:
+        self._file.prune(position)
 
     def close(self) -> None:
-        """Write what is left, and let go of the file."""
+        """Write every event that waits, and close the files."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._writer is not None:
             self._writer.join()
-        self._database.close()
+        self._file.close()
 
     def _write(self) -> None:
         """Run the writer thread: write events after `flush_seconds`, or at once if a caller waits for them."""
@@ -224,7 +230,7 @@ class Journal:
                 written, weight, self._urgent = self.position, self.backlog, False
             try:
                 self.commit(list(encode(events, written - len(events) + 1)))
-            except Exception as error:  # whoever records hears of it; a thread that dies would leave it waiting
+            except Exception as error:  # `drain` and `flush` raise it; a dead thread would leave them waiting
                 self._failure = error
             with self._changed:
                 self.last = written
@@ -236,6 +242,5 @@ class Journal:
                     future.set_result(None)
 
     def commit(self, records: Sequence[Record]) -> None:
-        with self._access, self._database as transaction:
-            transaction.execute("BEGIN IMMEDIATE")
-            transaction.executemany("INSERT INTO records VALUES (?, ?, ?, ?, ?, ?, ?)", records)
+        new_segment, self._new_segment = self._new_segment, False
+        self._file.append(records, new_segment)

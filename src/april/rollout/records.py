@@ -1,18 +1,18 @@
-"""Events as records of a journal, and back.
+"""Events as bytes for the journal, and back.
 
-Invariant: `decode` gives what `encode` was given, to the last bit, or says why it cannot.
+Invariant: `decode` returns the events that `encode` was given, bit for bit, or raises ValueError.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 import sys
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,26 +23,53 @@ from april.rollout.events import Accepted, Admitted, Event, Rejected, Restarted,
 from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.trajectory import Prompt, Reward, Transition
 
-Record: TypeAlias = tuple[int, int, str, str, bytes, bytes, int]
-"""A record holds the events `first` to `number`: several for chunks, one for everything else. Its fields are number,
-first, kind, body (JSON), token ids (32-bit integers), log-probabilities (64-bit floats), both little-endian, and a
-checksum."""
+TOKENS_IN_RECORD = 1 << 16
+"""Tokens after which a record of chunks is complete: it bounds the memory for reading and writing one record."""
+HEAD_LENGTH = struct.Struct("<I")
+
+
+class Record(NamedTuple):
+    """Consecutive events as bytes: several chunks, or one event of any other kind.
+
+    The content is the length of a head, the head, and the per-token columns, one after the other. The head is JSON: the
+    kind, a body, and the length of each column in bytes. Chunks have two columns, token ids as 32-bit integers and
+    log-probabilities as 64-bit floats, both little-endian.
+    """
+
+    first: int
+    """Number of the first event."""
+    last: int
+    """Number of the last event."""
+    content: bytes
 
 
 def encode(events: Iterable[Event], first: int) -> Iterator[Record]:
-    """The events, numbered from `first`, as records: chunks that follow one another share one."""
-    for several, run in groupby(events, lambda event: isinstance(event, Chunk)):
-        if several:
-            chunks: list[Any] = list(run)
-            yield _chunk_record(chunks, first)
-            first += len(chunks)
+    """Return the events as records, numbered from `first`; consecutive chunks share a record."""
+    for are_chunks, run in groupby(events, lambda event: isinstance(event, Chunk)):
+        if are_chunks:
+            for chunks in _chunk_batches(run):
+                yield Record(first, first + len(chunks) - 1, _chunk_content(chunks))
+                first += len(chunks)
         else:
             for event in run:
-                yield _sealed(first, first, type(event).__name__.lower(), json.dumps(_body(event)))
+                yield Record(first, first, _content(type(event).__name__.lower(), _body(event)))
                 first += 1
 
 
-def _chunk_record(chunks: Sequence[Chunk], first: int) -> Record:
+def _chunk_batches(chunks: Iterable[Any]) -> Iterator[Sequence[Any]]:
+    batch: list[Any] = []
+    tokens = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        tokens += len(chunk.token_ids)
+        if tokens >= TOKENS_IN_RECORD:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+def _chunk_content(chunks: Sequence[Chunk]) -> bytes:
     body = [[c.sample_id, c.version, len(c.token_ids), c.finish] for c in chunks]
     token_ids, logprobs = array("i"), array("d")
     for chunk in chunks:
@@ -51,8 +78,12 @@ def _chunk_record(chunks: Sequence[Chunk], first: int) -> Record:
     if sys.byteorder == "big":
         token_ids.byteswap()
         logprobs.byteswap()
-    last = first + len(chunks) - 1
-    return _sealed(last, first, "chunks", json.dumps(body), token_ids.tobytes(), logprobs.tobytes())
+    return _content("chunks", body, token_ids.tobytes(), logprobs.tobytes())
+
+
+def _content(kind: str, body: Any, *columns: bytes) -> bytes:
+    head = json.dumps([kind, body, [len(column) for column in columns]]).encode()
+    return b"".join((HEAD_LENGTH.pack(len(head)), head, *columns))
 
 
 def _body(event: Event) -> Any:
@@ -70,29 +101,35 @@ def _body(event: Event) -> Any:
     raise TypeError(f"{event!r} is no event")
 
 
-def _sealed(number: int, first: int, kind: str, body: str, token_ids: bytes = b"", logprobs: bytes = b"") -> Record:
-    return (number, first, kind, body, token_ids, logprobs, checksum(number, first, kind, body, token_ids, logprobs))
-
-
-def checksum(number: int, first: int, kind: str, body: str, token_ids: bytes, logprobs: bytes) -> int:
-    own = zlib.crc32(f"{number} {first} {kind} {body}".encode())
-    return zlib.crc32(logprobs, zlib.crc32(token_ids, own))
-
-
 def decode(record: Record) -> list[Event]:
-    """The events of a record.
+    """Return the events of a record.
 
     Raises:
-        ValueError: it holds none that april writes.
+        ValueError: the content is not that of events.
     """
-    _, _, kind, text, token_ids, logprobs, _ = record
     try:
-        body = json.loads(text)
+        kind, body, columns = _parts(record.content)
         if kind == "chunks":
-            return _chunks(body, np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f8").tolist())
-        return [_event(kind, body)]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            token_ids, logprobs = columns
+            events = _chunks(body, np.frombuffer(token_ids, "<i4").tolist(), np.frombuffer(logprobs, "<f8").tolist())
+        else:
+            events = [_event(kind, body)]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, struct.error, RecursionError) as error:
         raise ValueError(str(error)) from None
+    if len(events) != record.last - record.first + 1:
+        raise ValueError(f"{len(events)} events where {record.last - record.first + 1} were expected")
+    return events
+
+
+def _parts(content: bytes) -> tuple[str, Any, list[bytes]]:
+    (length,) = HEAD_LENGTH.unpack_from(content)
+    end = HEAD_LENGTH.size + length
+    kind, body, sizes = json.loads(content[HEAD_LENGTH.size : end])
+    columns = []
+    for size in sizes:
+        columns.append(content[end : end + size])
+        end += size
+    return kind, body, columns
 
 
 def _event(kind: str, body: Any) -> Event:

@@ -347,13 +347,11 @@ class RolloutScheduler:
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs, as JSON types. Call it between batches; with `overlap`, inside `pause`."""
         assert not self.in_flight, "samples are in flight: their tokens are not all here yet"
-        if self.journal is not None:
-            self.journal.flush()
         return {
             "seed": self.seed,
             "state": self.state.state_dict(),
             "prompts": self._source.position,
-            "journal": None if self.journal is None else self.journal.mark,
+            "journal": None if self.journal is None else self.journal.mark(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -20,8 +20,7 @@ from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.run_log import SUMMARY
 from april.rollout.disk import free_name, write_whole
 from april.rollout.journal import Journal
-from april.rollout.journal_file import DamageError
-from april.rollout.salvage import salvage
+from april.rollout.journal_file import DamageError, repair_journal
 from april.training.checkpoint import (
     STATE,
     CheckpointError,
@@ -33,7 +32,8 @@ from april.training.checkpoint import (
 from april.training.rank_protocol import torchrun_id
 from april.training.run_directory import lock_directory
 
-JOURNAL = "journal.sqlite"
+JOURNAL = "journal"
+"""The directory that holds the journal of a run."""
 RECIPE = "recipe.json"
 JOB = "job"
 """The file that holds the id of torchrun's job, if the run goes on in one."""
@@ -113,7 +113,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         mark = load_mark(checkpoint) if checkpoint else None
         journal = run / JOURNAL
         if repair == "rewind" and journal.exists():
-            kept, _ = salvage(journal, mark, events=False)
+            kept, _ = repair_journal(journal, mark, events=False)
             yield f"going back to {checkpoint.name if checkpoint else 'the beginning'}; what came after it is in {kept}"
         try:
             if mark is not None and not journal.exists():
@@ -126,7 +126,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
                     f"{checkpoint.name if checkpoint else 'the beginning'} and on from there as far as the journal can "
                     "be read, and keeps the damaged file"
                 ) from None
-            kept, events = salvage(journal, mark)
+            kept, events = repair_journal(journal, mark)
             yield f"{error}; {events} events before that are whole, the damaged file is kept as {kept}"
             again = steps_to_redo(run)
         start = checkpoint.name if checkpoint else "the beginning"
