@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from april import EngineError, Prompt, RewardError, RolloutBatch, RolloutScheduler, Sample, StalenessError
 from april.rollout.events import Chunk
 from april.rollout.journal import Journal
+from tests.journals import cut, last_events
 from tests.rollout.test_journal import build as journalled
-from tests.rollout.test_journal import content, cut, numbers
+from tests.rollout.test_journal import content
 from tests.rollout.test_scheduler import SETTINGS, Counted, build, check_conservation, scheduler
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine, response
@@ -226,7 +227,7 @@ def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
         path = Path(directory) / "journal"
         with closing(Journal(path, flush_seconds=0)) as journal:
             before = asyncio.run(overlapped(journalled(journal, seed, failure_rate, filtered, True), schedule))
-        records = [0, *numbers(path)]
+        records = [0, *last_events(path)]
         cut(path, records[round(where * (len(records) - 1))])
 
         with closing(Journal(path, flush_seconds=0)) as journal:
