@@ -10,7 +10,7 @@ import pytest
 
 from april import Chunk, EngineError, Prompt, RolloutScheduler, Sample, SamplingParams
 from april.rollout.buffer import Rejection
-from april.rollout.outage import LONGEST, back_off
+from april.rollout.engine_health import MAX_BACK_OFF, back_off
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine
 
@@ -58,7 +58,7 @@ def scheduler(engine: ScriptedEngine, **settings: object) -> RolloutScheduler:
 
 
 def test_each_failure_in_a_row_doubles_the_wait() -> None:
-    assert [back_off(0.5, row) for row in (1, 2, 3, 4, 5, 6, 7, 8, 5000)] == [0.5, 1, 2, 4, 8, 16, *[LONGEST] * 3]
+    assert [back_off(0.5, row) for row in (1, 2, 3, 4, 5, 6, 7, 8, 5000)] == [0.5, 1, 2, 4, 8, 16, *[MAX_BACK_OFF] * 3]
     assert back_off(0.0, 5000) == 0
 
 
