@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Reward
 from april.rollout.user_code import UserCodeError
+from april.rollout.workers import WorkerDied
 from april.tasks.build import build_task
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer
@@ -94,7 +94,7 @@ async def test_cancelling_a_call_kills_it(workers):
 async def test_exceptions_keep_their_type_and_bring_the_workers_traceback(workers):
     with pytest.raises(ZeroDivisionError, match="division by zero") as caught:
         await workers(operator.truediv, 1, 0)
-    assert "In the reward worker:\nTraceback" in caught.value.__notes__[0]
+    assert "In the worker process:\nTraceback" in caught.value.__notes__[0]
 
 
 async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers):
@@ -111,7 +111,7 @@ async def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(workers
     ],
 )
 async def test_exceptions_that_cannot_be_carried_over_are_told(workers, code, message):
-    with pytest.raises((RewardError, UserCodeError), match=message):
+    with pytest.raises(UserCodeError, match=message):
         await workers(exec, code, {"__name__": "user"})
     assert await workers(abs, -1) == 1
 
@@ -123,7 +123,7 @@ async def test_a_result_that_cannot_be_carried_over_fails_its_call_only(workers)
 
 
 async def test_a_process_that_dies_fails_its_call_only(workers):
-    with pytest.raises(RewardError, match=r"ended its process .exit code 3"):
+    with pytest.raises(WorkerDied, match=r"its process ended .exit code 3"):
         await workers(os._exit, 3)
     assert await workers(abs, -1) == 1
 

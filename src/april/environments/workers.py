@@ -1,12 +1,7 @@
-"""Environments in worker processes, where one that hangs or crashes harms no run.
+"""Environments in worker processes, where an environment that hangs or crashes harms no run.
 
-Invariants:
-- the caller's event loop never waits for a process: not for its start, nor for its end;
-- a call that is given up, because it took too long, ends its process; the environments that lived there are lost, which
-  is no fault of those that were not at work;
-- workers are spawned, never forked, and see no variable that looks like a secret.
-
-This guards against accidents, not against malice: a worker has the user's rights.
+Invariant: a call that is cancelled, because it took too long, ends its process. The other environments in that process
+are lost as well, which is not their fault (`EnvironmentLost.own`).
 """
 
 from __future__ import annotations
@@ -14,21 +9,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
-import multiprocessing
-import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import Environment, EnvironmentLost, ObservationError, environment_error
 from april.rollout.user_code import UserCode, as_failure
-from april.rollout.worker_process import become_worker
+from april.rollout.workers import Worker, WorkerDied, WorkerLimits
 
 
 class EnvironmentWorkers:
@@ -36,7 +26,7 @@ class EnvironmentWorkers:
 
     Args:
         make: makes an environment; must pickle, or is pickled already.
-        most: processes at most. One is started with the first call, another when all are at work.
+        most: largest number of processes. One is started with the first call, another when all of them are busy.
         threads: calls that one process works on at a time.
         keep_env: variables that environments need although their names look like secrets.
     """
@@ -46,29 +36,37 @@ class EnvironmentWorkers:
     ) -> None:
         if most < 1:
             raise ValueError(f"workers = {most}: at least one process must work")
-        pickled = make if isinstance(make, bytes) else pickle.dumps(make)
-        self._settings = (pickled, threads, tuple(keep_env))
+        # What makes environments travels as bytes: a worker's environment is set before its modules are imported.
+        self._load = pickle.dumps(partial(_Environments, make if isinstance(make, bytes) else pickle.dumps(make)))
+        self._limits = WorkerLimits(threads, keep_env=tuple(keep_env))
         self._most = most
         self._numbers = itertools.count()
-        self._workers: list[_Worker] = []
+        self._workers: dict[Worker, set[int]] = {}
+        """The processes, each with the numbers of the environments in it."""
 
     def __call__(self) -> Environment:
         return RemoteEnvironment(self, next(self._numbers))
 
     @property
     def processes(self) -> int:
-        return sum(worker.lives for worker in self._workers)
+        return sum(worker.alive for worker in self._workers)
 
-    def place(self) -> _Worker:
-        """The process for a new environment."""
-        self._workers = [worker for worker in self._workers if worker.lives]
+    def place(self, number: int) -> Worker:
+        """Return the process for a new environment."""
+        self._workers = {worker: numbers for worker, numbers in self._workers.items() if worker.alive}
         if len(self._workers) < self._most and all(worker.busy for worker in self._workers):
-            self._workers.append(_Worker(*self._settings))
-        return min(self._workers, key=lambda worker: (worker.busy, len(worker.environments)))
+            self._workers[Worker(self._load, self._limits)] = set()
+        worker = min(self._workers, key=lambda worker: (worker.busy, len(self._workers[worker])))
+        self._workers[worker].add(number)
+        return worker
+
+    def forget(self, worker: Worker, number: int) -> None:
+        """Forget an environment that is closed."""
+        self._workers.get(worker, set()).discard(number)
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.end("the run has ended")
+            worker.kill("the run has ended")
 
     def __enter__(self) -> EnvironmentWorkers:
         return self
@@ -83,18 +81,20 @@ class RemoteEnvironment(CalledEnvironment):
     def __init__(self, workers: EnvironmentWorkers, number: int) -> None:
         self._workers = workers
         self._number = number
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
 
     async def close(self) -> None:
-        if self._worker is not None and self._worker.lives:
+        if self._worker is not None and self._worker.alive:
             await self._call("close")
-            self._worker.environments.discard(self._number)
+            self._workers.forget(self._worker, self._number)
 
     async def _call(self, method: str, *args: Any) -> Any:
         if self._worker is None:
-            self._worker = self._workers.place()
-            self._worker.environments.add(self._number)
-        return await self._worker.call(self._number, method, args)
+            self._worker = self._workers.place(self._number)
+        try:
+            return await self._worker.call(self._number, method, args)
+        except WorkerDied as died:
+            raise EnvironmentLost(str(died), died.own) from None
 
 
 class EnvironmentHost:
@@ -116,107 +116,14 @@ class EnvironmentHost:
         return await getattr(environment, method)(*args)
 
 
-class _Worker:
-    """One process, and the calls it works on."""
+class _Environments:
+    """The environments of a worker process, by number. Its calls fail with EnvironmentLost or ObservationError only.
 
-    def __init__(self, make: bytes, threads: int, keep_env: Sequence[str]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, threads, keep_env), daemon=True)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self.environments: set[int] = set()
-        self.lives = True
-        threading.Thread(target=self._run, args=(theirs,), name="environment worker", daemon=True).start()
+    Args:
+        make: makes an environment, pickled.
+    """
 
-    @property
-    def busy(self) -> int:
-        """Calls under way."""
-        return len(self._calls)
-
-    async def call(self, environment: int, method: str, args: Sequence[Any]) -> Any:
-        if not self.lives:
-            raise EnvironmentLost("its process has ended", own=False)
-        number = next(self._numbers)
-        message = pickle.dumps((number, environment, method, args))
-        answer = self._calls[number] = self._loop.create_future()
-        self._messages.put(message)
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._calls.pop(number, None)  # another call of the same moment may have ended the process
-            self.end("another environment in its process did not answer, and the process was ended")
-            raise
-
-    def end(self, reason: str) -> None:
-        """End the process; calls under way fail through no fault of theirs."""
-        self._lose(EnvironmentLost(reason, own=False))
-        self._messages.put(None)
-        with suppress(AttributeError, ValueError):  # it has not started yet, or is gone
-            self._process.kill()
-
-    def _lose(self, error: EnvironmentLost) -> None:
-        self.lives = False
-        calls, self._calls = self._calls, {}
-        for answer in calls.values():
-            if not answer.done():
-                answer.set_exception(error)
-
-    def _run(self, theirs: Connection) -> None:
-        """The thread that starts the process and sends; another one receives."""
-        self._process.start()
-        theirs.close()
-        receiver = threading.Thread(target=self._receive, name="environment answers", daemon=True)
-        receiver.start()
-        with suppress(OSError, ValueError):  # the process is gone: whoever receives sees it
-            while (message := self._messages.get()) is not None:
-                self._pipe.send_bytes(message)
-        if not self.lives:
-            self._process.kill()
-        self._process.join()
-
-    def _receive(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                self._tell(self._answered, *pickle.loads(self._pipe.recv_bytes()))
-        self._process.join()
-        self._tell(self._lose, EnvironmentLost(f"its process ended (exit code {self._process.exitcode})"))
-        self._messages.put(None)
-
-    def _tell(self, function: Callable[..., None], *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop may be closed by now
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def _answered(self, number: int, kind: str, value: Any) -> None:
-        answer = self._calls.pop(number, None)
-        if answer is None or answer.done():
-            return
-        if kind == "lost":
-            answer.set_exception(EnvironmentLost(value))
-        elif kind == "failed":
-            answer.set_exception(ObservationError(value))
-        else:
-            answer.set_result(value)
-
-
-def _serve(pipe: Connection, make: bytes, threads: int, keep_env: Sequence[str]) -> None:
-    """A worker process."""
-    become_worker(keep_env)
-    serving = _Serving(pipe, make)
-    with ThreadPoolExecutor(threads) as pool, suppress(EOFError):
-        while True:
-            pool.submit(serving.answer, pipe.recv_bytes())
-    os._exit(0)
-
-
-class _Serving:
-    """The environments of a worker process."""
-
-    def __init__(self, pipe: Connection, make: bytes) -> None:
-        self._pipe = pipe
-        self._sending = threading.Lock()
+    def __init__(self, make: bytes) -> None:
         self._environments: dict[int, Environment] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -226,16 +133,13 @@ class _Serving:
         except Exception as error:
             self._make = _raising(f"it cannot be imported: {type(error).__name__}: {error}")
 
-    def answer(self, message: bytes) -> None:
-        number, environment, method, args = pickle.loads(message)
+    def __call__(self, number: int, method: str, args: Sequence[Any]) -> Any:
         try:
-            reply = pickle.dumps((number, "answer", self._call(environment, method, args)))
-        except EnvironmentLost as error:
-            reply = pickle.dumps((number, "lost", str(error)))
+            return self._call(number, method, args)
+        except EnvironmentLost:
+            raise
         except BaseException as error:
-            reply = pickle.dumps((number, "failed", environment_error(as_failure(error))))
-        with self._sending:
-            self._pipe.send_bytes(reply)
+            raise ObservationError(environment_error(as_failure(error))) from None
 
     def _call(self, number: int, method: str, args: Sequence[Any]) -> Any:
         if method == "close":

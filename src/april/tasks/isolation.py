@@ -1,47 +1,27 @@
-"""Reward functions in worker processes, where one that hangs, crashes or eats memory harms nothing but itself.
+"""Reward functions in worker processes, where one that hangs, crashes or takes too much memory harms nothing else.
 
 Invariants:
-- the caller's event loop never waits for a worker: not for its start, nor for its end;
-- a call ends within its time limit, counted from when a worker takes it up; the worker of one that does not is killed
-  and replaced, and every other call goes on;
-- calls are taken up in their order; while one waits and every worker is busy, workers are added one by one, up to the
-  most that are allowed: quick rewards keep one process, rewards that hang do not hold up the others;
-- workers are spawned, never forked: no locks, threads or device contexts of the trainer come with them;
-- no variable that looks like a secret is left in a worker's environment when the function's module is imported.
-
-This guards against accidents, not against malice: a worker has the user's rights, and sees files and network. Code that
-a model wrote belongs in a sandbox that the reward function calls.
+- a call ends within its time limit, counted from when a worker takes it up; the worker of a call that does not is
+  killed and replaced, and every other call continues;
+- calls are taken up in their order; while a call waits and every worker is busy, workers are added one by one, up to
+  the limit: quick rewards keep one process, rewards that hang do not hold up the others.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-import multiprocessing
 import os
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from april.rollout.threads import LateError, time_limit
+from april.rollout.workers import STATM, Worker, WorkerLimits
 
-from april.rollout.rewards import RewardError
-from april.rollout.user_code import UserCode, as_failure
-from april.rollout.worker_process import become_worker
-
-STATM = Path("/proc/self/statm")
-"""Where Linux says how large a process is; its first number is its address space in pages."""
 PATIENCE = 0.5
-"""Seconds a call waits for a worker before another one is started."""
-
-
-class WorkerDied(RewardError):
-    """The process that computed a reward ended during the call."""
+"""Seconds that a call waits for a worker before another one is started."""
 
 
 class RewardWorkers:
@@ -51,8 +31,8 @@ class RewardWorkers:
 
     Args:
         function: must pickle; each worker unpickles it once, when it starts. Arguments and results must pickle too.
-        most: processes, and thereby calls at a time, at most; by default what `default_most` says. One is started at
-            once, another whenever a call has waited `PATIENCE` seconds for its turn.
+        most: largest number of processes, and thereby of calls at a time; by default `default_most()`. One is started
+            at once, another whenever a call has waited `PATIENCE` seconds for its turn.
         time_limit: seconds a call may run; None for no limit. On Linux no process that a call starts gets much more
             processor time than that either, even if nobody waits for it.
         memory_limit: bytes of address space that calls may take in one worker beyond what it holds after loading
@@ -80,14 +60,15 @@ class RewardWorkers:
         self.most = default_most() if most is None else most
         self.time_limit = time_limit
         # The function travels as bytes, so that a worker's environment is set before its modules are imported.
-        self._settings = (pickle.dumps(function), time_limit, memory_limit, tuple(keep_env))
-        self._workers: set[ProcessPool] = set()
-        """A pool of one process each: a call's pool says which process it runs in, and can be waited for alone."""
-        self._idle: asyncio.Queue[ProcessPool] = asyncio.Queue()
-        self._turns: set[asyncio.Future[ProcessPool]] = set()
-        self._calls: set[Future[bytes]] = set()
+        self._load = pickle.dumps(partial(pickle.loads, pickle.dumps(function)))
+        self._limits = WorkerLimits(
+            cpu_seconds=time_limit if STATM.exists() else None, memory_bytes=memory_limit, keep_env=tuple(keep_env)
+        )
+        self._workers: set[Worker] = set()
+        self._idle: asyncio.Queue[Worker] = asyncio.Queue()
+        self._turns: set[asyncio.Future[Worker]] = set()
         self._closed = False
-        self._newest_loads: Future[int]
+        self._newest: Worker
         self._idle.put_nowait(self._start())
 
     @property
@@ -100,51 +81,56 @@ class RewardWorkers:
         """Calls that wait for a worker."""
         return len(self._turns)
 
-    def _start(self) -> ProcessPool:
-        context = multiprocessing.get_context("spawn")
-        worker = ProcessPool(1, initializer=_initialise, initargs=self._settings, context=context)
-        self._newest_loads = worker.schedule(int)  # a pool starts its process with its first call
+    def _start(self) -> Worker:
+        worker = self._newest = Worker(self._load, self._limits)
         self._workers.add(worker)
         return worker
 
-    def _idle_once_loaded(self, worker: ProcessPool) -> None:
-        """A call that waits goes to the first worker that is ready, not to one that still imports."""
+    def _idle_once_loaded(self, worker: Worker) -> None:
+        """Give a waiting call the first worker that is ready, not a worker that still imports."""
         loop = asyncio.get_running_loop()
 
-        def give(_: Future[int]) -> None:
+        def give(_: object) -> None:
             with suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(self._idle.put_nowait, worker)
 
-        worker.schedule(int).add_done_callback(give)
+        worker.loaded.add_done_callback(give)
 
     async def __call__(self, *args: Any) -> Any:
-        """The function's result.
+        """Return the function's result.
 
         Raises:
             TimeoutError: the call ran past the time limit.
-            RewardError: the worker process died, or the function raised what cannot be carried over.
+            WorkerDied: the worker process ended.
             RuntimeError: the workers are closed.
             Exception: what the function raised, with the worker's traceback as a note.
         """
         if self._closed:
             raise RuntimeError("these reward workers are closed")
         worker = await self._turn()
-        if not worker.active:  # its process died between calls
-            worker = await self._replaced(worker)
-        outcome = await self._outcome(worker, args)
-        result, failure, trace = pickle.loads(outcome)
-        if failure is not None:
-            failure.add_note(f"In the reward worker:\n{trace}")
-            raise failure
-        return result
+        if not worker.alive:  # its process died between calls
+            worker = self._replacement(worker)
+        try:
+            await asyncio.shield(asyncio.wrap_future(worker.loaded))
+            async with time_limit(self.time_limit):
+                return await worker.call(*args)
+        except LateError:
+            raise TimeoutError(
+                f"the reward function ran past its time limit of {self.time_limit:g} s; its process was replaced"
+            ) from None
+        finally:
+            if worker.alive:
+                self._idle.put_nowait(worker)
+            elif not self._closed:
+                self._idle_once_loaded(self._replacement(worker))
 
-    async def _turn(self) -> ProcessPool:
-        """A worker that is not busy; every `PATIENCE` seconds until there is one, another is started."""
+    async def _turn(self) -> Worker:
+        """Return a worker that is not busy; every `PATIENCE` seconds until there is one, start another."""
         turn = asyncio.ensure_future(self._idle.get())
         self._turns.add(turn)
         try:
             while not (await asyncio.wait((turn,), timeout=PATIENCE))[0]:
-                if len(self._workers) < self.most and self._newest_loads.done():
+                if len(self._workers) < self.most and self._newest.loaded.done():
                     self._idle_once_loaded(self._start())
             return turn.result()
         except asyncio.CancelledError:
@@ -154,48 +140,18 @@ class RewardWorkers:
         finally:
             self._turns.discard(turn)
 
-    async def _replaced(self, worker: ProcessPool) -> ProcessPool:
+    def _replacement(self, worker: Worker) -> Worker:
         self._workers.discard(worker)
-        replacement = self._start()
-        try:
-            await _stop(worker)
-        except asyncio.CancelledError:
-            self._idle.put_nowait(replacement)
-            raise
-        return replacement
-
-    async def _outcome(self, worker: ProcessPool, args: Sequence[Any]) -> bytes:
-        """What `_call` returns in the process of `worker`, which is idle again after it."""
-        call: Future[bytes] = worker.schedule(_call, args=args, timeout=self.time_limit)
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        lives = False
-        try:
-            outcome = await asyncio.wrap_future(call)
-            lives = True
-            return outcome
-        except TimeoutError:
-            raise TimeoutError(
-                f"the reward function ran past its time limit of {self.time_limit:g} s; its process was replaced"
-            ) from None
-        except ProcessExpired as error:
-            raise WorkerDied(f"the reward function ended its process (exit code {error.exitcode})") from None
-        except BrokenProcessPool:
-            raise RewardError("a reward worker died while it loaded the reward function, or between calls") from None
-        finally:
-            if lives or not worker.active:
-                self._idle.put_nowait(worker)
-            else:
-                self._idle_once_loaded(worker)
+        return self._start()
 
     async def close(self) -> None:
-        """Stop the workers, whatever they are doing; calls under way are cancelled."""
+        """Stop the workers, whatever they are doing; calls in progress are cancelled."""
         self._closed = True
         for turn in list(self._turns):
             turn.cancel()
-        for call in list(self._calls):
-            call.cancel()
-        await asyncio.gather(*map(_stop, self._workers))
+        for worker in self._workers:
+            worker.kill()
+        await asyncio.gather(*(worker.ended() for worker in self._workers))
 
     async def __aenter__(self) -> RewardWorkers:
         return self
@@ -204,78 +160,6 @@ class RewardWorkers:
         await self.close()
 
 
-async def _stop(pool: ProcessPool) -> None:
-    pool.stop()
-    await asyncio.to_thread(pool.join)
-
-
 def default_most() -> int:
-    """Workers at most: a few more than the machine has cores, because what takes long in a reward is often waiting."""
+    """Return the default limit of workers: more than the machine has cores, since rewards that take long often wait."""
     return min(32, (os.cpu_count() or 1) + 4)
-
-
-_function: Callable[..., Any]
-"""What this worker process calls."""
-_seconds: float | None
-"""How long a call of it may take."""
-
-
-def _initialise(function: bytes, time_limit: float | None, memory_limit: int | None, keep_env: Sequence[str]) -> None:
-    global _function, _seconds
-    become_worker(keep_env)
-    try:
-        with UserCode():
-            _function = pickle.loads(function)
-    except Exception as error:  # a worker that fails to start is started again for ever: fail its calls instead
-        _function = _raising(error)
-    _seconds = time_limit if STATM.exists() else None
-    if memory_limit is not None:
-        _limit_memory(memory_limit)
-
-
-def _raising(error: Exception) -> Callable[..., Any]:
-    def function(*_: Any) -> Any:
-        raise error
-
-    return function
-
-
-def _limit_memory(memory_limit: int) -> None:
-    import resource
-
-    pages = int(STATM.read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory_limit
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-
-def _limit_processor_time(seconds: float) -> None:
-    """Allow the call that begins now, and each process it starts, `seconds` of processor time and what was used."""
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _call(*args: Any) -> bytes:
-    """Result, exception and traceback, pickled here: what fails to pickle must fail the call, not the pool."""
-    try:
-        if _seconds is not None:
-            _limit_processor_time(_seconds)
-        return pickle.dumps((_function(*args), None, ""))
-    except BaseException as error:
-        trace = traceback.format_exc()
-        return pickle.dumps((None, _portable(as_failure(error)), trace))
-
-
-def _portable(error: Exception) -> Exception:
-    """`error` if it survives pickling."""
-    try:
-        if isinstance(copy := pickle.loads(pickle.dumps(error)), type(error)):
-            return copy
-    except Exception:
-        pass
-    said = RewardError(f"{type(error).__name__}: {error}")
-    for note in getattr(error, "__notes__", ()):
-        said.add_note(note)
-    return said
