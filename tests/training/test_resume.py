@@ -61,7 +61,7 @@ def die(base: Path, recipe: str, at: int) -> Path:
 @pytest.fixture(scope="module")
 def saved_often(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of its last two whole steps, and a part of a step in the journal."""
-    return die(tmp_path_factory.mktemp("resume") / "often", OFTEN, 58)
+    return die(tmp_path_factory.mktemp("resume") / "often", OFTEN, 75)
 
 
 @pytest.fixture(scope="module")
