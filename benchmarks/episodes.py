@@ -34,6 +34,7 @@ from april.simulation.run import no_reward
 from april.tasks.build import build_task
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
+from april.training.build import build_environment
 from april.training.environment_setup import EnvironmentSetup
 from april.training.policy import load_policy, stop_tokens
 
@@ -136,7 +137,8 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 def arm_of(recipe: Recipe, size: int, ratio: float, policy: Any, task: Any) -> Iterator[Arm]:
     under_way = {"rollout_batch_size": size, "over_sampling_batch_size": round(ratio * size)}
     own = replace(recipe, rollout=replace(recipe.rollout, partial_rollout=ratio > 1, **under_way))
-    world = EnvironmentSetup(own, policy[1], stop_tokens(*policy))
+    world = build_environment(own, policy[1], stop_tokens(*policy))
+    assert world is not None
     with world.episodes(recipe.engine.context_length or 0) as episodes:
         yield Arm(f"N' = {ratio:g} N" if ratio > 1 else "synchronous", own, world, episodes, policy, task)
 

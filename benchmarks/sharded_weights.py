@@ -40,6 +40,7 @@ from april.config.recipe import Recipe
 from april.engines.servers.weight_group import join
 from april.engines.weight_transfer import Meeting, Receiver
 from april.training.distributed_learner import DistributedLearner, follow_commands
+from april.training.engine_builder import embedded
 from april.training.rank_engine import FollowerEngine
 from april.training.rank_protocol import RENDEZVOUS
 from april.training.ranks import Ranks, join_ranks
@@ -157,7 +158,9 @@ def rank(rounds: int, hidden: int, out: Path) -> None:
         torch.set_num_threads(1)
         learner = ShardedLearner(policy(hidden), recipe, ranks, Tokenizer())
         if not ranks.leads:
-            follow_commands(learner, ranks, FollowerEngine(recipe, learner, ranks))
+            follow_commands(
+                learner, ranks, FollowerEngine(lambda: embedded(recipe, learner.served, beside_trainer=True), ranks)
+            )
             return
         found: dict[str, Any] = {"parameters": sum(p.numel() for p in learner.model.parameters())}
         engines = [Engine(number) for number in range(ENGINES)]

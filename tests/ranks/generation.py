@@ -36,7 +36,9 @@ def engines(ranks: Ranks, directory: str, **engine: Any) -> Iterator[tuple[Distr
     chosen = settings(**engine)
     learner = ShardedLearner(tiny.model(sharpness=1.0), chosen, ranks)
     if not ranks.leads:
-        follow_commands(learner, ranks, FollowerEngine(chosen, learner, ranks))
+        follow_commands(
+            learner, ranks, FollowerEngine(lambda: embedded(chosen, learner.served, beside_trainer=True), ranks)
+        )
         yield None
         return
     with (

@@ -18,10 +18,10 @@ def test_ranks_that_share_responses_divide_the_heads(tmp_path: Path) -> None:
     recipe = Recipe()
     recipe.model.path = str(tmp_path)
     for recipe.trainer.context_parallel in (1, 2):
-        check_layout(recipe)
+        check_layout(recipe.trainer, recipe.model.path)
     recipe.trainer.context_parallel = 4
     with pytest.raises(ConfigError, match="context_parallel = 4 does not divide the 2 num_key_value_heads"):
-        check_layout(recipe)
+        check_layout(recipe.trainer, recipe.model.path)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_layout_that_does_not_divide_the_policy_is_refused(
     for name, value in settings.items():
         setattr(recipe.trainer, name, value)
     with pytest.raises(ConfigError, match=problem):
-        check_layout(recipe)
+        check_layout(recipe.trainer, recipe.model.path)
 
 
 def test_layouts_that_divide_the_policy_are_taken(tmp_path: Path) -> None:
@@ -65,4 +65,4 @@ def test_layouts_that_divide_the_policy_are_taken(tmp_path: Path) -> None:
     recipe.model.path = str(tmp_path)
     for tensor, expert in ((1, 2), (1, 4), (2, 2), (2, 4)):
         recipe.trainer.tensor_parallel, recipe.trainer.expert_parallel = tensor, expert
-        check_layout(recipe)
+        check_layout(recipe.trainer, recipe.model.path)

@@ -35,6 +35,6 @@ def test_a_token_is_multiplied_with_its_own_experts_alone() -> None:
     recipe = Recipe()
     recipe.model.path = "Qwen/Qwen3-30B-A3B"
     with known_model(recipe):
-        assert active_parameters(recipe) == pytest.approx(3.04e9, rel=0.02)
-    assert build_utilisation(recipe, None) is None
-    assert build_utilisation(recipe, DeviceMap((Gpu("0", name="Unknown"),), ())) is None
+        assert active_parameters(recipe.model) == pytest.approx(3.04e9, rel=0.02)
+    assert build_utilisation(recipe.model, None) is None
+    assert build_utilisation(recipe.model, DeviceMap((Gpu("0", name="Unknown"),), ())) is None

@@ -65,7 +65,7 @@ def run(args: list[str]) -> int:
         from april.training.megatron_package import check_megatron
         from april.training.memory_plan import plan_memory
 
-        check_megatron(recipe)
+        check_megatron(recipe.trainer.backend)
         with known_model(recipe):
             plan = plan_memory(recipe)
             for title, lines in (

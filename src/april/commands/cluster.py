@@ -47,7 +47,7 @@ async def _check(recipe: Recipe) -> int:
         from april.engines.ray.node_requirements import NodeRequirements, marked
         from april.engines.ray.nodes import home
         from april.training.engine_builder import engine_spec_of
-        from april.training.environment_setup import source_of
+        from april.training.environment_setup import environment_source
         from april.training.memory_plan import plan_memory
         from april.training.rank_nodes import demand_of_rank, model_of
 
@@ -58,7 +58,9 @@ async def _check(recipe: Recipe) -> int:
             if recipe.ranks_on_nodes:
                 needs = NodeRequirements(model_of(recipe), output, marker)
                 ranks = RankSpec(recipe.ranks_on_nodes, demand_of_rank(recipe), needs)
-            environment = pickle.dumps(source_of(recipe)) if recipe.cluster.environments == "nodes" else None
+            environment = (
+                pickle.dumps(environment_source(recipe.environment)) if recipe.cluster.environments == "nodes" else None
+            )
             found = await check(wanted, home(), weights, ranks, environment)
         for line in lines_of(found, wanted, home(), ranks):
             print(line)

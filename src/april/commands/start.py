@@ -21,7 +21,7 @@ def check_ranks(recipe: Recipe) -> None:
     Raises:
         ConfigError: they do not, or it is not, or it does not, or the ranks would not know their run.
     """
-    check_megatron(recipe)
+    check_megatron(recipe.trainer.backend)
     device_map(recipe)
     if not is_rank():
         return

@@ -263,16 +263,16 @@ async def _measure(
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
     """Synchronous steps of the recipe's prompts, which nobody scores."""
-    from april.training.environment_setup import EnvironmentSetup
+    from april.training.build import build_environment, build_prompts
     from april.training.policy import stop_tokens
-    from april.training.run_prompts import RunPrompts, room_for_prompt
+    from april.training.run_prompts import room_for_prompt
 
     context = idle.engine.capacity.context_length
-    room = room_for_prompt(recipe, context)
+    room = room_for_prompt(recipe.rollout.max_response_length, context)
     limit, stops = min(recipe.rollout.max_prompt_length or room, room), stop_tokens(idle.model, idle.tokenizer)
-    world = EnvironmentSetup(recipe, idle.tokenizer, stops) if recipe.environment.enabled else None
-    prompts = RunPrompts.of(recipe, task, idle.tokenizer, world).to_train_on(limit)
-    with world.episodes(context) if world else nullcontext() as episodes:
+    environment = build_environment(recipe, idle.tokenizer, stops)
+    prompts = build_prompts(recipe, task, idle.tokenizer, environment).to_train_on(limit)
+    with environment.episodes(context) if environment else nullcontext() as episodes:
         yield RolloutScheduler(
             idle.engine,
             prompts,

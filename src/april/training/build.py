@@ -32,13 +32,13 @@ from april.training.device_map import device_map, device_rows
 from april.training.distributed import open_distributed_learner
 from april.training.distributed_learner import DistributedLearner
 from april.training.engine_builder import open_engine
-from april.training.environment_setup import EnvironmentSetup
+from april.training.environment_setup import EnvironmentSetup, prompt_encoder
 from april.training.episode_reward import EpisodeRewards
 from april.training.held_out_evaluation import HeldOutEvaluation
 from april.training.learner import Learner
 from april.training.local import LocalLearner, build_objective, check_checkpoint_of
 from april.training.memory_check import check_memory
-from april.training.policy import gpu_bytes, load_policy, policy_at
+from april.training.policy import gpu_bytes, load_policy
 from april.training.resume import JOURNAL, newest_checkpoint, note_beginning
 from april.training.run_directory import lock_directory
 from april.training.run_prompts import RunPrompts, room_for_prompt
@@ -103,8 +103,8 @@ async def open_trainer(
         _say_what_is_clipped(recipe)
         _say_what_is_not_kept(recipe)
         limit = _prompt_limit(recipe, learner)
-        world = EnvironmentSetup(recipe, tokenizer, learner.stop_token_ids) if recipe.environment.enabled else None
-        usable = RunPrompts.of(recipe, task, tokenizer, world)
+        environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
+        usable = build_prompts(recipe, task, tokenizer, environment)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
         stack.enter_context(lock_directory(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_flush_seconds)))
@@ -120,10 +120,10 @@ async def open_trainer(
         )
         if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))
-        room = room_for_prompt(recipe, engine.capacity.context_length)
+        room = room_for_prompt(recipe.rollout.max_response_length, engine.capacity.context_length)
         if limit is None or room < limit:  # the engine allows less than the model does
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
-        episodes = stack.enter_context(world.episodes(engine.capacity.context_length)) if world else None
+        episodes = stack.enter_context(environment.episodes(engine.capacity.context_length)) if environment else None
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
         await stack.enter_async_context(scheduler)
         state = load(checkpoint, learner, scheduler) if checkpoint else None
@@ -149,15 +149,50 @@ async def open_trainer(
             learner=learner,
             scheduler=scheduler,
             evaluation=HeldOutEvaluation(scheduler, rewards, evaluated, training.eval_samples, sampling, task.correct),
-            state=RunState(recipe, learner, scheduler, journal, run_log),
+            state=RunState(
+                directory / "checkpoints",
+                training.keep_checkpoints,
+                recipe.redacted(),
+                learner,
+                scheduler,
+                journal,
+                run_log,
+            ),
             log=run_log,
             worker=await stack.enter_async_context(TrainingThread()),
             signals=stack.enter_context(signals or StopSignals()),
             progress=progress,
             clock=clock,
-            utilisation=build_utilisation(recipe, devices),
+            utilisation=build_utilisation(recipe.model, devices),
             releases_cache=recipe.generates_inside and not recipe.keeps_cache_in_training,
         )
+
+
+def build_environment(recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> EnvironmentSetup | None:
+    """Return the setup of the recipe's environment; None without an environment."""
+    if not recipe.environment.enabled:
+        return None
+    return EnvironmentSetup(
+        recipe.environment,
+        recipe.task,
+        recipe.episode_limits(),
+        tokenizer,
+        recipe.sampling(stop_token_ids).stop_token_ids,
+        recipe.cluster.environments == "nodes",
+    )
+
+
+def build_prompts(recipe: Recipe, task: Task, tokenizer: Any, environment: EnvironmentSetup | None) -> RunPrompts:
+    """Return the prompts of the recipe's task."""
+    bad = recipe.task.bad_records
+    return RunPrompts(
+        task,
+        prompt_encoder(recipe.task, tokenizer, environment),
+        recipe.training.seed,
+        bad,
+        overlong=bad if recipe.rollout.max_prompt_length is None else "skip",
+        eval_size_set=recipe.task.eval_size is not None,
+    )
 
 
 def carries_signal(group: Group) -> bool:
@@ -177,7 +212,8 @@ def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[
     """The learner, and the tokenizer of its policy."""
     if checkpoint:
         check_checkpoint_of(recipe, checkpoint)
-    model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint))
+    start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
+    model, tokenizer = load_policy(recipe.model, start)
     return LocalLearner(model, recipe, tokenizer, directory), tokenizer
 
 
@@ -212,7 +248,7 @@ def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
     context = asked or known
     if context is None:
         return rollout.max_prompt_length
-    room = room_for_prompt(recipe, context)
+    room = room_for_prompt(rollout.max_response_length, context)
     return min(rollout.max_prompt_length or room, room)
 
 

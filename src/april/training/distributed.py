@@ -20,10 +20,11 @@ from april import __version__
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
 from april.training.distributed_learner import DistributedLearner, follow_commands
+from april.training.engine_builder import embedded
 from april.training.local import check_checkpoint_of
 from april.training.megatron_package import MEGATRON, check_megatron
 from april.training.model_parallel import check_layout
-from april.training.policy import load_policy, policy_at
+from april.training.policy import load_policy
 from april.training.rank_engine import FollowerEngine
 from april.training.rank_protocol import is_rank
 from april.training.ranks import Ranks, join_ranks
@@ -67,7 +68,9 @@ def run_follower(recipe: Recipe) -> None:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
         learner, _ = _part(recipe, ranks, None, ranks.receive())
-        follow_commands(learner, ranks, FollowerEngine(recipe, learner, ranks))
+        follow_commands(
+            learner, ranks, FollowerEngine(lambda: embedded(recipe, learner.served, beside_trainer=True), ranks)
+        )
 
 
 def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
@@ -77,12 +80,13 @@ def _joined(recipe: Recipe) -> AbstractContextManager[Ranks]:
 
 
 def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path | None) -> tuple[ShardedLearner, Any]:
-    check_megatron(recipe)
+    check_megatron(recipe.trainer.backend)
     _check_alike(recipe, ranks)
-    check_layout(recipe)
+    check_layout(recipe.trainer, recipe.model.path)
     if checkpoint:
         check_checkpoint_of(recipe, checkpoint)
-    model, tokenizer = load_policy(recipe.model, policy_at(recipe, checkpoint), torch.device("cpu"))
+    start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
+    model, tokenizer = load_policy(recipe.model, start, torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
     kind: type[ShardedLearner] = ShardedLearner
     if recipe.trainer.backend == "megatron":

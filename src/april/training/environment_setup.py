@@ -11,18 +11,18 @@ from functools import partial
 from typing import Any
 
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 from april.config.settings import EnvironmentSettings
 from april.environments.bridge import TemplateError, bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.environment import Environment
+from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
 from april.rollout.secrets import resolved
 from april.rollout.trajectory import Prompt
 from april.tasks.answers import text_of
 from april.tasks.encoding import Encoder, check_template_arguments
-from april.tasks.task import ChatTemplate
+from april.tasks.task import ChatTemplate, TaskSpec
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,15 @@ MOST = 8
 
 
 class EnvironmentSetup:
-    """What a recipe says of its environment, tried once.
+    """Environment of a run and the encoding of its turns; constructing it makes one environment to check the settings.
+
+    Args:
+        settings: the recipe's section `environment`.
+        task: the recipe's section `task`, for its chat template.
+        limits: time limits and retries of episodes.
+        tokenizer: the policy's tokenizer.
+        stop_token_ids: ids that end a turn.
+        on_nodes: run environments on the nodes of a cluster.
 
     Attributes:
         chat_template: how prompts are encoded, so that turns can be put behind them.
@@ -41,13 +49,22 @@ class EnvironmentSetup:
         ConfigError: the environment cannot be made, or turns cannot be bridged with this tokenizer.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
-        self.recipe = recipe
-        self._source = source_of(recipe)
+    def __init__(
+        self,
+        settings: EnvironmentSettings,
+        task: TaskSpec,
+        limits: EpisodeLimits,
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+        on_nodes: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._on_nodes = on_nodes
+        self._source = environment_source(settings)
         try:
-            stops = recipe.sampling(stop_token_ids).stop_token_ids
             self._bridge = bridge_of(
-                tokenizer, stops, recipe.task.chat_template, self._source.tools, recipe.task.template_arguments
+                tokenizer, stop_token_ids, task.chat_template, self._source.tools, task.template_arguments
             )
         except TemplateError as error:
             raise ConfigError(f"environment: {error}") from None
@@ -55,17 +72,16 @@ class EnvironmentSetup:
             raise ConfigError(f"environment.{error}") from None
         arguments = getattr(self._bridge, "prompt_arguments", None)
         self.template_arguments: Mapping[str, Any] = arguments or {}
-        self.chat_template: ChatTemplate = recipe.task.chat_template if arguments is None else "always"
+        self.chat_template: ChatTemplate = task.chat_template if arguments is None else "always"
 
     @contextmanager
     def episodes(self, context_length: int) -> Iterator[Episodes]:
         """The episodes of a run; their processes end with the block."""
-        own = self.recipe.environment
+        own, limits = self._settings, self._limits
         make: Callable[[], Environment] = self._source
-        limits = self.recipe.episode_limits()
         if own.workers == 0:
             yield Episodes(make, self._bridge, context_length, limits, row)
-        elif self.recipe.cluster.environments == "nodes":
+        elif self._on_nodes:
             from april.engines.ray.node_environments import NodeEnvironments
 
             # A node that cannot import it says so in its own words, as worker processes do.
@@ -76,29 +92,27 @@ class EnvironmentSetup:
                 yield Episodes(processes, self._bridge, context_length, limits, row)
 
 
-def prompt_encoder(recipe: Recipe, tokenizer: Any, world: EnvironmentSetup | None) -> Encoder:
+def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: EnvironmentSetup | None) -> Encoder:
     """The encoder of a recipe's prompts, so that an environment's turns can follow them.
 
     Raises:
         ConfigError: the chat template does not know one of the recipe's arguments.
     """
-    task = recipe.task
     try:
         check_template_arguments(task.template_arguments, tokenizer)
     except ValueError as error:
         raise ConfigError(f"task.{error}") from None
-    if world is not None:
-        return Encoder(tokenizer, world.chat_template, world.template_arguments)
+    if environment is not None:
+        return Encoder(tokenizer, environment.chat_template, environment.template_arguments)
     return Encoder(tokenizer, task.chat_template, task.template_arguments, task.continue_assistant)
 
 
-def source_of(recipe: Recipe) -> EnvironmentSource:
+def environment_source(own: EnvironmentSettings) -> EnvironmentSource:
     """What makes the recipe's environments, here and wherever it is unpickled.
 
     Raises:
         ConfigError: none can be made.
     """
-    own = recipe.environment
     try:
         return EnvironmentSource(EnvironmentSpec(own.path, own.tools, resolved(own.params, os.environ), os.getcwd()))
     except ValueError as error:

@@ -1,22 +1,21 @@
-"""What a backend needs of the environment that it is started in, seen before anything is loaded."""
+"""Check for the packages of the Megatron backend, before a model is loaded."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 
 MEGATRON = ("megatron-core", "megatron-bridge")
 
 
-def check_megatron(recipe: Recipe) -> None:
-    """See that Megatron is installed, if the recipe trains with it.
+def check_megatron(backend: str) -> None:
+    """Check that Megatron is installed if `backend` is "megatron".
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is not installed.
     """
-    if recipe.trainer.backend != "megatron":
+    if backend != "megatron":
         return
     for package in MEGATRON:
         try:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from april.algorithms.logprobs import CHUNK_ELEMENTS
 from april.config.error import ConfigError
 from april.config.recipe import Recipe
-from april.config.settings import TrainerSettings
+from april.config.settings import ModelSettings, TrainerSettings
 from april.engines.pretrained import EXPERTS, experts_of
 from april.training.local import build_objective, checkpoint_layers
 from april.training.model_parallel import check_layout, layers_of, plans
@@ -71,12 +71,12 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         ConfigError: the model's configuration cannot be read, or does not go with the layout.
     """
     training, engine, trainer = recipe.training, recipe.engine, recipe.trainer
-    check_layout(recipe)
+    check_layout(recipe.trainer, recipe.model.path)
     own, computed = (getattr(torch, name).itemsize for name in (recipe.model.dtype, recipe.compute_dtype))
     megatron = trainer.backend == "megatron"
     holders = _holders(trainer)
     with FakeTensorMode():
-        model = _model(recipe)
+        model = _model(recipe.model)
         model.requires_grad_(not recipe.lora.rank)
         count = sum(p.numel() for p in model.parameters())
         parts = trainer.tensor_parallel, trainer.expert_parallel
@@ -89,7 +89,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         root = sum(part for _, part in sizes.values()) - sum(of_layers.values())
         unfused = megatron and recipe.model.device == "cpu"  # Megatron's own layers, without Transformer Engine
         attention = "eager" if unfused else None  # which holds the scores of every pair of tokens
-        part = _model(recipe, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
+        part = _model(recipe.model, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
         text = part.config.get_text_config()
         width = text.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
         activations = _activations(part, recipe, computed, len(names), width)
@@ -193,36 +193,38 @@ def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
         yield f"  {name:<18}{size / 1e9:10.3f} GB"
 
 
-def _configuration(recipe: Recipe) -> Any:
+def _configuration(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(str(Path(recipe.model.path).expanduser()), trust_remote_code=False)
+        return AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise _unreadable(recipe, error) from None
+        raise _unreadable(path, error) from None
 
 
-def _unreadable(recipe: Recipe, error: Exception) -> ConfigError:
+def _unreadable(path: str, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0]
-    return ConfigError(f"model.path = {recipe.model.path!r}: no configuration of a causal LM: {reason}")
+    return ConfigError(f"model.path = {path!r}: no configuration of a causal LM: {reason}")
 
 
-def _model(recipe: Recipe, parts: int = 1, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
+def _model(
+    settings: ModelSettings, parts: int = 1, dtype: torch.dtype | None = None, attention: str | None = None
+) -> Any:
     """The policy without values, or what one of so many ranks that divide its matrices computes with.
 
     Args:
         dtype: in the place of the recipe's own; a mixture of experts has bfloat16 then, or its kernels have no shapes.
         attention: how transformers is to compute it; by a kernel that holds no scores if None.
     """
-    config = _configuration(recipe)
+    config = _configuration(settings.path)
     try:
         if parts > 1:
             config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
                 setattr(config, name, getattr(config, name) // parts)
         mixed = any(getattr(config, name, None) for name in EXPERTS)
-        own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, recipe.model.dtype)
+        own = torch.bfloat16 if dtype and mixed else dtype or getattr(torch, settings.dtype)
         return AutoModelForCausalLM.from_config(config, dtype=own, attn_implementation=attention)
     except (OSError, ValueError) as error:
-        raise _unreadable(recipe, error) from None
+        raise _unreadable(settings.path, error) from None
 
 
 def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, more: int) -> int:
@@ -267,13 +269,13 @@ def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
     return int(ATTENTION * tokens * config.num_attention_heads * size * computed)
 
 
-def active_parameters(recipe: Recipe) -> int:
+def active_parameters(settings: ModelSettings) -> int:
     """Return how many parameters each token is multiplied with: the layers, of experts its own, and the head."""
-    config = _configuration(recipe).get_text_config()
+    config = _configuration(settings.path).get_text_config()
     experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
     share = config.num_experts_per_tok / experts if experts else 1.0
     with FakeTensorMode():
-        model = _model(recipe)
+        model = _model(settings)
         head = model.get_output_embeddings().weight
         table = model.get_input_embeddings().weight
         own = [(name, p) for name, p in model.named_parameters() if p is not table or p is head]
@@ -282,7 +284,7 @@ def active_parameters(recipe: Recipe) -> int:
 
 def pass_bytes(recipe: Recipe) -> int:
     """Return what a forward pass of the recipe's embedded engine holds for a moment."""
-    return _pass_bytes(_configuration(recipe).get_text_config(), recipe)
+    return _pass_bytes(_configuration(recipe.model.path).get_text_config(), recipe)
 
 
 def _pass_bytes(config: Any, recipe: Recipe) -> int:

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
+from april.config.settings import TrainerSettings
 from april.engines.pretrained import EXPERTS
 from april.training.ranks import Ranks
 
@@ -65,13 +65,15 @@ def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[st
     return {name: style for name, style in matrices.items() if name in own}, experts
 
 
-def check_layout(recipe: Recipe) -> None:
-    """See that the policy's layers can be divided as the recipe says, by its configuration alone.
+def check_layout(trainer: TrainerSettings, path: str) -> None:
+    """Check that the policy's layers can be divided as `trainer` says, from the model's configuration alone.
+
+    Args:
+        path: path or hub name of the model.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the layers cannot be divided like this.
     """
-    trainer, path = recipe.trainer, recipe.model.path
     context, tensor, expert = trainer.context_parallel, trainer.tensor_parallel, trainer.expert_parallel
     megatron = trainer.backend == "megatron"
     if context == tensor == expert == 1 and not megatron:

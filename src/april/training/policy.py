@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
 from april.engines.pretrained import ModelFolderError, end_tokens, load_model, load_tokenizer
 from april.training.lora import Adapters
@@ -37,11 +36,6 @@ def load_policy(
     except ModelFolderError as error:
         raise ConfigError(str(error) if checkpoint else f"model.path = {settings.path!r}: {error}") from None
     return model.to(device), tokenizer
-
-
-def policy_at(recipe: Recipe, checkpoint: Path | None) -> Path | None:
-    """Where a run that is resumed finds its policy. Adapters go onto the policy that they were begun with."""
-    return None if recipe.lora.rank else checkpoint
 
 
 def save_policy(

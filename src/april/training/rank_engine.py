@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
-from april.config.recipe import Recipe
 from april.engines.embedded import EmbeddedEngine
 from april.engines.job import Hands, JobEngine, JobOrder, Reply
 from april.engines.rank_exchange import follow_orders
 from april.rollout.engine import Chunk
-from april.training.engine_builder import embedded
 from april.training.rank_protocol import RankLostError
 from april.training.ranks import Ranks
-from april.training.sharded import ShardedLearner
 
 
 class AllRanksEngine(JobEngine):
@@ -52,21 +49,20 @@ def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[AllRanksEngine]:
 
 
 class FollowerEngine:
-    """The engine of a rank that follows.
+    """Engine of a follower, driven by orders of rank 0.
 
     Args:
-        learner: the rank's part of it, which has the copy of the policy.
+        make: makes the engine on the rank's copy of the policy.
     """
 
-    def __init__(self, recipe: Recipe, learner: ShardedLearner, ranks: Ranks) -> None:
-        self._recipe = recipe
-        self._learner = learner
+    def __init__(self, make: Callable[[], EmbeddedEngine], ranks: Ranks) -> None:
+        self._make = make
         self._ranks = ranks
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Make the engine, and carry out the leader's orders in a thread until it has no more."""
-        engine = embedded(self._recipe, self._learner.served, beside_trainer=True)
+        engine = self._make()
         self._ranks.exchange.gather(engine.capacity)
         self._thread = threading.Thread(target=self._follow, args=(engine, torch.get_num_threads()), daemon=True)
         self._thread.start()

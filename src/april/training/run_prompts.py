@@ -1,4 +1,4 @@
-"""The prompts of a recipe's run, which are tried before anything expensive starts."""
+"""Prompts of a run, checked before anything expensive starts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from april.config.error import ConfigError
-from april.config.recipe import Recipe
 from april.rollout.trajectory import Prompt
 from april.tasks.encoding import Encoder
 from april.tasks.prompts import PromptStream
 from april.tasks.task import BadRecords, Task
-from april.training.environment_setup import EnvironmentSetup, prompt_encoder
 from april.training.held_out_evaluation import held_out
 
 log = logging.getLogger(__name__)
@@ -23,16 +20,16 @@ FEW = 32
 """Held-out prompts below which an evaluation is rough."""
 
 
-def room_for_prompt(recipe: Recipe, context: int) -> int:
-    """Return the tokens that a context leaves for a prompt beside a full response.
+def room_for_prompt(max_response_length: int, context: int) -> int:
+    """Return the number of tokens that a context has for a prompt besides a full response.
 
     Raises:
-        ConfigError: it leaves none.
+        ConfigError: it has none.
     """
-    room = context - recipe.rollout.max_response_length
+    room = context - max_response_length
     if room < 1:
         raise ConfigError(
-            f"rollout.max_response_length = {recipe.rollout.max_response_length} leaves no room for a prompt in a "
+            f"rollout.max_response_length = {max_response_length} leaves no room for a prompt in a "
             f"context of {context} tokens: lower it, or raise engine.context_length if the model allows"
         )
     return room
@@ -40,31 +37,37 @@ def room_for_prompt(recipe: Recipe, context: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunPrompts:
-    """Prompts to train and to evaluate on; prompts that cannot be used stop the run or are left out.
+    """Prompts to train on and to evaluate on.
+
+    Args:
+        task: source of the problems.
+        encoder: encodes problems as prompts.
+        seed: seed of the order of training prompts.
+        bad_records: what happens to records that cannot be used.
+        overlong: what happens to prompts that are too long.
+        eval_size_set: whether the user has chosen the number of held-out prompts.
 
     Raises:
-        ConfigError: prompts cannot be used.
+        ConfigError: a prompt cannot be used, and `bad_records` or `overlong` is "raise".
     """
 
-    recipe: Recipe
     task: Task
     encoder: Encoder
-
-    @classmethod
-    def of(cls, recipe: Recipe, task: Task, tokenizer: Any, world: EnvironmentSetup | None) -> RunPrompts:
-        return cls(recipe, task, prompt_encoder(recipe, tokenizer, world))
+    seed: int
+    bad_records: BadRecords
+    overlong: BadRecords
+    eval_size_set: bool
 
     def to_train_on(self, limit: int | None) -> PromptStream:
-        bad, overlong = self._policies
-        stream = PromptStream(self.task, self.encoder, self.recipe.training.seed, limit, bad, overlong)
+        stream = PromptStream(self.task, self.encoder, self.seed, limit, self.bad_records, self.overlong)
         with _blaming_the_task():
             stream.inspect()
         return stream
 
     def held_out(self, limit: int | None) -> list[Prompt]:
         with _blaming_the_task():
-            prompts = held_out(self.task, self.encoder, limit, *self._policies)
-        if self.recipe.task.eval_size is None and 0 < len(prompts) < FEW:
+            prompts = held_out(self.task, self.encoder, limit, self.bad_records, self.overlong)
+        if not self.eval_size_set and 0 < len(prompts) < FEW:
             log.warning(
                 "few prompts are held out to evaluate on (%d of %d): accuracy and held-out reward are rough; set "
                 "task.eval_path, or task.eval_size",
@@ -72,12 +75,6 @@ class RunPrompts:
                 len(self.task) + self.task.eval_size,
             )
         return prompts
-
-    @property
-    def _policies(self) -> tuple[BadRecords, BadRecords]:
-        """Treatment of bad records, and of prompts that are too long, which `max_prompt_length` leaves out."""
-        bad = self.recipe.task.bad_records
-        return bad, bad if self.recipe.rollout.max_prompt_length is None else "skip"
 
 
 @contextmanager

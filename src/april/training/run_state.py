@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from april.config.recipe import Recipe
 from april.reporting.run_log import RunLog
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
@@ -21,13 +20,17 @@ from april.training.learner import Learner
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Saves a run into its directory's folder `checkpoints`.
+    """Saves a run's checkpoints.
 
     Args:
-        recipe: the run's; it says where, and how many checkpoints are kept.
+        directory: folder of the checkpoints.
+        keep: number of checkpoints to keep.
+        settings: the run's recipe as JSON types, without secrets.
     """
 
-    recipe: Recipe
+    directory: Path
+    keep: int
+    settings: dict[str, Any]
     learner: Learner
     scheduler: RolloutScheduler
     journal: Journal
@@ -41,22 +44,17 @@ class RunState:
         return {
             "rollout": self.scheduler.state_dict(),
             "log": self.log.state_dict(),
-            "recipe": self.recipe.redacted(),
+            "recipe": self.settings,
         }
 
     def write(self, captured: dict[str, Any]) -> Path:
         """Write the checkpoint of the moment in which `captured` was captured; takes long, and goes in any thread."""
-        keep = self.recipe.training.keep_checkpoints
-        return save_checkpoint(self._directory, captured["log"]["steps"], self.learner.save, captured, keep)
+        return save_checkpoint(self.directory, captured["log"]["steps"], self.learner.save, captured, self.keep)
 
     def prune(self) -> None:
         """Leave out of the journal what no checkpoint needs any more."""
-        if oldest := load_mark(checkpoints(self._directory)[0]):
+        if oldest := load_mark(checkpoints(self.directory)[0]):
             self.journal.prune(oldest["position"])
-
-    @property
-    def _directory(self) -> Path:
-        return Path(self.recipe.reporting.output) / "checkpoints"
 
 
 def load(checkpoint: Path, learner: Learner, scheduler: RolloutScheduler) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from april.config.recipe import Recipe
+from april.config.settings import ModelSettings
 from april.engines.devices import DeviceMap
 from april.rollout.batch import RolloutBatch
 from april.training.memory_plan import active_parameters
@@ -47,10 +47,10 @@ class Utilisation:
         return {"trained_tokens_per_second": rate, "mfu": TRAINING * self.parameters * rate / self.peak}
 
 
-def build_utilisation(recipe: Recipe, devices: DeviceMap | None) -> Utilisation | None:
+def build_utilisation(model: ModelSettings, devices: DeviceMap | None) -> Utilisation | None:
     """Return what `mfu` needs; None where a GPU that trains is not known, or none trains."""
     peaks = [peak_of(gpu.name) for gpu in devices.training] if devices else []
     known = [peak for peak in peaks if peak is not None]
     if not known or len(known) < len(peaks):
         return None
-    return Utilisation(active_parameters(recipe), sum(known))
+    return Utilisation(active_parameters(model), sum(known))
