@@ -50,7 +50,7 @@ def drift(records: Sequence[Record]) -> str | None:
 
 
 def no_signal(records: Sequence[Record]) -> str | None:
-    """No group has samples with different rewards, and nothing else gives a gradient either."""
+    """No group has samples with different rewards, and no other loss term has a gradient."""
     without = [
         record.get("frac_reward_zero_std") == 1 and 0 in (record.get("reward_std"), record.get("grad_norm"))
         for record in records
@@ -67,7 +67,7 @@ def no_signal(records: Sequence[Record]) -> str | None:
 
 
 def failing_environments(records: Sequence[Record]) -> str | None:
-    """Environments fail in as many episodes as are trained on."""
+    """At least as large a number of episodes failed in their environments as were trained on."""
     shares = _values(records, "episodes_failed_share")
     if shares is None or min(shares) < 1:
         return None
@@ -123,7 +123,7 @@ class Alarms:
 
 
 def _values(records: Sequence[Record], name: str) -> list[float] | None:
-    """The metric in each of the records; None unless it was measured in all of them."""
+    """Return the metric of each record; None unless all records have it."""
     values = [float(record[name]) for record in records if is_number(record.get(name))]
     return values if len(values) == len(records) else None
 

@@ -1,6 +1,6 @@
 """The completions of a run, to browse in its report: bounded, so that the page of a long run still opens.
 
-Invariant: text of the run reaches the page escaped; what is left out is said.
+Invariant: text of the run is escaped, and the page states the number of rows that it omits.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from april.reporting.metrics import show
 from april.reporting.transcript import Colours, transcript
 
 MOST_STEPS, MOST_ROWS, LONGEST = 60, 240, 3000
-"""Files that are read, rows that are shown, and characters of a prompt or completion."""
+"""Maximum numbers of files read, rows shown, and characters of a prompt or completion."""
 MOST_EPISODES = 60
-"""Rows that are shown of a run with an environment: each has more to read."""
+"""Maximum number of rows for a run with an environment, whose rows are longer."""
 
 ENDING = 160
-"""Characters of a completion's end that its row shows before it is opened: the answer is there."""
+"""Characters of a completion's end in its closed row; the answer is usually at the end."""
 
 CONTROLS = """<div class="choices"><input id="find" type="search" placeholder="find text" aria-label="find text">
 <select id="which" aria-label="which completions">

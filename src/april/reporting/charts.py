@@ -1,7 +1,7 @@
 """Plots as inline SVG: lines, stacked areas and columns, histograms. Nothing but strings in and out.
 
 Colours are CSS classes (`c-blue`, `c-age2`, …) that the page's style sheet resolves for light, dark and print. What the
-pointer shows over a plot travels in its `data-hover` attribute, as JSON that the page's script reads; the plot says the
+pointer shows over a plot travels in its `data-hover` attribute, as JSON for the page's script; the plot sets the
 same without it.
 """
 
@@ -60,7 +60,7 @@ class Scale:
 
 
 def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers in [low, high], about so many of them; only integers if `whole`."""
+    """Return round numbers in [low, high], about `count` of them; only integers if `whole`."""
     if high <= low:
         return [low]
     step = 10 ** math.floor(math.log10((high - low) / about))

@@ -35,13 +35,13 @@ ROWS = {
     "kv_cache_bytes": True,
     "resident_bytes": True,
 }
-"""The metrics that are compared, and whether a ratio to the first arm makes sense; the one that matters most first."""
+"""Compared metrics, most important first, and whether a ratio to the first arm is meaningful."""
 
 MEMORY = {"buffer_bytes", "kv_cache_bytes", "resident_bytes"}
 
 
 def run_record(arm: str, seed: int, summary: Mapping[str, Any], slots: int, target: float) -> dict[str, Any]:
-    """What a comparison keeps of one run.
+    """Record of one run in a comparison.
 
     Args:
         summary: of the run, see `RunLog.summary`.
@@ -76,7 +76,7 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
         table.add_column(arm, justify="right")
     for name, ratio in ROWS.items():
         if name in MEMORY and not any(record.get(name) for record in records):
-            continue  # an engine that does not say what it holds
+            continue  # the engine does not report its memory
         title, form = METRICS[name].label, METRICS[name].form
         cells, ratios = [], []
         for arm in arms:
@@ -100,7 +100,7 @@ def compare_runs(records: Sequence[Mapping[str, Any]], console: Console | None =
 
 
 def _headline(arms: Sequence[str], result: Mapping[str, Any], reached: bool) -> str:
-    """The comparison in a sentence: by the time to the target if all runs reached it, else by overall throughput."""
+    """Return the result in one sentence: by the time to the target if all runs reached it, otherwise by throughput."""
     name, title = (
         ("time_to_target", "Time to the target reward")
         if reached
@@ -112,7 +112,7 @@ def _headline(arms: Sequence[str], result: Mapping[str, Any], reached: bool) -> 
 
 
 def _number(value: float | None) -> float:
-    """A metric that may be null, because it was not finite, as a number below all others."""
+    """Return a metric as a number; null (not finite) becomes a number below all others."""
     return -inf if value is None else value
 
 

@@ -2,7 +2,7 @@
 
 Invariants:
 - a file is one step's (`step-000012.parquet`, `step-000012-held-out.parquet`), whole or not there; a resumed run
-  replaces those of the steps that it does again;
+  replaces the files of repeated steps;
 - text is decoded and written in a thread: a step waits for at most the one before it;
 - the pieces of a completion, one for each policy version that sampled it, make up the completion; an episode's are
   cut where a turn ends and where the next one begins, too.
@@ -28,7 +28,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Piece(TypedDict):
-    """What one policy version sampled of a completion; `version` is ENVIRONMENT for what no policy did."""
+    """Part of a completion from one policy version; `version` is ENVIRONMENT for observations."""
 
     version: int
     tokens: int
@@ -36,24 +36,24 @@ class Piece(TypedDict):
 
 
 class EpisodeTurn(TypedDict):
-    """What the policy said in one turn of an episode, and what its environment answered. The first one is the reset, to
-    which nothing was said."""
+    """One turn of an episode: the policy's text and the environment's observation. The first turn is the reset and has
+    no text of the policy."""
 
     said: int
-    """Tokens of the policy."""
+    """Number of tokens of the policy."""
     heard: int
-    """Tokens of the answer, with what the chat template puts around it."""
+    """Number of tokens of the observation, including the chat template's."""
     reward: float | None
-    """None where nothing was answered."""
+    """None without an observation."""
     seconds: float
-    """That the environment took."""
+    """Time of the environment's step."""
     failed: bool
     info: str | None
-    """What else the environment said, as JSON."""
+    """Further information from the environment, as JSON."""
 
 
 class Completion(TypedDict):
-    """A row of the table."""
+    """Row of the table."""
 
     step: int
     held_out: bool
@@ -66,15 +66,15 @@ class Completion(TypedDict):
     completion: str
     reward: float | None
     components: str | None
-    """What the reward says beside its value, as JSON."""
+    """Further information from the reward function, as JSON."""
     length: int
-    """Response tokens."""
+    """Number of response tokens."""
     finish: str
     staleness: int
     """Weight updates between the group's first token and the step."""
     pieces: list[Piece]
     turns: list[EpisodeTurn]
-    """Empty without an environment. Their tokens are those of the pieces, in order."""
+    """Turns in order; their tokens are the tokens of the pieces. Empty without an environment."""
 
 
 def rows_of(groups: Sequence[Group], step: int, version: int, decode: Decode, held_out: bool) -> list[Completion]:
@@ -164,7 +164,7 @@ class CompletionsWriter:
         directory: the run directory.
         decode: the tokenizer's; called in a thread.
         then: called in that thread with the rows of each step.
-        resume_step: the step to go on from; files of later steps go. None for a new run.
+        resume_step: step to resume from, after which files are removed; None for a new run.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class CompletionsWriter:
         self._then(rows)
 
     def sync(self) -> None:
-        """Wait until what was given to `write` is written."""
+        """Wait until all rows passed to `write` are on disk."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -284,7 +284,7 @@ def _step_of(path: Path) -> int:
 
 
 def telling(rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Mapping[str, Any]]:
-    """At most `count` rows that say most: the best and the worst rewarded, the longest, the stalest, then the first."""
+    """Return at most `count` informative rows: best and worst reward, longest, stalest, then the first rows."""
     orders: Sequence[Callable[[Mapping[str, Any]], float]] = (
         lambda row: -(row["reward"] or 0.0),
         lambda row: row["reward"] or 0.0,

@@ -1,6 +1,6 @@
-"""What went wrong: `faults.jsonl` in the run directory, a line for each step in which anything did.
+"""Faults of a run: `faults.jsonl` in the run directory, one line for each step with faults.
 
-Invariant: a line is of bounded size, however much went wrong; what it leaves out it counts.
+Invariant: the size of a line is bounded; it counts the faults that it omits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from april.rollout.batch import RolloutBatch
 
 FILE_NAME = "faults.jsonl"
 MOST = 20
-"""Different failures, and quarantined groups, that a line names."""
+"""Maximum number of different failures, and of quarantined groups, in a line."""
 LONGEST = 500
-"""Characters of an error."""
+"""Maximum number of characters of an error."""
 KINDS = {
     "reward": "reward error",
     "reward timeout": "reward timeout",
@@ -31,7 +31,7 @@ KINDS = {
 
 
 class FaultLog(StepLog):
-    """Appends the faults of a step to `faults.jsonl`, if there were any; for `resume_step` see `StepLog`."""
+    """Appends the faults of each step to `faults.jsonl`; for `resume_step` see `StepLog`."""
 
     def __init__(self, directory: Path | str, resume_step: int | None = None) -> None:
         super().__init__(Path(directory) / FILE_NAME, resume_step)
@@ -46,7 +46,7 @@ class FaultLog(StepLog):
 
 
 def faults_of(step: RolloutBatch, learned: Mapping[str, Any]) -> dict[str, Any]:
-    """What went wrong in a step, as JSON types; empty if nothing did."""
+    """Return the faults of a step as JSON types; empty without faults."""
     met = Counter((failure.kind, failure.error[:LONGEST]) for failure in step.failures)
     example = {(failure.kind, failure.error[:LONGEST]): failure.prompt_id for failure in step.failures}
     record: dict[str, Any] = {
@@ -73,7 +73,7 @@ def read_faults(directory: Path | str) -> list[dict[str, Any]]:
 
 
 def described(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A line of the log for people: what happened, and why."""
+    """Yield the faults of a record as pairs of event and cause."""
     lines = [
         (
             f"{failure['times']} × {KINDS[failure['kind']]}",

@@ -1,4 +1,4 @@
-"""The engines of a run as a person sees them while it goes on: by the place where they work, with their load.
+"""Display of a run's engines by node, with their load.
 
 Invariant: however many there are, they take at most `ROWS` lines below their heading, those that are lost first.
 """

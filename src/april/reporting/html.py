@@ -1,4 +1,4 @@
-"""The report's HTML page: skeleton, style and script, all inline. The page asks the network for nothing.
+"""The report's HTML page: skeleton, style and script, all inline. The page loads nothing from the network.
 
 Every text that comes from a run passes through `html.escape` before it gets here or in here.
 """
@@ -29,6 +29,7 @@ h3{font-size:13px;font-weight:600;margin:0 0 6px;color:var(--soft)}
 button,select{font:inherit;font-size:13px;color:var(--ink);background:var(--card);border:1px solid var(--rule);
 border-radius:6px;padding:5px 10px;max-width:100%}
 button{cursor:pointer}
+.lead{margin:0 0 18px;max-width:92ch}
 .tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:1px;background:var(--rule);border:1px solid var(--rule);
 border-radius:10px;overflow:hidden;margin-bottom:18px}
 .tile{background:var(--card);padding:14px 18px}
@@ -184,7 +185,7 @@ for (const part of document.querySelectorAll('.timeline')) {
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A headline figure: what it is, its value, and one more fact about it."""
+    """Headline figure: name, value and detail."""
 
     name: str
     value: str
@@ -201,20 +202,28 @@ class Section:
 
 
 def page(
-    title: str, subtitle: str, tiles: Sequence[Tile], sections: Sequence[Section], footer: str, refresh: int = 0
+    title: str,
+    subtitle: str,
+    tiles: Sequence[Tile],
+    sections: Sequence[Section],
+    footer: str,
+    refresh: int = 0,
+    summary: str = "",
 ) -> str:
-    """The whole document. `title`, `subtitle`, the tiles and `footer` are plain text.
+    """Return the whole document. All arguments but the bodies of the sections are plain text.
 
     Args:
-        refresh: seconds after which a browser loads the page again; 0 for never.
+        refresh: seconds after which a browser reloads the page; 0 for never.
+        summary: sentences above the tiles; empty for none.
     """
     figures = "".join(
         f'<div class="tile"><span>{escape(tile.name)}</span><b>{escape(tile.value)}</b>'
         f"<span>{escape(tile.detail)}</span></div>"
         for tile in tiles
     )
-    # The policy makes sure of it: a browser refuses whatever the page would fetch.
+    # With this policy a browser refuses every request of the page.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    lead = f'<p class="lead">{escape(summary)}</p>\n' if summary else ""
     again = f'\n<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -229,7 +238,7 @@ def page(
 <main>
 <header><div><h1>{escape(title)}</h1><p class="sub">{escape(subtitle)}</p></div>
 <button id="theme" type="button">Light / dark</button></header>
-<div class="tiles">{figures}</div>
+{lead}<div class="tiles">{figures}</div>
 {"".join(_section(section) for section in sections)}
 <footer>{escape(footer)}</footer>
 </main>
@@ -241,7 +250,7 @@ def page(
 
 
 def row(*parts: tuple[str, str], thirds: bool = False) -> str:
-    """Titled plots beside one another, as many as fit."""
+    """Return titled plots in a row that wraps on narrow screens."""
     cells = "".join(f"<div><h3>{escape(title)}</h3>{body}</div>" for title, body in parts)
     return f'<div class="row{" thirds" if thirds else ""}">{cells}</div>'
 

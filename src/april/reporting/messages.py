@@ -1,4 +1,4 @@
-"""What is said while a run goes on: april's own warnings go to the console, what libraries warn of to a file."""
+"""Warnings during a run: april's go to the console, other libraries' to a file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Library(logging.Handler):
 
 @contextmanager
 def messages(note: Callable[[str], None], directory: Path) -> Iterator[None]:
-    """Inside, april's warnings go to `note`, and those of libraries to `library.log` in the run directory."""
+    """Route warnings, inside the block: april's to `note`, other libraries' to `library.log` in the run directory."""
     own, library, root = _Notes(note), _Library(directory / FILE_NAME), logging.getLogger()
     logging.getLogger("april").addHandler(own)
     root.addHandler(library)

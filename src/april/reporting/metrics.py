@@ -1,9 +1,9 @@
-"""The table of metrics: what each is called, where it is shown, how it reads, and what it amounts to over a run.
+"""Table of metrics: title, section, format and aggregation over a run.
 
 Invariants:
-- whatever writes, shows, sums up or compares a metric takes these four from here;
-- a metric that is not in the table (a component of a reward, a measurement of one's own) is one like the others:
-  shown under `rollout`, or where its own name says (`section/name`), and averaged over a run.
+- every writer, display, summary and comparison of a metric uses this table;
+- a metric without an entry in the table (such as a component of a reward) is shown in the section of its name
+  (`section/name`), otherwise in `rollout`, and averaged over a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from april.reporting.formats import (
 
 
 class Over(StrEnum):
-    """What the values of several steps amount to."""
+    """Aggregation of a metric over several steps."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -69,7 +69,7 @@ def _section(section: str, *rows: tuple[Any, ...]) -> list[Metric]:
 
 MEAN, SUM, MAX, LAST = Over
 FAILURES = "failures"
-"""The section of what went wrong; each of its metrics counts."""
+"""Section of faults; each of its metrics is a count."""
 
 TABLE: Sequence[Metric] = (
     *_section(
@@ -207,7 +207,7 @@ dividend, divisor."""
 
 
 def busy_seconds(metrics: Mapping[str, Any]) -> float:
-    """Seconds of rollouts and training: of a step, or of a run. What went on side by side counts once."""
+    """Return the seconds of rollouts and training in a step or run; overlapping time counts once."""
     rollout, training, overlap = (
         metrics.get(name) or 0.0 for name in ("rollout_seconds", "train_seconds", "overlap_seconds")
     )
@@ -232,7 +232,7 @@ def show(name: str, value: float | None, none: str = "–") -> str:
 
 
 def plotted(record: Mapping[str, Any]) -> dict[str, float]:
-    """What a tracker can plot: each number as `section/name`, each list of numbers as `name/index`."""
+    """Return the values that a tracker can plot: numbers as `section/name`, elements of lists as `name/index`."""
     numbers_of: dict[str, float] = {}
     for name, value in record.items():
         if name == "step":
@@ -245,12 +245,12 @@ def plotted(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def failures_in(record: Mapping[str, Any]) -> dict[str, int]:
-    """Of a record or a summary, how often what went wrong, by its name for people; nothing that did not."""
+    """Return the counts of the faults in a record or summary, by display name; without zeros."""
     return {m.label: int(record[m.name]) for m in TABLE if m.section == FAILURES and record.get(m.name)}
 
 
 def counted(failures: Mapping[str, int]) -> str:
-    """What `failures_in` found, for people."""
+    """Return the result of `failures_in` as text."""
     return ", ".join(f"{name} {whole(times)}" for name, times in failures.items())
 
 

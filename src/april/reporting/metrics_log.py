@@ -1,4 +1,4 @@
-"""The record of the run: `metrics.jsonl` in its directory, flat records of the steps. All else is a view of it."""
+"""Metrics of a run: `metrics.jsonl` in its directory, one flat record per step. All other displays are views of it."""
 
 from __future__ import annotations
 

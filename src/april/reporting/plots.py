@@ -48,7 +48,7 @@ OPTIMISED = (
 
 
 def plots_of(run: Run) -> list[Section]:
-    """Every section of plots, in the order in which one reads them."""
+    """Return the sections of plots in reading order."""
     return [
         _learning(run),
         _lengths(run),
@@ -280,7 +280,7 @@ def _admission(run: Run) -> Section:
 
 
 def _choices(run: Run) -> str:
-    """What was expected of each N' at the last decision."""
+    """Plot the forecast for each N' at the last decision."""
     choices = run.load(run.traced[-1]).get("choices") if run.traced else None
     if not choices:
         return ""
@@ -306,7 +306,7 @@ PHASES_BESIDE = (
 def _phases(run: Run) -> Section:
     records = condense(run.steps, MAX_COLUMNS)
     overlaps = bool(measured(records, "overlap_seconds"))
-    if overlaps:  # training is drawn whole, and of the rollouts what did not go on beside it
+    if overlaps:  # training, and the part of the rollout that did not overlap with it
         records = [{**record, "rollout_seconds": _alone(record)} for record in records]
     styles = {"rollout_seconds": "c-blue", "train_seconds": "c-amber", "eval_seconds": "c-purple"}
     series = [
@@ -329,7 +329,7 @@ def _phases(run: Run) -> Section:
 
 
 def _alone(record: Metrics) -> float:
-    """Seconds of the rollout in which nothing was trained on."""
+    """Return the seconds of the rollout without overlapping training."""
     return float((record.get("rollout_seconds") or 0.0) - (record.get("overlap_seconds") or 0.0))
 
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live display in a terminal, one plain line per step in a log.
+"""Progress of a run: a live display in a terminal, one plain line per step in a log.
 
 Invariants:
 - the caller never waits for the display: `rollout` only stores a few numbers, a thread draws them four times a second;
@@ -28,17 +28,17 @@ from april.reporting.metrics import busy_seconds, counted, failures_in, metric, 
 REFRESH_PER_SECOND = 4
 HEADER_EVERY = 25
 WIDTH = 100
-"""The live display is no wider than this, in columns."""
+"""Maximum width of the live display, in columns."""
 HISTORY = 512
 RATE_OVER = 20
-"""Steps whose duration the time left is judged by."""
+"""Number of latest steps from which the remaining time is estimated."""
 SHOWN = 1000
-"""Characters of a prompt and of a completion."""
+"""Maximum numbers of characters of a prompt and of a completion."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Rollout(NamedTuple):
-    """Where the rollout of the current step stands."""
+    """State of the current step's rollout."""
 
     done_groups: int
     total_groups: int
@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
     slots: int
     tokens: int
     awaiting: int = 0
-    """Samples whose environment is at work."""
+    """Samples that wait for their environment."""
 
 
 class Column(NamedTuple):
@@ -65,7 +65,7 @@ class Progress:
     Args:
         total_steps: the run's last step.
         title: shown on the live display.
-        clock: seconds that only ever grow; elapsed time is what metrics say, else what this says.
+        clock: monotonic clock in seconds, for the elapsed time where metrics do not contain it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Progress:
 
         Args:
             record: its metrics, named as in `metrics.jsonl`; a value that is missing keeps its latest.
-            failures: what has gone wrong in the run so far, and how often.
+            failures: counts of the run's faults so far.
         """
         if not self._ends:
             self._ends.append((record["step"] - 1, record["seconds"] - busy_seconds(record)))
@@ -173,11 +173,11 @@ class Progress:
         self._rollout = Rollout(done_groups, total_groups, running, slots, tokens, awaiting)
 
     def engines(self, engines: Sequence[EngineLoad]) -> None:
-        """Show these while the run goes on, as they are whenever it is drawn; more may be appended."""
+        """Show these lines in the live display; the list may grow and is read at every redraw."""
         self._engines = engines
 
     def phase(self, name: str) -> None:
-        """Say what happens outside the rollout: "training", "evaluating"."""
+        """Show the activity outside the rollout: "training", "evaluating"."""
         self._rollout, self._phase = None, name
 
     def note(self, text: str) -> None:
@@ -339,7 +339,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that somebody else wrote, without what a terminal would take for commands."""
+    """Return untrusted text without terminal control sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
 
 

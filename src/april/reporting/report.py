@@ -1,6 +1,6 @@
 """The report of a run: one HTML file made from what the run directory holds, at any time during the run or after it.
 
-Nothing is computed here that the run's files do not say.
+Every figure comes from the run's files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from april.reporting.browser import browser
 from april.reporting.faults import described, read_faults
 from april.reporting.formats import clock, compact
 from april.reporting.html import Section, Tile, folded, page
-from april.reporting.metrics import metric, show
+from april.reporting.metrics import failures_in, metric, show
 from april.reporting.plots import plots_of
 from april.reporting.run import Run, measured
 from april.rollout.disk import write_whole
@@ -48,6 +48,7 @@ def write_report(run_directory: Path | str, refresh: int = 0) -> Path:
         [section for section in sections if section.body],
         f"Written by april report from metrics.jsonl, trace.jsonl and summary.json. {versions}",
         0 if run.summary else refresh,
+        outcome(run),
     )
     path = run.directory / FILE_NAME
     write_whole(path, text)
@@ -55,7 +56,7 @@ def write_report(run_directory: Path | str, refresh: int = 0) -> Path:
 
 
 def follow(run_directory: Path | str, interval: int) -> Path:
-    """Write the report anew every `interval` seconds until the run has ended; the page loads itself again meanwhile."""
+    """Rewrite the report every `interval` seconds until the run has ended; an open page reloads itself."""
     while True:
         path = write_report(run_directory, refresh=interval)
         if (Path(run_directory) / "summary.json").exists():
@@ -71,8 +72,36 @@ def _subtitle(run: Run) -> str:
     if partial is not None:
         parts.append("active partial rollouts" if partial else "synchronous rollouts")
     if not run.summary:
-        parts.append("no summary yet: the run is going on or was cut short")
+        parts.append("no summary yet: the run is in progress or was interrupted")
     return " · ".join(parts)
+
+
+def outcome(run: Run) -> str:
+    """Return the result of the run so far in one or two sentences; empty before the first step."""
+    if not run.steps:
+        return ""
+
+    def total(name: str) -> str:
+        return show(name, run.totals.get(name))
+
+    steps = len(run.steps)
+    sentence = f"{steps:,} training step{'' if steps == 1 else 's'} took {clock(run.totals.get('seconds') or 0.0)}"
+    if (found := run.evaluations("eval_reward"))[1:]:
+        verb = "rose" if found[-1] > found[0] else "fell" if found[-1] < found[0] else "stayed"
+        first, last = (show("eval_reward", value) for value in (found[0], found[-1]))
+        sentence += f", and the held-out reward {verb} " + (
+            f"at {last}" if verb == "stayed" else f"from {first} to {last}"
+        )
+    parts = [sentence + "."]
+    if run.totals.get("engine_occupancy") is not None:
+        parts.append(
+            f"The engine was {total('engine_occupancy')} occupied during rollouts and delivered "
+            f"{total('consumed_tokens_per_second')} trained tokens per second, at a mean staleness of "
+            f"{total('staleness_mean')} weight updates."
+        )
+    faults = sum(failures_in(run.totals.values()).values())
+    parts.append(f"{faults:,} fault{'' if faults == 1 else 's'} occurred." if faults else "No faults occurred.")
+    return " ".join(parts)
 
 
 def _tiles(run: Run) -> list[Tile]:

@@ -1,4 +1,4 @@
-"""A run's directory as its report needs it, read while the run goes on or after it."""
+"""Data of a run's directory for its report, during or after the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Value = float | None
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What the report keeps of every step's trace; the spans stay in the file, from byte `offset` on."""
+    """Summary of a step's trace; the spans stay in the file, from byte `offset`."""
 
     step: int
     offset: int
@@ -36,7 +36,7 @@ class TracedStep:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What there is to report: `metrics` by step, `steps` those of them that trained, `totals` of them all.
+    """Data to report: `metrics` by step, `steps` with training, and `totals` over all.
 
     `summary` is empty until the run has ended.
     """
@@ -61,7 +61,7 @@ class Run:
         return cls(directory, metrics, steps, Totals.of(metrics), _traced_steps(directory / trace.FILE_NAME), summary)
 
     def evaluations(self, name: str) -> list[float]:
-        """What the evaluations measured, in their order."""
+        """Return the values of a metric in all evaluations, in order."""
         return measured(self.metrics, name)
 
     def load(self, step: TracedStep) -> trace.StepTrace:

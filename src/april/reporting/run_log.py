@@ -1,9 +1,9 @@
-"""The log of a run: what each step brought, into every file, every tracker and the display; and what it amounts to.
+"""Log of a run: writes each step to files, trackers and display, and the summary.
 
 Invariants:
 - a step is recorded once, by one call, and everything that shows it takes it from that record;
 - `metrics.jsonl` holds a step before anything else shows it;
-- the totals that a checkpoint saves are those of the records up to it (see `Totals`).
+- the totals in a checkpoint are the totals of the records up to it (see `Totals`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class RunLog:
         recipe: the resolved recipe, as JSON types.
         trackers: any of `TRACKERS`.
         project: the project the run is filed under in wandb and trackio.
-        resume: go on with the run in the directory, cutting what lies beyond `state`; its start, if there is no state.
-        state: what `state_dict` gave when the run was saved.
-        progress: shows the run while it goes on.
-        clock: seconds that only ever grow.
+        resume: resume the run in the directory and cut records after `state`; without a state, all records.
+        state: result of `state_dict` at the checkpoint.
+        progress: display of the run.
+        clock: monotonic clock in seconds.
         decode: turns token ids into text, for the table of completions; there is none if None.
         show_completions: of each step, on `progress`.
         devices: each GPU of the run, and its task.
@@ -86,7 +86,7 @@ class RunLog:
         self.steps: int = state["steps"] if state else 0
         """Training steps recorded so far."""
         self.evaluations: list[dict[str, float]] = list(state["evaluations"]) if state else []
-        """One record per evaluation: `step`, `training_seconds` (see `busy_seconds`) before it, what it found."""
+        """One record per evaluation: `step`, `training_seconds` (see `busy_seconds`) before it, and its metrics."""
         self.totals = Totals(state["totals"] if state else None)
         self._trained = 0.0
         """Seconds that training on the latest step took."""
@@ -98,7 +98,7 @@ class RunLog:
         self._began = clock() - (self.totals.get("seconds") or 0.0)
         kept = None if not resume else self.steps if state else -1
         with ExitStack() as stack:
-            (self.directory / SUMMARY).unlink(missing_ok=True)  # of a run that had ended, and now goes on
+            (self.directory / SUMMARY).unlink(missing_ok=True)  # of an ended run that is resumed
             self._metrics = stack.enter_context(MetricsLog(self.directory, kept))
             self._trace = stack.enter_context(TraceWriter(self.directory, kept))
             self._faults = stack.enter_context(FaultLog(self.directory, kept))
@@ -132,11 +132,11 @@ class RunLog:
             self._completions.write(step.groups, self.steps, step.version)
 
     def _overlap(self, step: RolloutBatch) -> dict[str, float]:
-        """How much of the rollout went on beside training on the step before, which ended with the weight update."""
+        """Return the seconds of the rollout that overlapped with the previous step's training and weight update."""
         return {} if step.resumed_at is None else {"overlap_seconds": min(step.resumed_at, self._trained)}
 
     def evaluation(self, measured: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Record what an evaluation found on held-out problems after the latest step, with the groups it sampled."""
+        """Record an evaluation on held-out problems after the latest step, with its sampled groups."""
         spent = busy_seconds(self.totals.values())
         record = self._record(measured)
         self.evaluations.append({"step": self.steps, "training_seconds": spent, **plain(measured)})
@@ -161,7 +161,7 @@ class RunLog:
             tracker.table(rows[0]["step"], list(telling(rows, MOST_TRACKED)))
 
     def summary(self) -> dict[str, Any]:
-        """What the run amounts to: every metric over the run, by its name, and every evaluation."""
+        """Return the summary of the run: every metric aggregated over the run, and every evaluation."""
         return {
             "steps": self.steps,
             **plain(self.totals.values()),
@@ -217,7 +217,7 @@ def metrics_of(step: RolloutBatch) -> dict[str, Any]:
     samples = [sample for group in step.groups for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.policy_tokens for sample in samples])
-    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is null in the record
+    with np.errstate(over="ignore", invalid="ignore"):  # overflows become null in the record
         reward, reward_std = rewards.mean(), rewards.std()
     return {
         **step.metrics(),

@@ -1,7 +1,7 @@
 """A file of JSON lines, one object per training step, that survives crashes and resumes.
 
 Invariants:
-- steps never go back within a file: going on from step k first cuts every line of a later step;
+- steps never decrease within a file: resuming from step k first cuts every line of a later step;
 - a line is whole or it is not there: what a crash left of the last line is cut when the file is opened again;
 - every line is JSON by the letter: a number that is not finite, or beyond `LARGEST`, is written as null;
 - no line contains a secret.
@@ -24,7 +24,7 @@ class StepLog:
 
     Args:
         path: the file; its directory is made.
-        resume_step: go on after this step, cutting what lies beyond it. None starts a file that must not exist yet.
+        resume_step: last step to keep; later lines are cut. None starts a file that must not exist yet.
 
     Raises:
         FileExistsError: there are steps in the file and `resume_step` is None.
@@ -51,7 +51,7 @@ class StepLog:
             file.truncate(keep)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`, whose `step` is at least that of the line before."""
+        """Append `record`, whose `step` is not smaller than the previous line's."""
         step = record["step"]
         if step < self.last_step:
             raise ValueError(f"{self.path} has reached step {self.last_step} and cannot take step {step}")

@@ -1,7 +1,8 @@
-"""One step's samples over time as inline SVG: which ran, waited, were interrupted, resumed; how full the engine was.
+"""Timeline of one step's samples as inline SVG: decoding, waiting, interruption, resumption and engine occupancy.
 
-A row is a sample. Rows are in the order in which samples got a slot, so that a full engine shows as a staircase whose
-steps are slots becoming free. Where generation went on beside training, the two have a lane each above the rows.
+Each row is a sample. Rows are sorted by the time at which samples got a slot, so a full engine shows as a staircase
+whose steps are slots that become free. With overlapped training, generation and training have a lane each above the
+rows.
 """
 
 from __future__ import annotations
@@ -58,8 +59,11 @@ def timeline(record: StepTrace) -> str:
 
 
 def _lanes(record: StepTrace, x: Scale, interrupted_at: float, resumed_at: float) -> list[str]:
-    """Generation, while any slot decodes, and training beside it: training on the step before ends with the weight
-    update, for which generation stops; then the trainer waits until the step is complete."""
+    """Draw one lane for generation and one for training.
+
+    Training on the previous step ends with the weight update, for which generation stops; then the trainer waits until
+    the step is complete.
+    """
     generation, training, update = (style for style, _ in LANES)
     drawn = [_stretch(x, 0, generation, *busy, "generation") for busy in _busy(record["spans"])]
     drawn.append(_stretch(x, 1, training, 0.0, interrupted_at, "training on the step before"))

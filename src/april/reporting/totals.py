@@ -1,7 +1,7 @@
-"""What a run has amounted to so far: its metrics, each condensed over the steps as the table says.
+"""Totals of a run so far: each metric aggregated over the steps by the table of metrics.
 
-Invariant: the totals are a fold of the run's records in their order. Those that a checkpoint saved and that went on
-equal those of a run that was never stopped, and those of `metrics.jsonl`.
+Invariant: the totals are a fold over the run's records in order. Totals restored from a checkpoint and continued are
+equal to the totals of an uninterrupted run and of `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from april.reporting.metrics import LAST, MAX, RATES, SUM, Metric, is_number, me
 
 
 class Totals:
-    """Adds up records; `get` and `values` say what they amount to."""
+    """Aggregates records; `get` and `values` return the totals."""
 
     def __init__(self, sums: Mapping[str, list[float]] | None = None) -> None:
         self._sums = {name: list(entry) for name, entry in (sums or {}).items()}
@@ -54,11 +54,11 @@ class Totals:
         self._sums[name] = [before + amount, weights + weight]
 
     def get(self, name: str) -> float | None:
-        """What the metric amounts to; None if it was never measured."""
+        """Return the total of a metric; None if it was never measured."""
         return _value(self._sums[name]) if name in self._sums else None
 
     def values(self) -> dict[str, float]:
-        """What every metric amounts to."""
+        """Return the total of every metric."""
         return {name: _value(entry) for name, entry in self._sums.items()}
 
     def state_dict(self) -> dict[str, list[float]]:

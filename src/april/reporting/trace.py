@@ -1,9 +1,9 @@
-"""What every sample did in each step: `trace.jsonl` in the run directory, and the same as a Chrome trace.
+"""Trace of every sample in each step: `trace.jsonl` in the run directory, and its conversion to a Chrome trace.
 
 Times are seconds from the step's start, up to the moment the step was satisfied and what still ran was interrupted.
 
-When a sample got a slot, no engine says. What is known is when it was submitted, when its first tokens were handed out,
-and when slots became free; from these `waits` has the earliest moment, if slots are given in the order of submission.
+Engines do not report the time at which a sample got a slot. `waits` computes the earliest possible time from the times
+of submission, of the first tokens and of freed slots, if slots are assigned in order of submission.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from april.rollout.batch import RequestInterval, RolloutBatch
 FILE_NAME = "trace.jsonl"
 
 StayOutcome = Literal["finished", "interrupted", "waiting", "failed", "turn", "running"]
-"""How a span ended: the sample finished; it was interrupted while decoding; it never got a slot; its request failed;
-its turn ended, and its environment answers; the step ended, and the sample goes on beside training."""
+"""End of a span: the sample finished; was interrupted while decoding; never got a slot; its request failed; its turn
+ended, and the environment computes the observation; the step ended while the sample decodes (overlapped training)."""
 
 
 class SpanRecord(TypedDict):
-    """One sample's stay in the engine, from `submit` until it finished or was interrupted."""
+    """One sample's interval in the engine, from `submit` until it finished or was interrupted."""
 
     sample: str
     """`Sample.id`: group and index."""
@@ -54,10 +54,10 @@ class StepTrace(TypedDict):
     slots: int
     spans: list[SpanRecord]
     interrupt_at: float | None
-    """When the step was satisfied and the rest interrupted, or training beside it had ended and the weights changed;
-    None if nothing was left to interrupt."""
+    """Time at which the complete step, or the weight update of overlapped training, interrupted unfinished samples;
+    None if there were none."""
     resumed_at: NotRequired[float | None]
-    """When generation went on after a weight update in the midst of the step; None if it was interrupted for good."""
+    """Time at which generation resumed after a weight update within the step; None if it did not resume."""
     end: NotRequired[float]
     choices: NotRequired[list[list[float]]]
     """Of each N' that automatic admission thought about: N', expected consumed tokens/s, expected mean staleness."""
@@ -151,7 +151,7 @@ def write_chrome_trace(
 def chrome_trace(records: Sequence[StepTrace]) -> dict[str, Any]:
     """Step traces as one Trace Event object, one step after the other without the training in between.
 
-    The process "steps" shows each rollout, where it was interrupted, and training beside it; the process "engine" has
+    The process "steps" shows each rollout, its interruption, and overlapped training; the process "engine" has
     one thread per slot and counts the samples decoding and waiting. Timestamps are in microseconds.
     """
     events: list[dict[str, Any]] = [

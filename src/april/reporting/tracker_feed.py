@@ -1,9 +1,10 @@
 """Keeps one tracker up to date with `metrics.jsonl`, in a thread of its own.
 
 Invariants:
-- no tracker ends a run or holds it up, whatever it raises and however long it takes;
+- no tracker ends or delays a run, regardless of its exceptions and latency;
 - a tracker gets each record once and in order; records that it could not take are sent later, by a resumed run too;
-- what a tracker has got is in `trackers/NAME.json` in the run directory, so a resumed run sends nothing twice.
+- `trackers/NAME.json` in the run directory stores the records that a tracker has received, so a resumed run sends
+  nothing twice.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class Feed:
                 if ending is not None and self._tracker is not None:
                     self._tracker.close(ending)
                 delay = 0.0
-            except BaseException as error:  # whatever a tracker's package does
+            except BaseException as error:  # any error of a tracker's package
                 self._tell(f"{type(error).__name__}: {error}".partition("\n")[0])
                 self._give_up()
                 delay = min(max(FIRST_DELAY, 2 * delay), LONGEST_DELAY)

@@ -1,9 +1,9 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow, Prometheus.
+"""Trackers that receive the metrics of `metrics.jsonl`: TensorBoard, wandb, trackio, MLflow, Prometheus.
 
 Invariants:
 - a tracker is a view of `metrics.jsonl`: `tracker_feed.Feed` gives it each record once, in order;
 - a new run never adds to an older run of the same name;
-- a tracker's package is imported only if it was asked for.
+- a tracker's package is imported only if the recipe names the tracker.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run.
+    """Description of a run for a tracker.
 
     Args:
-        project: what the run is filed under, where there are projects.
-        recipe: the resolved recipe, kept beside the run.
-        resume_step: the step to go on from; None for a new run.
+        project: name of the project, in trackers with projects.
+        recipe: the resolved recipe.
+        resume_step: step to resume from; None for a new run.
         run_id: the `Tracker.run_id` that the run had before it was resumed; None if it had none.
         moved_from: the run's directory then.
         sent: the latest record that was sent.
@@ -283,7 +283,7 @@ class MLflow:
 
 
 def _move_artifacts(database: Path, before: Path, now: Path) -> None:
-    """Have the database of a run's directory that was moved name its new place: MLflow stores absolute addresses."""
+    """Update absolute addresses in the database of a moved run directory."""
     old, new = before.as_uri(), now.as_uri()
     with sqlite3.connect(database) as connection:
         for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
@@ -294,7 +294,7 @@ def _move_artifacts(database: Path, before: Path, now: Path) -> None:
 
 
 class Prometheus:
-    """The latest numbers, for a Prometheus server to fetch from `reporting.prometheus_address` while the run goes on.
+    """Serves the latest values at `reporting.prometheus_address` for a Prometheus server during the run.
 
     Raises:
         ValueError: nothing can listen at that address.

@@ -1,6 +1,6 @@
-"""An episode to read, turn by turn: what the policy said, in the colours of its versions, and what it was answered.
+"""Transcript of an episode by turn: the policy's text, coloured by version, and the observations.
 
-Invariant: each token is in the turn that the table of completions says, and what is left out is said.
+Invariant: each token is in the turn that the completions table records, and the page states the omitted length.
 """
 
 from __future__ import annotations
