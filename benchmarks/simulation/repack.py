@@ -132,33 +132,34 @@ class RepackingEngine(SimulatedEngine):
         RepackingEngine.last = self
 
     async def poll(self) -> list[Chunk]:
-        loop = asyncio.get_running_loop()
-        while self._in_flight and not self._chunks:
+        loop, replicas = asyncio.get_running_loop(), self.replicas
+        while self._in_flight and not self.samples.chunks:
             now = loop.time()
-            self._take_up(now)
-            if self.arm.policy and now >= self._looked + INTERVAL and not self._waiting.any():
+            self._start_submitted(now)
+            if self.arm.policy and now >= self._looked + INTERVAL and not replicas.queues.counts.any():
                 self._looked = now
                 self._repack(now)
-            until = float(self._next.min())
+            until = float(replicas.next_event.min())
             if self._stream_seconds is not None:
                 until = min(until, now + self._stream_seconds)
-            idle = int((self._running + self._waiting == 0).sum())
+            idle = int((replicas.running + replicas.queues.counts == 0).sum())
             try:
                 await asyncio.sleep(until - now)
             finally:
                 self.idle_seconds += idle * (loop.time() - now)
-                self.busy_seconds += (self.replicas - idle) * (loop.time() - now)
-            self._advance(until)
+                self.busy_seconds += (len(replicas.running) - idle) * (loop.time() - now)
+            replicas.advance(until)
             if self._stream_seconds is not None:
-                self._decode_until(until)
-                self._stream(*np.nonzero(self._row >= 0))
-        return self._take()
+                replicas.stream(until)
+        return self.samples.take_chunks()
 
     def _repack(self, now: float) -> None:
         """Move samples as long as that pays."""
-        for _ in range(4 * self.replicas):
+        for _ in range(4 * len(self.replicas.running)):
             loads, slots = self._loads(now)
-            move = getattr(self, f"_{self.arm.policy}")(loads, [load.seconds(self.cost, self._base) for load in loads])
+            move = getattr(self, f"_{self.arm.policy}")(
+                loads, [load.seconds(self.cost, self.replicas._base) for load in loads]
+            )
             if move is None:
                 return
             source, target, chosen = move
@@ -166,17 +167,18 @@ class RepackingEngine(SimulatedEngine):
 
     def _loads(self, now: float) -> tuple[list[Load], list[NDArray[np.int64]]]:
         """What decodes on each replica, and in which slots."""
-        self._advance(now)
-        self._decode_until(now)
+        replicas, samples = self.replicas, self.samples
+        replicas.advance(now)
+        replicas._decode_until(now)
         loads, slots = [], []
-        for replica in range(self.replicas):
-            taken = np.nonzero(self._row[replica] >= 0)[0]
-            rows = self._row[replica, taken]
-            done = self._done[rows] + np.maximum(self._steps[replica] - self._began[replica, taken], 0)
-            left = self._total[rows] - done
+        for replica in range(len(replicas.running)):
+            taken = np.nonzero(replicas.row[replica] >= 0)[0]
+            rows = replicas.row[replica, taken]
+            done = samples.done[rows] + np.maximum(replicas.steps[replica] - replicas.first_step[replica, taken], 0)
+            left = samples.total[rows] - done
             if not self.arm.known:
-                left = np.clip(self._expected(done) - done, 1, self._limit[rows] - done)
-            loads.append(Load(left, self._prompt[rows] + done))
+                left = np.clip(self._expected(done) - done, 1, samples.limit[rows] - done)
+            loads.append(Load(left, samples.prompt[rows] + done))
             slots.append(taken)
         return loads, slots
 
@@ -199,8 +201,8 @@ class RepackingEngine(SimulatedEngine):
             together = loads[target].with_others(loads[source])
             if not together.fits(self.cost):
                 continue
-            end = together.seconds(self.cost, self._base) + self._moving(loads[source])
-            saved = ends[source] + ends[target] - end - self.replicas * max(end - latest, 0.0)
+            end = together.seconds(self.cost, self.replicas._base) + self._moving(loads[source])
+            saved = ends[source] + ends[target] - end - len(self.replicas.running) * max(end - latest, 0.0)
             if saved > best:
                 best, found = saved, (source, target, np.arange(len(loads[source].left)))
         return found
@@ -217,8 +219,8 @@ class RepackingEngine(SimulatedEngine):
                 there = loads[target].with_others(moved)
                 if target == source or not there.fits(self.cost):
                     continue
-                here = load.part(~chosen).seconds(self.cost, self._base)
-                end = max(here, there.seconds(self.cost, self._base) + self._moving(moved))
+                here = load.part(~chosen).seconds(self.cost, self.replicas._base)
+                end = max(here, there.seconds(self.cost, self.replicas._base) + self._moving(moved))
                 if end < best:
                     best, found = end, (source, target, np.nonzero(chosen)[0])
         return found
@@ -233,15 +235,16 @@ class RepackingEngine(SimulatedEngine):
         return source, target, np.array([np.argmax(falls)])
 
     def _move(self, source: int, slots: NDArray[np.int64], target: int, now: float) -> None:
-        rows = self._row[source, slots]
-        self._stop_running({self._ids[row] for row in rows.tolist()})
+        replicas, samples = self.replicas, self.samples
+        rows = replicas.row[source, slots]
+        replicas._stop_running({samples.ids[row] for row in rows.tolist()})
         for row in rows.tolist():
-            self._parked.pop(self._ids[row], None)
-        self._done[rows] = self._out[rows]
-        self._held[rows] = self._prompt[rows] + self._done[rows] if self.arm.free else 0
-        self._cached[target] += self._held[rows].sum()
-        self._enqueue(rows, np.full(len(rows), target))
-        self._go_on(np.array([source, target]), now)
+            replicas.caches.pop(samples.ids[row], None)
+        samples.done[rows] = samples.sent[rows]
+        samples.held[rows] = samples.prompt[rows] + samples.done[rows] if self.arm.free else 0
+        replicas.waiting_kv[target] += samples.held[rows].sum()
+        replicas.queues.append(rows, np.full(len(rows), target))
+        replicas._fill_slots(np.array([source, target]), now)
         self.moved += len(rows)
 
 
@@ -268,7 +271,7 @@ def run(gpu: str, name: str, setting: str, arm: Arm, seed: int, steps: int) -> d
         "mean_staleness": outcome.mean_staleness,
         "busy_replicas": busy * arm.replicas,
         "moved_share_of_samples": engine.moved / (steps * N * workload.n_samples_per_prompt),
-        "prefilled_tokens": engine.prefilled_tokens,
+        "prefilled_tokens": engine.replicas.prefilled_tokens,
     }
 
 

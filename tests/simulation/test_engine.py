@@ -14,7 +14,8 @@ from april.rollout.batch import Plan, RolloutBatch
 from april.rollout.trajectory import Group, Prompt
 from april.simulation.blank import Blank
 from april.simulation.cost_model import CostModel
-from april.simulation.engine import WATERMARK, SimulatedEngine
+from april.simulation.engine import SimulatedEngine
+from april.simulation.replicas import WATERMARK
 from april.simulation.run import simulate
 from april.simulation.virtual_time import run
 from april.simulation.workload import Part, Workload
@@ -251,14 +252,14 @@ def test_keep_prefills_nothing_again_and_recompute_does() -> None:
         for chunk in [*started, *(await engine.interrupt())]:
             sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
         assert 10 < sample.length < 40
-        before = engine.prefilled_tokens
+        before = engine.replicas.prefilled_tokens
         await engine.update_weights(1)
         engine.submit(sample)
         await engine.poll()
-        assert engine.prefilled_tokens - before == (
+        assert engine.replicas.prefilled_tokens - before == (
             1 if on_update == "keep" else len(sample.prompt_ids) + sample.length
         )
-        return engine.prefilled_tokens
+        return engine.replicas.prefilled_tokens
 
     assert run(main("keep")) < run(main("recompute"))
 

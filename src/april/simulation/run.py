@@ -187,12 +187,13 @@ def simulate(
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
     engine = engine_type(cost, workload, replicas, on_update, resolution, streamed, turns)
-    episodes = None if turns is None else turns.episodes(engine.over, engine.room)
+    episodes = None if turns is None else turns.episodes(engine.replicas.ended, engine.room)
     scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes, overlap)
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
-    return Outcome(records, warm_up, engine.preemptions, engine.prefilled_tokens, engine.peak_kv)
+    totals = engine.replicas
+    return Outcome(records, warm_up, totals.preemptions, totals.prefilled_tokens, totals.peak_kv)
 
 
 def scheduler_of(
