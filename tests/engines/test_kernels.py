@@ -115,7 +115,7 @@ def test_a_kernel_that_cannot_be_used_is_reported_once_with_the_reason(caplog: p
     what = "attention over packed sequences (cpu, torch.bfloat16)"
     assert first == f"{what} does not use flash-attn: ModuleNotFoundError: No module named 'flash_attn'"
     assert second.startswith(f"{what} does not use torch.nn.attention.varlen: NotImplementedError: ")
-    assert third == f"{what} uses scaled_dot_product_attention, one call for sequences of like length"
+    assert third == f"{what} uses scaled_dot_product_attention, one call for sequences of similar length"
 
 
 def test_a_kernel_with_other_results_is_not_used(

@@ -69,7 +69,7 @@ def test_a_window_that_attention_is_not_told_of_bounds_the_context(name: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_sinks_are_refused_by_name(dtype: torch.dtype) -> None:
     model = gpt_oss().to(dtype)
-    with pytest.raises(ValueError, match="its attention takes s_aux, which april's attention does not know"):
+    with pytest.raises(ValueError, match="its attention takes s_aux, which april's attention does not support"):
         EmbeddedEngine(model, kv_cache_bytes=1 << 24)
     assert not can_pack(model)
 

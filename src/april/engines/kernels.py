@@ -1,7 +1,7 @@
 """Attention kernels shared by training and the embedded engine.
 
 Invariants:
-- a kernel for packed sequences is used on a device only after a trial there gave the results of `attend`;
+- a kernel for packed sequences is used on a device only after a trial on it gave the same results as `attend`;
 - on CUDA, cuDNN's attention is never chosen (it builds a plan for every new shape), and grouped-query attention never
   falls back to the MATH kernel, whose memory is quadratic in the length.
 """
@@ -28,7 +28,7 @@ _SDPA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> Tensor:
-    """Grouped-query attention, [batch, heads, queries, head size]; causal where there is no mask.
+    """Compute grouped-query attention, [batch, heads, queries, head size]; causal if there is no mask.
 
     `softcap` bounds the scores by softcap · tanh(scores / softcap) (Gemma 2, arXiv 2408.00118, section 2) and needs a
     mask.
@@ -39,7 +39,7 @@ def attend(
         if not query.is_cuda:
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
         if grouped and not _is_fused(query, key, value, mask, grouped):
-            # Copies of keys and values are small beside the scores that MATH keeps.
+            # Copies of keys and values are small compared with the scores that MATH keeps.
             key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
             grouped = False
         if not grouped:
@@ -56,16 +56,16 @@ def attend(
 
 
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, grouped: bool) -> bool:
-    """Whether PyTorch has another kernel than MATH for such a call; where no heads are grouped, warn if it has none.
+    """Whether PyTorch has a kernel other than MATH for such a call; without grouped heads, warn if it has none.
 
-    PyTorch is asked once per kind of call.
+    The answer is cached per kind of call.
     """
     kind = (query.device, query.dtype, query.shape[-1], value.shape[-1], mask is None, grouped, query.requires_grad)
     if kind not in _fused:
         call = (query, key, value, mask, 0.0, mask is None, grouped)
-        _fused[kind] = _takes(call)
+        _fused[kind] = _has_fused_kernel(call)
         if not (_fused[kind] or grouped):
-            _takes(call, debug=True)  # PyTorch warns with its reasons
+            _has_fused_kernel(call, debug=True)  # PyTorch warns with its reasons
             log.warning(
                 "attention in %s with heads of %d runs in PyTorch's MATH kernel, whose memory is quadratic in the "
                 "length: PyTorch's warnings name the reasons",
@@ -75,7 +75,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, gr
     return _fused[kind]
 
 
-def _takes(call: tuple[Any, ...], debug: bool = False) -> bool:
+def _has_fused_kernel(call: tuple[Any, ...], debug: bool = False) -> bool:
     params = torch.backends.cuda.SDPAParams(*call)
     flash = torch.backends.cuda.can_use_flash_attention(params, debug)
     return torch.backends.cuda.can_use_efficient_attention(params, debug) or flash
@@ -85,13 +85,13 @@ _fused: dict[tuple[Any, ...], bool] = {}
 
 
 def causal_mask(positions: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Additive mask [batch, 1, queries, keys] for queries at `positions` [batch, queries]."""
+    """Return the additive mask [batch, 1, queries, keys] for queries at `positions` [batch, queries]."""
     key_positions = torch.arange(keys, device=positions.device)
     hidden = key_positions > positions[..., None]
     if window is not None:
         hidden |= key_positions <= positions[..., None] - window
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
-    # The lowest finite number, because a query that pads a batch may see nothing at all.
+    # The lowest finite number, because for a query that is padding all keys may be masked.
     return mask.masked_fill_(hidden, torch.finfo(dtype).min).unsqueeze(1)
 
 
@@ -101,9 +101,9 @@ class Bounds:
 
     Args:
         queries: [sequences + 1] int32, first query of each sequence, then the number of queries.
-        keys: the same for keys. With `used`, keys of several sequences may overlap and come in any order.
+        keys: the same for keys. With `used`, keys of several sequences may overlap and be in any order.
         longest_query, longest_key: largest numbers of queries and keys of a sequence.
-        used: [sequences] int32, number of keys of each sequence; None if its keys end where the next one's begin.
+        used: [sequences] int32, number of keys of each sequence; None if the keys of all sequences are adjacent.
     """
 
     queries: Tensor
@@ -124,18 +124,21 @@ class VarlenKernel(Protocol):
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Causal attention within each sequence, [tokens, heads, head size]; the last query sees the last key."""
+        """Compute causal attention within each sequence, [tokens, heads, head size].
+
+        The last query of a sequence attends to its last key.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """The kind of call that a kernel is tried for.
+    """A kind of call, for which kernels are tried.
 
     Args:
         heads, kv_heads, key_size, value_size: of a layer.
         softcap: whether scores are capped.
-        cached: whether keys lie in a cache (`Bounds.used`), without a backward pass.
+        cached: whether keys are in a cache (`Bounds.used`), without a backward pass.
     """
 
     device: torch.device
@@ -194,7 +197,7 @@ def torch_varlen() -> VarlenKernel:
     ) -> Tensor:
         if softcap is not None:
             raise ValueError("does not cap scores")
-        # Older releases of PyTorch do not have this parameter, and can train.
+        # Older releases of PyTorch lack this parameter, which training does not need.
         cached: dict[str, Any] = {} if bounds.used is None else {"seqused_k": bounds.used}
         out = varlen_attn(
             query,
@@ -221,7 +224,7 @@ def varlen_kernel(case: KernelCase) -> VarlenKernel | None:
 
     The result and, for every kernel that failed, the reason are logged once.
     """
-    # flash-attn's function for training takes no numbers of used keys.
+    # flash-attn's function for training does not accept the numbers of used keys.
     kernels: dict[str, Callable[[], VarlenKernel]] = {} if case.cached else {"flash-attn": flash_attn}
     kernels["torch.nn.attention.varlen"] = torch_varlen
     what = f"attention over {'the KV cache' if case.cached else 'packed sequences'} ({case.device}, {case.dtype})"
@@ -231,19 +234,19 @@ def varlen_kernel(case: KernelCase) -> VarlenKernel | None:
             kernel = load()
             with _undisturbed(case):
                 _try(kernel, case)
-        except Exception as error:  # any failure of any library: another kernel does the work
+        except Exception as error:  # any failure of any library: try the next kernel
             reason = str(error).partition("\n")[0]
             log.log(level, "%s does not use %s: %s: %s", what, name, type(error).__name__, reason)
             continue
         log.info("%s uses %s", what, name)
         return kernel
-    log.log(level, "%s uses scaled_dot_product_attention, one call for sequences of like length", what)
+    log.log(level, "%s uses scaled_dot_product_attention, one call for sequences of similar length", what)
     return None
 
 
 @contextmanager
 def _undisturbed(case: KernelCase) -> Iterator[None]:
-    """Shield a trial from the modes of the forward pass that needs the kernel: autocast, no_grad, checkpointing."""
+    """Isolate a trial from the modes of the surrounding forward pass: autocast, no_grad, checkpointing."""
 
     def same(tensor: Tensor) -> Tensor:
         return tensor
@@ -258,7 +261,7 @@ def _undisturbed(case: KernelCase) -> Iterator[None]:
 
 
 def _try(kernel: VarlenKernel, case: KernelCase) -> None:
-    """Compare the kernel with `attend`, with and without a window, and its gradients where there is a backward pass.
+    """Compare the kernel with `attend`, with and without a window, and its gradients if there is a backward pass.
 
     Raises:
         ValueError: the results differ by more than rounding.

@@ -1,9 +1,9 @@
-"""A causal LM and its tokenizer, from a folder or from the Hugging Face hub.
+"""Loading a causal LM and its tokenizer from a folder or from the Hugging Face hub.
 
 Invariants:
-- a policy has no parameter of random values: all that its architecture has is read, or the model is refused;
-- a file that cannot be read is named, together with what to do about it;
-- nothing that comes with a model is run.
+- no parameter of a policy has random values: every parameter of its architecture is read, or the model is refused;
+- an error names the file that cannot be read, and a remedy;
+- code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from transformers.utils.hub import cached_file
 log = logging.getLogger(__name__)
 
 LEFT_OUT = "tensors_left_out"
-"""Entry of a model's configuration: tensors beside its files that its architecture has no place for (`left_out`)."""
+"""Entry of a model's configuration: stored tensors that its architecture has no parameter for (`left_out`)."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What a model's configuration may call how many experts a layer has."""
+"""Names that configurations use for the number of experts of a layer."""
 GROUPED = ("grouped_mm", "batched_mm")
 """Implementations of transformers that compute all experts of a layer in few kernels."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _NAMED = 3
-"""Tensors that a message names."""
+"""Maximum number of tensors that a message names."""
 
 
 class ModelFolderError(ValueError):
@@ -48,14 +48,14 @@ def load_tokenizer(path: str) -> Any:
     """
     _check_configuration(path)
     with _reading(path, "tokenizer", _TOKENIZER):
-        # Without the argument, transformers would ask whether to run the code that a model brings.
+        # Without this argument, transformers prompts for permission to run code that comes with a model.
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
 
 def load_model(path: str, dtype: torch.dtype) -> Any:
     """Load the causal LM at `path`, a folder or a hub name.
 
-    Tensors that the architecture has no place for are entered into its configuration as `LEFT_OUT`.
+    Tensors that the architecture has no parameter for are entered into its configuration as `LEFT_OUT`.
 
     Raises:
         ModelFolderError: a file cannot be read, or tensors are missing or have other shapes than the architecture's.
@@ -130,7 +130,7 @@ def end_tokens(model: Any) -> tuple[int, ...]:
 
 
 def left_out(model: Any, stored: Iterable[str]) -> list[str]:
-    """Return the shortest prefixes that tell tensors without a place in `model` from its parameters."""
+    """Return the shortest prefixes that distinguish tensors without a parameter in `model` from its parameters."""
     known = set()
     for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         parts = name.split(".")
@@ -161,7 +161,7 @@ def _stored_names(path: str) -> Iterator[str]:
 
 
 def _integers(path: str, model: Any) -> Iterator[str]:
-    """Yield the parameters that are stored as integers though nothing says how they were quantized."""
+    """Yield the parameters that are stored as integers without a quantization_config."""
     if getattr(model.config, "quantization_config", None) is not None:
         return
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -180,7 +180,7 @@ def _weight_files(path: str) -> Iterator[Path]:
 
 
 def _file(path: str, name: str) -> Path | None:
-    """Return the model's file of that name, on this machine, if there is one."""
+    """Return the local path of the model's file of that name, if there is one."""
     found = cached_file(
         path,
         name,
@@ -198,7 +198,7 @@ def _check_configuration(path: str) -> None:
 
 @contextmanager
 def _reading(path: str, part: str, files: tuple[str, ...]) -> Iterator[None]:
-    """Turn whatever transformers, tokenizers and safetensors raise into one line that names a file and a remedy."""
+    """Turn any exception of transformers, tokenizers and safetensors into one line that names a file and a remedy."""
     report = _LoadReport()
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(report)
@@ -206,7 +206,7 @@ def _reading(path: str, part: str, files: tuple[str, ...]) -> Iterator[None]:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of their own kinds, and plain ones
+    except Exception as error:  # these libraries raise many types, also plain Exception
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if report.incomplete:
             reason = f"parts of {_some(report.incomplete)} are missing, or of other shapes"
@@ -220,12 +220,12 @@ def _reading(path: str, part: str, files: tuple[str, ...]) -> Iterator[None]:
 
 
 class _LoadReport(logging.Filter):
-    """Keeps transformers' table of tensors from the log, and what only the table names."""
+    """Removes transformers' table of tensors from the log, and collects the names that only this table contains."""
 
     def __init__(self) -> None:
         super().__init__()
         self.incomplete: list[str] = []
-        """Tensors that are put together from several stored ones, not all of which fit."""
+        """Tensors that are assembled from several stored ones, not all of which fit."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = re.sub(r"\x1b\[[0-9;]*m", "", record.getMessage())
@@ -234,7 +234,7 @@ class _LoadReport(logging.Filter):
 
 
 def _damaged(path: str, files: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the files that cannot be read, then those named that are there."""
+    """Yield the files that cannot be read, then all of `files` that exist."""
     there = [file for name in files if (file := _file(path, name))]
     weights = sorted(Path(path).glob("*.safetensors")) if not files else []
     for file in there:

@@ -1,7 +1,11 @@
 """Continuous batching in the process, over the Hugging Face module that is being trained.
 
-`engine` decides what runs in a step, `kv_cache` where keys and values live, `attention` is what the model's layers
-call, `sampling` draws tokens, `model` is the trained module seen from here, `sequence` one sample on its way.
+- `engine`: the engine: submits samples, runs forward passes, hands out chunks;
+- `batch_scheduler`: which sequences run, and the transitions between their states (`sequence`);
+- `kv_cache`, `length_bucket`: rows of keys and values;
+- `forward_pass`, `token_runs`, `bucket_attention`, `attention`: the computation of one pass;
+- `sampling`, `uniforms`: drawing tokens;
+- `model`, `probe`: the trained module as it is served, and the check that it is supported.
 """
 
 from april.engines.embedded.engine import EmbeddedEngine

@@ -31,7 +31,7 @@ from april.rollout.sampling import FinishReason
 
 
 class BatchScheduler:
-    """Sequences in flight, and paused ones: those of interrupted samples whose keys and values are kept.
+    """Sequences in flight, and paused sequences of interrupted samples, whose keys and values are kept.
 
     Args:
         cache: rows of keys and values.
@@ -141,11 +141,11 @@ class BatchScheduler:
     # Forward passes.
 
     def schedule(self, max_prefill_tokens: int) -> list[tuple[Sequence, int]]:
-        """Prepare a forward pass: which sequences decode in it, and what they draft.
+        """Prepare a forward pass: admit sequences, start decoding, and set drafts.
 
         Returns:
-            the sequences that prefill in it, and how many tokens of each. With the drafted tokens of all sequences
-            these are at most `max_prefill_tokens`.
+            sequences that prefill in the pass, and the number of tokens of each. Together with the drafted tokens of
+            all sequences these are at most `max_prefill_tokens`.
         """
         self._start_decoding()
         for sequence in [each for each in self.decoding if each.room < 0]:

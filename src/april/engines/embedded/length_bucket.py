@@ -90,7 +90,7 @@ class LengthBucket(Generic[R]):
         self.num_decoding += 1
 
     def stop_decoding(self, stopped: Collection[R]) -> None:
-        """Hold the rows of those of `stopped` that decode; nothing is copied if all rows are held."""
+        """Hold the decoding rows of `stopped`. Nothing is copied if no other row decodes."""
         leaving = [owner for owner in self.decoding if owner in stopped]
         if len(leaving) == self.num_decoding:
             self.num_decoding = 0

@@ -1,9 +1,9 @@
-"""The trained module as the engine sees it.
+"""The trained module, as the engine serves it.
 
 Invariants:
-- the module given is never touched: the engine runs a second tree of modules over the same parameters, with its own
+- the module given is never modified: the engine runs a second tree of modules over the same parameters, with its own
   train flag, attention implementation and buffers;
-- no model is served that was not seen to compute, with the engine's attention, what its own attention computes.
+- a model is served only after a check that the engine's attention computes the same logits as the model's own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class ServedModel:
     """`model` over its own parameters, or over a copy of them in `dtype` where that differs.
 
     Raises:
-        TypeError: `model` is no Hugging Face model.
-        ValueError: the engine does not support its architecture; the message names what is in the way.
+        TypeError: `model` is not a Hugging Face model.
+        ValueError: the engine does not support its architecture; the message names the reason.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -51,7 +51,7 @@ class ServedModel:
         self.module: Any
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} if self.shared else {}
         self.module = copy.deepcopy(model, memo)
-        # A forward that a training library laid over the model's own would lead back to the model given.
+        # A training library may have replaced `forward` by one that is bound to the model given.
         vars(self.module).pop("forward", None)
         self.module.eval()
         if not self.shared:
@@ -66,7 +66,7 @@ class ServedModel:
     def logits(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [rows, vocabulary] after `rows` of the packed tokens [1, tokens]; after all of them if None."""
+        """Return logits [rows, vocabulary] after `rows` of the packed tokens [1, tokens]; after all of them if None."""
         output = self.module(
             input_ids=tokens,
             position_ids=positions,
@@ -79,10 +79,13 @@ class ServedModel:
 
     @torch.no_grad()
     def load(self, weights: NamedTensors | None) -> None:
-        """Copy `weights`, named as in the model's state dict, in; None: the given module's own have changed.
+        """Copy `weights` into the model.
+
+        Args:
+            weights: tensors, named as in the model's state dict; None if the parameters of the module given changed.
 
         Raises:
-            KeyError: a name that the model does not have.
+            KeyError: the model has no parameter of that name.
         """
         if weights is None:
             if self.shared:
@@ -96,14 +99,14 @@ class ServedModel:
                 own[name].copy_(tensor)
 
     def longest_context(self) -> int:
-        """Tokens up to which positions mean what they meant in training."""
+        """Return the longest context for which the model's positions are defined."""
         longest = getattr(self.config, "max_position_embeddings", None)
         if longest is None:
-            raise ValueError(f"{self.name} does not say how long its context is: pass context_length")
+            raise ValueError(f"{self.name} has no max_position_embeddings: pass context_length")
         return int(longest)
 
     def check_context(self, context_length: int) -> None:
-        """Refuse a context in which positions or windows would be treated otherwise than the model treats them."""
+        """Refuse a context in which the engine would treat positions or windows differently from the model."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         kinds = rope.values() if all(isinstance(kind, Mapping) for kind in rope.values()) else (rope,)
         for kind in kinds:
@@ -116,7 +119,7 @@ class ServedModel:
         sliding = getattr(self.config, "sliding_window", None)
         if sliding is not None and context_length > sliding and not self._keeps_windows:
             raise ValueError(
-                f"{self.name} has a sliding window that it does not hand to its attention: pass "
+                f"{self.name} has a sliding window that it does not pass to its attention: pass "
                 f"context_length={sliding}"
             )
 
@@ -129,7 +132,7 @@ class ServedModel:
                 )
 
     def _verify(self) -> KVShape:
-        """See that each layer calls the engine's attention once, and that the logits are those of the model's own."""
+        """Check that each layer calls the engine's attention once, and that it gives the logits of the model's own."""
         probe = _Probe()
         agrees = self._agrees(probe)
         layers = int(self.config.num_hidden_layers)
@@ -143,13 +146,13 @@ class ServedModel:
             raise ValueError(f"{self.name}: layers with different KV heads or head sizes: {sorted(shapes)}")
         if not agrees:
             raise ValueError(
-                f"{self.name}: logits differ from its own attention's: its layers attend, or place their tokens, in a "
-                "way that the embedded engine does not know"
+                f"{self.name}: logits differ from its own attention's: its layers compute attention or positions in a "
+                "way that the embedded engine does not support"
             )
         return KVShape(layers, *shapes.pop())
 
     def _agrees(self, probe: _Probe) -> bool:
-        """Whether the logits by the engine's attention are those by the model's own."""
+        """Whether the engine's attention gives the logits of the model's own."""
 
         def alone(ids: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = self.module(input_ids=ids, use_cache=False).logits[0]
@@ -172,8 +175,8 @@ class ServedModel:
 def convert(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Convert a model, or a module around one, in place, as loading it in `dtype` would.
 
-    What transformers keeps in float32 stays so, and so do buffers that are computed and not stored: rotary frequencies
-    in bfloat16 place distant tokens wrongly.
+    Parameters that transformers keeps in float32 are not converted, nor are buffers that are computed and not stored:
+    rotary frequencies in bfloat16 give distant tokens wrong positions.
     """
     kept: set[str] = set()
     for model in module.modules():

@@ -1,9 +1,9 @@
-"""A comparison of an attention function of april's with the attention that a model has of its own.
+"""Comparison of one of april's attention functions with a model's own attention.
 
 Invariants:
-- the comparison is in float32 whatever the model's type, so that a mistake is not taken for rounding;
-- sequences are longer than the model's sliding windows, and begin at other places of the row than position 0;
-- the model is left as it was.
+- the comparison is in float32 whatever the model's type, so that a wrong result is not mistaken for rounding;
+- sequences are longer than the model's sliding windows, and not all begin at position 0 of the row;
+- the model is restored afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 LENGTHS = (13, 6, 5)
 """Lengths of the probe's sequences, in tokens."""
 WINDOW = 4
-"""Sliding windows, and chunks of chunked attention, while a model is probed: real ones would need long sequences."""
+"""Length of sliding windows, and of chunks of chunked attention, during a probe: real ones need long sequences."""
 TOLERANCE = 1e-4
 """Largest difference, relative to the norm, that rounding explains: tiny models of 74 architectures are below 1e-6."""
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-"""The names of windows in a configuration, as transformers' mask functions read them, and in layers."""
+"""Names of windows in configurations, as transformers' mask functions read them, and in layers."""
 _EXPECTED: dict[str, Any] = {"dropout": 0.0, "is_causal": True}
 _WITHOUT_EFFECT = {
     "position_ids",
@@ -40,7 +40,7 @@ def refuse_unknown(arguments: dict[str, Any]) -> None:
     """Refuse arguments of a layer that change what attention computes.
 
     Args:
-        arguments: those that the attention function has no parameter for.
+        arguments: arguments for which the attention function has no parameter.
 
     Raises:
         TypeError: an argument is neither None nor known to be without effect.
@@ -49,16 +49,16 @@ def refuse_unknown(arguments: dict[str, Any]) -> None:
         known = name in _WITHOUT_EFFECT or (name in _EXPECTED and value == _EXPECTED[name])
         if value is not None and not known:
             shown = f" = {value}" if isinstance(value, bool | int | float | str) else ""
-            raise TypeError(f"its attention takes {name}{shown}, which april's attention does not know")
+            raise TypeError(f"its attention takes {name}{shown}, which april's attention does not support")
 
 
 @torch.no_grad()
 def agrees(model: Any, alone: Callable[[Tensor], Tensor], packed: Callable[[Tensor, Tensor], Tensor]) -> bool:
-    """Whether sequences that share a row compute what each computes alone.
+    """Whether sequences that share a row give the same results as each sequence alone.
 
     Args:
         alone: maps token ids [1, length] to outputs [length, D] by the model's own attention.
-        packed: maps token ids and positions, [1, tokens] each, to outputs [tokens, D] by the attention in question.
+        packed: maps token ids and positions, [1, tokens] each, to outputs [tokens, D] by the attention under test.
     """
     device = next(model.parameters()).device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -77,7 +77,7 @@ def agrees(model: Any, alone: Callable[[Tensor], Tensor], packed: Callable[[Tens
 
 @contextmanager
 def short_windows(model: nn.Module) -> Iterator[None]:
-    """Inside, the model's windows are shorter than the probe's sequences."""
+    """Within the context, the model's windows are shorter than the probe's sequences."""
     configs = (getattr(module, "config", None) for module in model.modules())
     owners = {id(owner): owner for owner in (*model.modules(), *configs)}
     found = [
@@ -97,7 +97,7 @@ def short_windows(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes in float32; of its layers one at a time is in that type."""
+    """Within the context, the model computes in float32. Only one layer at a time is converted."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     within = {id(module) for layer in layers for module in layer.modules()}
     outside = _Widening([module for module in model.modules() if id(module) not in within])
@@ -119,7 +119,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 
 
 class _Widening:
-    """Puts float32 tensors into the place of the modules' narrower ones, and back."""
+    """Replaces parameters and buffers in half precision by float32 copies, and restores them."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._narrow: list[tuple[dict[str, Any], str, Tensor]] = [

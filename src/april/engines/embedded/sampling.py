@@ -2,9 +2,9 @@
 
 Invariants:
 - a token is the inverse of its row's cumulative distribution at its own uniform number, in the order of the vocabulary,
-  so what is drawn for a row depends on nothing but its logits, its settings and that number;
-- the log-probability is that of the distribution drawn from: softmax(logits / temperature), renormalised over what
-  top-k, then top-p, then min-p leave; at temperature 0, log softmax(logits).
+  so a row's token depends only on its logits, its settings and that number;
+- the log-probability refers to the distribution drawn from: softmax(logits / temperature), renormalised over the tokens
+  that top-k, then top-p, then min-p leave; at temperature 0, log softmax(logits).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _BELOW_ONE = 1 - 2.0**-52
 def sample(
     logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Draw a token per row of `logits` [rows, vocabulary], which is overwritten.
+    """Draw one token for each row of `logits` [rows, vocabulary], which is overwritten.
 
-    The host waits for the device once, and once more if the nucleus of a row has more tokens than were sorted.
+    The host waits for the device once, and a second time if the nucleus of a row has more tokens than were sorted.
 
     Returns:
         token ids and log-probabilities (nats), one per row.
@@ -50,7 +50,7 @@ def _draw(
     rows: Sequence[int],
     sort: bool = False,
 ) -> tuple[list[float], list[float], list[float]]:
-    """Tokens, log-probabilities and completeness of `rows`, drawn together where they share their settings."""
+    """Return tokens, log-probabilities and completeness of `rows`; rows with the same settings are drawn together."""
     first = sampling[0]
     if len(rows) == len(logits) and all(params is first for params in sampling):
         drawn = draw(logits, first, numbers, sort)
@@ -91,9 +91,9 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, s
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First index at which each row's cumulative weight exceeds `uniforms` of its total; the totals [rows].
+    """Return the first index at which each row's cumulative weight exceeds `uniforms` of its total, and totals [rows].
 
-    A large vocabulary is summed in blocks, and only the block where the index lies is accumulated element by element.
+    A large vocabulary is summed in blocks; only the block that contains the index is accumulated element by element.
     """
     size = weights.shape[1]
     if size <= _WHOLE:
@@ -111,7 +111,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Index per row, total per row, and how far into that index's own weight, in [0, 1), the number fell."""
+    """Return each row's index, its total, and the position of the number within the index's own weight, in [0, 1)."""
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = (uniforms * total)[:, None]
@@ -123,10 +123,10 @@ def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _truncate(scores: torch.Tensor, params: SamplingParams, sort: bool) -> torch.Tensor:
-    """Set the scores [rows, vocabulary], whose maximum is 0 in each row, to -inf where a token may not be drawn.
+    """Set scores [rows, vocabulary], whose maximum is 0 in each row, to -inf where a token may not be drawn.
 
     Returns:
-        whether this was possible, [rows]; no for a nucleus of more tokens than were sorted.
+        whether this was possible, [rows]; False if the nucleus has more tokens than were sorted.
     """
     size = scores.shape[1]
     complete = torch.ones(len(scores), dtype=torch.bool, device=scores.device)
@@ -153,9 +153,9 @@ def _mass(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(scores: torch.Tensor, top_k: int, sort: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` largest scores, or, if `top_k` is 0, candidates for a nucleus; descending, with indices.
+    """Return the `top_k` largest scores, or, if `top_k` is 0, candidates for a nucleus; descending, with indices.
 
-    A nucleus is small as a rule, and finding a thousand candidates costs far less than sorting the vocabulary.
+    A nucleus is usually small, and finding a thousand candidates costs far less than sorting the vocabulary.
     """
     if top_k:
         return scores.topk(top_k, dim=-1)

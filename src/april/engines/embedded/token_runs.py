@@ -10,7 +10,7 @@ from april.engines.embedded.length_bucket import LengthBucket
 from april.engines.embedded.sequence import Sequence
 
 _PADDING_WORTH_A_CALL = 64
-"""Padded tokens that cost as much as one more call of attention."""
+"""Padded tokens that cost the same as one more call of attention."""
 
 
 class TokenRun(NamedTuple):

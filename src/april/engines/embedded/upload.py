@@ -1,4 +1,4 @@
-"""Copies to the device that do not wait for the device."""
+"""Copies to the device for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import torch
 
 
 def upload(array: np.ndarray[Any, Any], device: torch.device) -> torch.Tensor:
-    """Copy `array` to `device`, from pinned memory, so that the host continues at once."""
+    """Copy `array` to `device`, from pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
