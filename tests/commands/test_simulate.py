@@ -218,7 +218,7 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
     [
         (("--workload", "lite"), "--workload lite: there are light, lognormal"),
         (("--gpus", "0"), "--gpus 0: must be positive"),
-        (("--model.path", "someone/some-model"), "its shape is not known here: name a directory"),
+        (("--model.path", "someone/some-model"), "shape of this model is not known: name a directory"),
         (("--workload", "light", "--lengths-from", "run"), "--workload and --lengths-from: choose one"),
         (("--lengths-from", "nowhere"), "nowhere: no recipe.json of a run there"),
         (("--cost-model", "c.json", "--price", "2"), "are those of GPUs: name them by --hardware"),

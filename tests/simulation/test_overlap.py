@@ -1,4 +1,4 @@
-"""Generation beside training in virtual time: what it brings, and what automatic N' makes of the trainer's time."""
+"""Generation that overlaps with training in virtual time: its gain, and automatic N' under a busy trainer."""
 
 from __future__ import annotations
 

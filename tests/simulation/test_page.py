@@ -71,9 +71,9 @@ def test_where_some_overlap_rates_are_over_everything() -> None:
     assert "9,876,543" in figures[1]
     assert max(map(len, figures)) <= 80
     page = simulation_page("a", "b", [SYNCHRONOUS, POINT, beside], beside, "", "")
-    assert "generation beside training" in page
+    assert "overlap with training" in page
     assert "+13% to synchronous" in page
-    assert "generation beside training" not in simulation_page("a", "b", [SYNCHRONOUS, POINT], POINT, "", "")
+    assert "overlap with training" not in simulation_page("a", "b", [SYNCHRONOUS, POINT], POINT, "", "")
 
 
 def test_the_least_over_sampling_that_is_fast_over_everything_is_recommended() -> None:

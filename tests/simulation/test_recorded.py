@@ -57,7 +57,7 @@ def test_the_shape_of_the_recipes_own_model(tmp_path: Path) -> None:
     assert (shape.name, shape.layers, shape.kv_heads, shape.head_dim) == ("model", 2, 2, 8)
     assert shape.parameters == shape.matrix_parameters == 2 * (32 * 8 * 12 + 3 * 32 * 64) + 32 * 101
     assert shape_of("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B").name == "r1-distill-1.5b"
-    with pytest.raises(ValueError, match="its shape is not known here"):
+    with pytest.raises(ValueError, match="the shape of this model is not known"):
         shape_of("someone/else")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"num_experts": 8}))

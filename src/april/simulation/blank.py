@@ -1,4 +1,4 @@
-"""Tokens of which only the number is known, as the simulated engine hands them out: zeros in constant memory."""
+"""Tokens of the simulated engine, of which only the number is known: zeros in constant memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Blank(Sequence[int]):
         return 0 if isinstance(chosen, int) else blank(len(chosen))
 
     def segment(self, version: int) -> BlankSegment:
-        """These tokens as those of a policy version."""
+        """Return a segment of this number of tokens, sampled by a policy version."""
         return BlankSegment(version, self.size)
 
 
@@ -37,7 +37,7 @@ blank = cache(Blank)
 
 
 class BlankSegment(Segment):
-    """A segment of blank tokens. It holds nothing but how many they are."""
+    """A segment of blank tokens, which stores only their number."""
 
     __slots__ = ("size",)
 

@@ -1,14 +1,13 @@
-"""A cost model fitted to what a sweep of an engine measured, and how far the fit is off.
+"""Fitting a cost model to the measurements of a sweep, and the error of the fit.
 
-- decoding: base(b) for each number b of samples that decode together, and the cost of a held token;
+- decoding: base(b) for each number b of samples that decode together, and the cost of a token in the KV cache;
 - prefill: the cost of a token, of a pair of tokens, of a request;
 - interrupts and weight updates: medians;
-- serving: how much longer a decode step takes in service than in the sweep (samples come and go, and the scheduler
-  takes every token), and what a request costs. The model's other terms stay in the proportions that were found;
-- held out: steps with partial rollouts, which no constant is fitted to. How far the model is off there is the error
-  to expect of it.
+- serving: the factor by which a decode step takes longer in service than in the sweep (samples start and finish, and
+  the scheduler processes every token), and the cost of a request. The proportions of the other terms are kept;
+- held out: steps with partial rollouts, to which no constant is fitted. The error there is the error to expect.
 
-The model says what an engine does, so it is fitted to what is seen outside: seconds between submitting and receiving.
+The fit uses only times that are visible outside of the engine: seconds between submitting and receiving.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Serving:
     seconds: float
 
     def predicted(self, cost: CostModel, on_update: KVPolicy) -> float:
-        """What the cost model says. Not to be called inside an event loop."""
+        """Return the seconds that the cost model predicts. Not to be called inside an event loop."""
         return simulate(
             self.workload, cost, steps=self.steps, warm_up=0, on_update=on_update, **self.settings
         ).rollout_seconds
@@ -65,7 +64,7 @@ Measured = TypeVar("Measured", Decoding, Prefill, Serving)
 
 @dataclass(slots=True)
 class Calibration:
-    """What a sweep measured."""
+    """Measurements of a sweep."""
 
     slots: int
     kv_tokens: int
@@ -79,7 +78,7 @@ class Calibration:
 
     @classmethod
     def median(cls, sweeps: Sequence[Calibration]) -> Calibration:
-        """The median of each measurement over equal sweeps."""
+        """Return the median of each measurement over equal sweeps."""
         first = sweeps[0]
         result = cls(first.slots, first.kv_tokens, first.on_update)
         for name in ("decoding", "prefill", "serving", "held_out"):
@@ -89,9 +88,9 @@ class Calibration:
         return result
 
     def fit(self, source: str) -> CostModel:
-        """The cost model nearest to the measurements, by relative least squares with no cost below zero.
+        """Return the cost model nearest to the measurements, by relative least squares with no cost below zero.
 
-        Serving is simulated to see what the model misses, so this cannot be called inside an event loop.
+        It simulates serving, and therefore cannot be called inside an event loop.
         """
         batches = sorted({m.batch for m in self.decoding})
         columns = np.zeros((len(self.decoding), len(batches) + 1))
@@ -128,10 +127,10 @@ class Calibration:
         return cost
 
     def _in_service(self, cost: CostModel) -> CostModel:
-        """Decode steps and requests that take as long as they took while serving.
+        """Scale decode steps and requests to the times measured while serving.
 
-        What one engine does when follows from its decode steps alone, whatever they take, so the seconds of a run are
-        linear in each cost, and a run with a changed one gives the coefficient.
+        The order of an engine's work depends on the number of decode steps, not on their durations. So the seconds of a
+        run are linear in each cost, and a simulation with one changed cost gives its coefficient.
         """
         if not self.serving:
             return cost
@@ -148,11 +147,11 @@ class Calibration:
 
 
 REQUEST = 1e-3
-"""Seconds by which a request is made dearer to see what a run makes of it."""
+"""Seconds added to the cost of a request to find its coefficient."""
 
 
 def _slower(cost: CostModel, factor: float) -> CostModel:
-    """Decode steps that take `factor` times as long."""
+    """Return the costs with decode steps that take `factor` times longer."""
     seconds = tuple(factor * seconds for seconds in cost.decode_seconds)
     return replace(cost, decode_seconds=seconds, kv_token_seconds=factor * cost.kv_token_seconds)
 
@@ -160,8 +159,10 @@ def _slower(cost: CostModel, factor: float) -> CostModel:
 def _fit(
     columns: NDArray[np.float64], wanted: NDArray[np.float64], scale: NDArray[np.float64] | None = None
 ) -> NDArray[np.float64]:
-    """Least squares of the error relative to `scale`, by default to what is `wanted`, with coefficients of at least 0:
-    those below it are left out, worst first."""
+    """Minimise the squared error relative to `scale`, by default `wanted`, with coefficients of at least 0.
+
+    Coefficients below 0 are removed one by one, the lowest first.
+    """
     scale = wanted if scale is None else scale
     weighted, wanted = columns / scale[:, None], wanted / scale
     largest = np.maximum(np.abs(weighted).max(axis=0), 1e-300)

@@ -1,6 +1,6 @@
-"""What a recipe is simulated on: engines, what their work costs, and what training costs.
+"""The hardware that a recipe is simulated on: engines, their costs, and the time of training.
 
-Invariant: nothing is said about a GPU, a training time or a price that was neither named nor measured.
+Invariant: every statement about a GPU, a training time or a price rests on an option or a measurement.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from april.simulation.hardware import (
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Engines that generate, and what trains beside them.
+    """Engines, and the devices of the trainer.
 
     Args:
-        name: for people.
-        engines: on a GPU each, or on several, if there are GPUs.
-        cost: of one engine.
-        gpus: in all, those that only train included; 0 if none were named.
-        training_gpus: those that only train; 0 if all of them do both in turn.
+        name: shown to the user.
+        engines: number of engines, on one or several GPUs each if GPUs were named.
+        cost: costs of one engine.
+        gpus: total number, including GPUs that only train; 0 if none were named.
+        training_gpus: GPUs that only train; 0 if all GPUs generate and train in turn.
         train_token_seconds: training time for each consumed token; 0 leaves training out.
-        training: what that rests on, a sentence.
-        price: of a GPU for an hour, in any currency; None if none was named.
+        training: the source of the training time, a sentence.
+        price: price of a GPU for an hour, in any currency; None if none was named.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Cluster:
 
     @property
     def separate(self) -> bool:
-        """Whether training has a time and devices of its own, so that generation may go on meanwhile."""
+        """Whether training has a known time and its own devices, so that generation can overlap with it."""
         return self.train_token_seconds > 0 and (self.training_gpus > 0 or not self.gpus)
 
     def trained_as_in(self, run: str, token_seconds: float) -> Cluster:
-        """The same with the training time that a run had."""
+        """Return this cluster with the training time of a run."""
         sentence = f"Training takes {_million(token_seconds)}, as it did in {run}."
         return replace(self, train_token_seconds=token_seconds, training=sentence)
 
@@ -67,25 +67,25 @@ def gpu_cluster(
     price: float | None = None,
     measured: CostModel | None = None,
 ) -> Cluster:
-    """GPUs that generate and train in turn, or, with `training_gpus`, some of them only train.
+    """Return a cluster of GPUs that generate and train in turn; with `training_gpus`, that number of them only train.
 
     Args:
         slots: samples that decode together on one engine.
-        engine_gpus: of each engine; what is left of the others generates nothing.
-        trainer_bytes: of the trainer's state on GPUs, for each parameter.
-        measured: what an engine costs, in place of the roofline.
+        engine_gpus: GPUs of each engine; a remainder generates nothing.
+        trainer_bytes: bytes of the trainer's state on GPUs, for each parameter.
+        measured: measured costs of an engine, in place of the roofline.
 
     Raises:
-        ValueError: model and trainer do not fit the GPUs, or there is none left for an engine.
+        ValueError: model and trainer do not fit the GPUs, or no GPU is left for an engine.
     """
     if gpus - training_gpus < engine_gpus:
         raise ValueError(f"{gpus} GPUs, {training_gpus} of which train, leave none for an engine on {engine_gpus}")
     if training_gpus:
         check_trainer(gpu, shape, training_gpus, trainer_bytes)
     shared = 0 if training_gpus else gpus
-    beside = engine_gpus * trainer_bytes  # on each of an engine's GPUs
+    shared_bytes = engine_gpus * trainer_bytes  # on each of an engine's GPUs
     cost = measured or roofline(
-        gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=beside
+        gpu.times(engine_gpus), shape, Roofline(slots=slots), trainer_gpus=shared, trainer_bytes=shared_bytes
     )
     seconds = training_seconds_per_token(gpu, shape, training_gpus or gpus)
     own = f"{training_gpus} GPU{'s' * (training_gpus > 1)} of its own, and alternates with rollouts unless they overlap"
@@ -105,7 +105,7 @@ def gpu_cluster(
 def least_training_gpus(
     gpu: GPU, shape: ModelShape, gpus: int, trainer_bytes: float = TRAINER_BYTES, engine_gpus: int = 1
 ) -> int:
-    """The fewest of `gpus` GPUs, an engine's left out, that a trainer of its own fits.
+    """Return the smallest number of GPUs that a separate trainer fits, leaving at least one engine's GPUs of `gpus`.
 
     Raises:
         ValueError: there is no such number.

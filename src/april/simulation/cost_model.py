@@ -1,13 +1,9 @@
-"""What a piece of an engine's work costs in seconds: the model that the simulated engine follows.
+"""The cost model of the simulated engine: seconds that each kind of work takes.
 
 One engine is one replica: the GPUs that hold one copy of the weights. A decode step of `b` samples that hold `k` tokens
 of KV cache together takes base(b) + k * kv_token_seconds: the linear layers, whose cost depends on the batch only, and
 attention, which reads the cache. Prefill of n tokens stalls decoding for n * prefill_token_seconds
 + n * n * prefill_pair_seconds.
-
-A pass that verifies `d` drafted tokens behind each of `b` samples puts b * (d + 1) tokens through the linear layers:
-weights are read once, as for a decode step, and the pass takes longer only where computing does. The KV cache is read
-once for all of a sample's tokens, which attend to it one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from numpy.typing import NDArray
 
 
 class CostModelError(Exception):
-    """A file that holds no cost model."""
+    """A file that is not a valid cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,17 +30,17 @@ class CostModel:
 
     Args:
         slots: samples that decode together.
-        kv_tokens: tokens whose KV cache fits.
+        kv_tokens: capacity of the KV cache, in tokens.
         decode_batches, decode_seconds: base(b) at some batch sizes; linear between them, and beyond the last two.
         kv_token_seconds: added to a decode step for each token of KV cache that the running samples hold.
         prefill_token_seconds: prefill, for each token.
         prefill_pair_seconds: prefill, for each token times each token: attention.
-        request_seconds: taking up a sample, beside its prefill.
+        request_seconds: admission of a sample, without its prefill.
         prefix_caching: samples of one group that are admitted one after another prefill their prompt once.
         update_seconds: one weight update.
-        interrupt_seconds: from an interrupt to the last partial.
-        source: what the figures come from.
-        errors: how far the fit was off, by what was measured; relative.
+        interrupt_seconds: from an interrupt to the last partial response.
+        source: origin of the figures.
+        errors: relative error of the fit, by kind of measurement.
     """
 
     slots: int
@@ -80,7 +76,7 @@ class CostModel:
         require(isinstance(self.prefix_caching, bool), "prefix_caching", "must be true or false")
 
     def base(self, slots: int | None = None) -> NDArray[np.float64]:
-        """Seconds of a decode step without its attention, by batch size, shape [slots + 1]; entry 0 is 0."""
+        """Return seconds of a decode step without its attention, by batch size, shape [slots + 1]; entry 0 is 0."""
         batches, seconds = np.array(self.decode_batches, float), np.array(self.decode_seconds)
         sizes = np.arange((slots or self.slots) + 1, dtype=float)
         base: NDArray[np.float64] = np.interp(sizes, batches, seconds)
@@ -91,11 +87,11 @@ class CostModel:
         return base
 
     def ceiling(self, mean_kv_tokens: float, slots: int | None = None) -> float:
-        """Tokens a second with every slot decoding and nothing else to do.
+        """Return tokens per second while every slot decodes and the engine does nothing else.
 
         Args:
-            mean_kv_tokens: tokens of KV cache of a running sample on average.
-            slots: running samples; all that fit if None.
+            mean_kv_tokens: mean tokens of KV cache of a running sample.
+            slots: running samples; None for all that fit.
         """
         slots = slots or int(min(self.slots, max(self.kv_tokens / max(mean_kv_tokens, 1.0), 1)))
         return float(slots / (self.base(slots)[slots] + self.kv_token_seconds * slots * mean_kv_tokens))
@@ -108,10 +104,10 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> CostModel:
-        """Read what `save` wrote.
+        """Load a file written by `save`.
 
         Raises:
-            CostModelError: no such file, or it holds no cost model; the message names the field.
+            CostModelError: the file does not exist or is not a valid cost model; the message names the field.
         """
         try:
             state: Any = json.loads(path.read_text())

@@ -62,7 +62,7 @@ class SimulatedEngine:
     """Replicas of one engine, simulated.
 
     A request for an episode's sample ends with its turn. While its environment computes, the sample's KV cache is kept
-    and takes no room from running samples, like that of an interrupted one.
+    and takes no room from running samples, as for an interrupted sample.
 
     Args:
         cost: costs and capacity of one replica.
@@ -143,7 +143,7 @@ class SimulatedEngine:
             until = float(self.replicas.next_event.min()) + self._resolution
             if self._stream_seconds is not None:
                 until = min(until, loop.time() + self._stream_seconds)
-            # Nothing behind the present is decided yet: a cancelled poll, or a sample submitted meanwhile, changes it.
+            # Events are processed only once they are due: until then a cancelled poll or a new sample may change them.
             await asyncio.sleep(until - loop.time())
             self.replicas.advance(until)
             if self._stream_seconds is not None:

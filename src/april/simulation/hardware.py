@@ -1,11 +1,11 @@
 """Cost models computed from a GPU and a model's shape, by a roofline.
 
-A decode step reads every weight once, whatever the batch (of experts, those that some sample goes to), and computes
-2 FLOP per parameter and sample; it takes the longer of the two. Attention reads the KV cache of the running samples.
-Prefill computes 2 FLOP per parameter and token, and attention's 4 FLOP per layer, head dimension and earlier token.
-Bandwidth and FLOP/s are reached to a share only (`bandwidth_share`, `compute_share`), and each step costs a launch
-overhead; these three are assumptions, to be replaced by a measurement (`april calibrate`) as soon as there is a
-machine.
+A decode step reads every weight once, whatever the batch size (of experts, only those that some sample is routed to),
+and computes 2 FLOP per parameter and sample; it takes the longer of the two times. Attention reads the KV cache of the
+running samples. Prefill computes 2 FLOP per parameter and token, and attention's 4 FLOP per layer, head dimension and
+earlier token. Only a share of bandwidth and FLOP/s is reached (`bandwidth_share`, `compute_share`), and each step has a
+launch overhead; these three are assumptions, to be replaced by a measurement (`april calibrate`) once a machine is
+available.
 
 GPUs, dense bfloat16, from the vendors' data sheets:
 - A100 SXM: 80 GB, 2.039 TB/s, 312 TFLOP/s (NVIDIA A100 Tensor Core GPU data sheet);
@@ -27,7 +27,7 @@ from april.simulation.cost_model import CostModel
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """What a data sheet says: bytes, bytes/s, FLOP/s in dense bfloat16."""
+    """Figures of a data sheet: bytes, bytes/s, FLOP/s in dense bfloat16."""
 
     name: str
     memory: float
@@ -35,7 +35,7 @@ class GPU:
     flops: float
 
     def times(self, count: int) -> GPU:
-        """Several of them that compute a model's layers together, at no loss."""
+        """Return `count` GPUs that compute a model's layers together, without any loss, as one."""
         if count == 1:
             return self
         name = f"{count} × {self.name}"
@@ -47,9 +47,9 @@ class ModelShape:
     """A decoder with grouped-query attention and a gated MLP, or `experts` of them in each layer.
 
     Args:
-        intermediate: the MLP's width, or that of an expert.
-        experts: 1 of a dense model.
-        experts_per_token: how many of them a token goes through.
+        intermediate: width of the MLP, or of an expert.
+        experts: experts of a layer; 1 for a dense model.
+        experts_per_token: experts that a token is routed to.
     """
 
     name: str
@@ -66,16 +66,16 @@ class ModelShape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that every token is multiplied with: the layers, of experts its own, and the output head."""
+        """Parameters that a token is multiplied with: layers, with its own experts, and the output head."""
         return round(self._matrices(self.experts_per_token))
 
     @property
     def parameters(self) -> int:
-        """All parameters but biases, norms and routers."""
+        """All parameters except biases, norms and routers."""
         return round(self._matrices(self.experts)) + (0 if self.tied else self.hidden * self.vocabulary)
 
     def read_parameters(self, tokens: int) -> float:
-        """Parameters that a pass over so many tokens reads, if each goes to any experts with the same chance."""
+        """Return the parameters that a pass over `tokens` tokens reads, if routing is uniform over experts."""
         missed = (1 - self.experts_per_token / self.experts) ** tokens
         return self._matrices(self.experts * (1 - missed))
 
@@ -85,23 +85,23 @@ class ModelShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of KV cache of a token, in bfloat16."""
+        """Bytes of KV cache per token, in bfloat16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """What of a data sheet is reached, and what stands beside it.
+    """Assumptions: shares of a data sheet's figures that are reached, and overheads.
 
     Args:
-        bandwidth_share: of the memory bandwidth, in decoding.
-        compute_share: of the FLOP/s, in prefill, decoding and training.
-        step_overhead: seconds of each decode step beside reading and computing.
-        memory_share: of the memory, for weights and KV cache.
+        bandwidth_share: share of the memory bandwidth, in decoding.
+        compute_share: share of the FLOP/s, in prefill, decoding and training.
+        step_overhead: seconds of each decode step in addition to reading and computing.
+        memory_share: share of the memory for weights and KV cache.
         slots: samples that decode together on one GPU.
         link: bytes/s at which new weights reach a GPU.
-        update_overhead: seconds of each weight update beside the transfer.
-        interrupt_seconds: from an interrupt to the last partial.
+        update_overhead: seconds of each weight update in addition to the transfer.
+        interrupt_seconds: from an interrupt to the last partial response.
     """
 
     bandwidth_share: float = 0.7
@@ -209,10 +209,10 @@ MODELS = {
     )
 }
 TRAINER_BYTES, LORA_TRAINER_BYTES, OFFLOADED_BYTES = 16.0, 2.0, 0.0
-"""Bytes of the trainer's state on GPUs for each parameter: float32 weights, gradients and two moments; with LoRA the
-weights alone, as adapters are small; none with trainer.cpu_offload, whose transfers take no time here."""
+"""Bytes of the trainer's state on GPUs per parameter: float32 weights, gradients and two moments; with LoRA only the
+weights, as adapters are small; 0 with trainer.cpu_offload, whose transfers take no time in this model."""
 NODE = 8
-"""GPUs over which a trainer that shares them with engines spreads its state, at most."""
+"""Maximum number of GPUs over which a trainer that shares them with engines shards its state."""
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -224,15 +224,15 @@ def roofline(
     trainer_gpus: int = 0,
     trainer_bytes: float = TRAINER_BYTES,
 ) -> CostModel:
-    """The cost model of one engine on one GPU.
+    """Return the cost model of one engine on one GPU.
 
     Args:
-        trainer_gpus: GPUs that the trainer shares with the engines; each holds its part of the trainer's state, an
-            eighth at least, and what that takes is not there for the KV cache. 0 if the trainer is elsewhere.
-        trainer_bytes: of the trainer's state, for each parameter.
+        trainer_gpus: GPUs that the trainer shares with the engines; each holds its shard of the trainer's state, at
+            least an eighth, in memory that the KV cache then lacks. 0 if the trainer has other GPUs.
+        trainer_bytes: bytes of the trainer's state, for each parameter.
 
     Raises:
-        ValueError: the model, or the trainer beside it, does not fit the GPU.
+        ValueError: the model, or model and trainer together, do not fit the GPU.
     """
     given = assumptions or Roofline()
     bandwidth, flops = gpu.bandwidth * given.bandwidth_share, gpu.flops * given.compute_share
@@ -266,10 +266,10 @@ def roofline(
 
 
 def check_trainer(gpu: GPU, model: ModelShape, gpus: int, trainer_bytes: float = TRAINER_BYTES) -> None:
-    """Whether a trainer on `gpus` GPUs of its own fits them.
+    """Check that a trainer fits `gpus` GPUs that only train.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the trainer does not fit.
     """
     state = trainer_bytes * model.parameters
     if state > gpus * gpu.memory * Roofline().memory_share:
@@ -280,7 +280,7 @@ def check_trainer(gpu: GPU, model: ModelShape, gpus: int, trainer_bytes: float =
 
 
 def training_seconds_per_token(gpu: GPU, model: ModelShape, gpus: int, assumptions: Roofline | None = None) -> float:
-    """Seconds of training for each consumed token: forward and backward, 6 FLOP per parameter, and one forward pass for
-    the log-probabilities of the trainer, 2 more."""
+    """Return seconds of training per consumed token: 6 FLOP per parameter for forward and backward, and 2 for the
+    forward pass that computes the trainer's log-probabilities."""
     given = assumptions or Roofline()
     return 8 * model.matrix_parameters / (gpu.flops * given.compute_share * gpus)

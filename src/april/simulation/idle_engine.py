@@ -1,4 +1,4 @@
-"""The engine of a recipe, for measuring: on the recipe's policy, and nobody else's."""
+"""The engine of a recipe, started for measurements only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from april.simulation.sweep import calibrate
 
 @dataclass(frozen=True)
 class IdleEngine:
-    """The engine of a recipe on the recipe's policy, that nothing uses yet."""
+    """The engine of a recipe on the recipe's policy, not used by anything else."""
 
     recipe: Recipe
     model: Any
@@ -42,7 +42,7 @@ class IdleEngine:
 
 @asynccontextmanager
 async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
-    """Start the recipe's engine, and end it afterwards."""
+    """Start the recipe's engine, and stop it afterwards."""
     from april.training.engine_builder import open_engine
     from april.training.policy import load_policy
     from april.training.weight_transfer import model_transfer
@@ -60,7 +60,7 @@ async def idle_engine(recipe: Recipe) -> AsyncIterator[IdleEngine]:
 
 
 async def calibrate_recipe(recipe: Recipe, longest: int, repeats: int) -> Calibration:
-    """Start the recipe's engine, measure it, and end it again."""
+    """Start the recipe's engine, measure it, and stop it."""
     async with idle_engine(recipe) as idle:
         with Console(stderr=True).status("") as status:
             return await idle.calibrate(longest, repeats, status.update)

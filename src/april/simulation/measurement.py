@@ -1,7 +1,7 @@
-"""A workload on a real engine: what `simulate` does in virtual time, for real.
+"""A workload on a real engine, as the counterpart of `simulate` in virtual time.
 
-Invariant: both get the same samples: as many prompts of the same lengths, the same seeds, and so the same lengths of
-responses. What is generated is random and means nothing.
+Invariant: both get the same samples: the same number of prompts with the same lengths, the same seeds, and so the same
+response lengths. The tokens themselves are random.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from april.simulation.run import Outcome, StepRecord, scheduler_of
 from april.simulation.workload import Workload
 
 Update = Callable[[int], Awaitable[None]]
-"""Brings the engine to a policy version, as a training step would."""
+"""Updates the engine to a policy version, as a training step would."""
 
 
 class GivenLengths(WrappedEngine):
-    """Gives each sample of `groups` the length that the workload says it has: its budget ends it there.
+    """Limits each sample of `groups` to its length in the workload, by its token budget.
 
-    All lengths are looked up beforehand, so that the layer costs an engine that is measured next to nothing.
+    All lengths are computed in advance, so that this wrapper adds almost no time to the measurement.
     """
 
     def __init__(self, engine: Engine, workload: Workload, groups: Iterable[Group], update: Update) -> None:
@@ -62,7 +62,7 @@ async def serve(
     """Collect `steps` steps, with a weight update after each. Arguments as of `simulate`, but:
 
     Args:
-        update: brings the engine to a version, counted from 0; called once before the first step.
+        update: updates the engine to a version, counted from 0; called once before the first step.
         vocabulary: prompts are drawn from the token ids 2 to this.
         clock: seconds.
     """

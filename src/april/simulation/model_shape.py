@@ -1,4 +1,4 @@
-"""The shape of the recipe's own model: from its config.json, or by the name it has on the hub."""
+"""The shape of the recipe's model, from its config.json or its name on the hub."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from april.simulation.hardware import MODELS, ModelShape
 
 HUB = {"deepseek-r1-distill-qwen-1.5b": "r1-distill-1.5b", "glm-4-9b-0414": "glm4-9b"}
-"""Names on the hub that differ from ours by more than upper case."""
+"""Names on the hub that differ from the names of `MODELS` by more than upper case."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def shape_of(path: str) -> ModelShape:
-    """The shape of the model at `path`, a directory or a hub name.
+    """Return the shape of the model at `path`, a directory or a hub name.
 
     Raises:
-        ValueError: it is not known, or the roofline does not fit it; the message says what to do.
+        ValueError: the shape is unknown, or not supported by the roofline.
     """
     config = Path(os.path.expanduser(path)) / "config.json"
     if config.is_file():
@@ -28,14 +28,14 @@ def shape_of(path: str) -> ModelShape:
     name = path.rpartition("/")[2].lower()
     if (shape := MODELS.get(HUB.get(name, name))) is None:
         raise ValueError(
-            f"model.path = {path!r}: its shape is not known here: name a directory that holds it, or a like one by "
-            f"--model ({', '.join(MODELS)})"
+            f"model.path = {path!r}: the shape of this model is not known: name a directory that contains the model, "
+            f"or a similar model with --model ({', '.join(MODELS)})"
         )
     return shape
 
 
 def configuration_of(shape: ModelShape) -> Any:
-    """Return a configuration of transformers that has this shape: Qwen3's, or its mixture's."""
+    """Return a configuration of transformers with this shape: Qwen3, or Qwen3 MoE."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     common: dict[str, Any] = {
@@ -60,7 +60,8 @@ def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
     every, dense = config.get("decoder_sparse_step", 1) == 1, config.get("mlp_only_layers")
     if experts > 1 and ("moe_intermediate_size" not in config or dense or not every):
         raise ValueError(
-            f"{path}: a mixture of experts of another kind than Qwen3's, all layers alike: measure it (--cost-model)"
+            f"{path}: mixtures of experts are supported only if all layers are alike, as Qwen3's are: measure this "
+            "model (--cost-model)"
         )
     try:
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -78,4 +79,4 @@ def _from_config(path: Path, config: Mapping[str, Any]) -> ModelShape:
             experts_per_token=config["num_experts_per_tok"] if experts > 1 else 1,
         )
     except KeyError as error:
-        raise ValueError(f"{path}: no {error} there: name a like model by --model ({', '.join(MODELS)})") from None
+        raise ValueError(f"{path}: no {error} there: name a similar model with --model ({', '.join(MODELS)})") from None

@@ -1,4 +1,4 @@
-"""What a simulation says, as a table on the terminal and as a page."""
+"""Results of a simulation, as a table on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ COLUMNS: dict[str, Callable[[Point], str]] = {
     "KV": lambda p: f"{p.peak_kv:.0%}",
     "cost": lambda p: "" if p.cost_per_million_tokens is None else compact(p.cost_per_million_tokens),
 }
-"""What is said of a setting; its cost only if GPUs have a price, and of its rates either that over everything, where
-some settings overlap, or those over rollouts."""
+"""Columns of the table. The cost is shown only if GPUs have a price. If some settings overlap, the overall rate is
+shown, otherwise the rates of the rollout phase."""
 FRONTIER = (
-    "Every point is one N'. To the right, more groups are under way: engines stay fuller, data is older. The automatic "
-    "choice learns the lengths as it goes, and takes the least N' that costs little."
+    "Every point is one N'. To the right, more groups are in flight: engines are fuller, data is older. The automatic "
+    "choice learns the lengths during the run, and takes the smallest N' that costs little throughput."
 )
 PRICED = "; cost of a million consumed tokens, training included"
 
 
 def about_rates(points: Sequence[Point]) -> str:
-    """What the rates in the table are, and the cost if there is one."""
+    """Return a description of the rates in the table, and of the cost if there is one."""
     everything = over_everything(points)
     rates = "Tokens trained on per second, over everything" if everything else "Tokens per second of rollout"
     return f"{rates}; worth is that rate divided by 1 + {MORE_STEPS:g} for each update of mean staleness" + (
@@ -43,7 +43,7 @@ def about_rates(points: Sequence[Point]) -> str:
 
 
 def print_points(points: Sequence[Point], chosen: Point, console: Console | None = None) -> None:
-    """A line for each setting; 80 columns are enough."""
+    """Print a line for each setting, at most 80 columns wide."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     columns = _columns(points, chosen)
@@ -58,13 +58,13 @@ def print_points(points: Sequence[Point], chosen: Point, console: Console | None
 def simulation_page(
     title: str, subtitle: str, points: Sequence[Point], chosen: Point, hint: str, assumptions: str
 ) -> str:
-    """The page: the frontier of throughput against staleness, what goes with it, and every figure.
+    """Return the page: the frontier of throughput against staleness, related charts, and every figure.
 
     Args:
-        points: synchronous first.
-        chosen: the one recommended.
-        hint: what to think of them, or to change; "" for nothing.
-        assumptions: what the figures rest on, in plain sentences.
+        points: all settings, synchronous first.
+        chosen: recommended setting.
+        hint: advice to the user; "" for none.
+        assumptions: assumptions of the figures, in sentences.
     """
     partial = _partial(points)
     rate = rate_of(points)
@@ -95,8 +95,8 @@ def simulation_page(
             Section(
                 "Every figure",
                 table_of(points, chosen),
-                f"{about_rates(points)}. Beside them: seconds a step, training included; slots that decode; mean "
-                "staleness; most of its KV cache that an engine used. In bold: "
+                f"{about_rates(points)}. Also: seconds per step, including training; share of slots that decode; mean "
+                "staleness; largest share of its KV cache that an engine used. In bold: "
                 f"{chosen.name}, the recommended setting.",
             ),
             Section("What this rests on", "", assumptions),
@@ -106,7 +106,7 @@ def simulation_page(
 
 
 def frontier(points: Sequence[Point]) -> str:
-    """Throughput against staleness, the first of `points` being the baseline."""
+    """Return the chart of throughput against staleness; the first of `points` is the baseline."""
     partial = _partial(points)
     axis, rate = _by_staleness(partial), rate_of(points)
     rates = [*_by_kind(partial, rate), Series(points[0].name, [rate(points[0])] * len(partial), "c-grey")]
@@ -125,12 +125,12 @@ def _partial(points: Sequence[Point]) -> list[Point]:
 
 
 def _by_kind(partial: Sequence[Point], value: Callable[[Point], float]) -> list[Series]:
-    """A line for each kind of setting: only points of one kind are joined."""
+    """Return a line for each kind of setting: only points of one kind are joined."""
     kinds = {
         (False, False): ("partial rollouts, N' fixed", "c-blue"),
         (True, False): ("N' chosen automatically", "c-green"),
-        (False, True): ("generation beside training, N' fixed", "c-amber"),
-        (True, True): ("beside training, N' automatic", "c-purple"),
+        (False, True): ("overlap with training, N' fixed", "c-amber"),
+        (True, True): ("overlap, N' automatic", "c-purple"),
     }
     present = {(point.automatic, point.overlapping) for point in partial}
     return [
@@ -180,7 +180,7 @@ def _over(points: Sequence[Point], axis: Axis, name: str) -> str:
 
 
 def table_of(points: Sequence[Point], chosen: Point) -> str:
-    """Every figure of every setting, the chosen one in bold."""
+    """Return every figure of every setting, the chosen setting in bold."""
     columns = _columns(points, chosen)
     head = "".join(f"<th>{column}</th>" for column in ("", *columns))
     rows = (
