@@ -12,7 +12,7 @@ from april.training.rank_protocol import StatusReporter
 def main() -> int:
     report = StatusReporter()
     told = sys.stdin.read()
-    report.say(pid=os.getpid(), rank=os.environ["RANK"])
+    report.report(pid=os.getpid(), rank=os.environ["RANK"])
     if told == "wait":
         time.sleep(3600)
     print("so it ends")

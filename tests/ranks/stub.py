@@ -35,13 +35,13 @@ def main() -> int:
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "memory":
-            report.say(memory=told["recipe"]["training"]["max_tokens_per_micro_batch"] // 2)
+            report.report(memory=told["recipe"]["training"]["max_tokens_per_micro_batch"] // 2)
             return EXIT_RANK_LOST
         case "starved":
-            report.say(died="ran out of memory: no room for a checkpoint")
+            report.report(died="ran out of memory: no room for a checkpoint")
             return EXIT_RANK_LOST
         case "failed":
-            report.say(failed="OSError: the disk is full")
+            report.report(failed="OSError: the disk is full")
             return 1
         case "collects":
             signal.signal(signal.SIGTERM, lambda *_: leave_with_all(run))
@@ -55,7 +55,7 @@ def main() -> int:
             time.sleep(600)
         case "lost":
             time.sleep(0.3)
-            report.say(lost="Connection closed by peer")
+            report.report(lost="Connection closed by peer")
             return EXIT_RANK_LOST
         case "trains":
             with (run / "metrics.jsonl").open("a") as file:

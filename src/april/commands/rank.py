@@ -43,22 +43,22 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
         return 0
     except MemoryShortage as error:
         advice = f"lower training.max_tokens_per_micro_batch (to {error.tokens}, say), then {go_on}"
-        report.say(f"out of memory; {advice}", memory=error.tokens)
+        report.report(f"out of memory; {advice}", memory=error.tokens)
         return EXIT_RANK_LOST
     except RankLostError as error:
-        report.say(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
+        report.report(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
         return EXIT_RANK_LOST
     except ConfigError as error:
         if not is_rank_zero():  # rank 0 alone reports an error that all ranks find
-            report.say(failed=str(error))
+            report.report(failed=str(error))
         return fail(str(error))
     except Exception as error:
         traceback.print_exc()
         if is_out_of_memory(error):  # outside a pass over a batch, where smaller micro-batches would help
             why = f"ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
-            report.say(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
+            report.report(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
             return EXIT_RANK_LOST
-        report.say(failed=f"{type(error).__name__}: {error}")
+        report.report(failed=f"{type(error).__name__}: {error}")
         return 1
 
 

@@ -18,7 +18,7 @@ from april.training.policy import trunk_of
 
 
 class Critic(nn.Module):
-    """A trunk of its own, which starts as the policy's, and a linear head, which starts at 0.
+    """Value model: a trunk initialised from the policy's, and a linear head initialised to 0.
 
     Args:
         model: the policy, a Hugging Face causal LM.
@@ -33,6 +33,6 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: Batch) -> Tensor:
-        """The value before each trained token, [B, T - 1] in float32; 0 outside the mask."""
+        """Return the value before each trained token, [B, T - 1] in float32; 0 outside the mask."""
         values = self.head(hidden_states(self.trunk, batch)).squeeze(-1).float()
         return torch.zeros(batch.mask.shape, device=batch.mask.device).masked_scatter(batch.mask, values)

@@ -1,6 +1,6 @@
-"""The ranks of a run: one leads, the others follow, and all are made of the same recipe, policy and packages.
+"""Builder of the ranks of a run: rank 0 leads, the other ranks follow.
 
-Invariant: before a model is loaded, the ranks have seen that they agree on all of these.
+Invariant: before a model is loaded, the ranks have checked that they have the same recipe and package versions.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from april.training.stop import SIGNALS
 def open_distributed_learner(
     recipe: Recipe, directory: Path, checkpoint: Path | None
 ) -> Iterator[tuple[DistributedLearner, Any]]:
-    """The learner of rank 0, which leads the others, and the tokenizer of its policy.
+    """Yield the learner of rank 0, which leads the other ranks, and the policy's tokenizer.
 
     Args:
-        directory: the run's.
-        checkpoint: where the run goes on; None at its beginning.
+        directory: the run's directory.
+        checkpoint: checkpoint to resume from; None for a new run.
 
     Raises:
         ConfigError: ranks differ, or the policy does not load.
-        RankLostError: a rank did not come.
+        RankLostError: a rank did not join in time.
     """
     if not is_rank():
         raise ConfigError(f"trainer.backend = {recipe.trainer.backend!r} takes ranks: start the run by april train")
@@ -56,7 +56,7 @@ def open_distributed_learner(
 
 
 def run_follower(recipe: Recipe) -> None:
-    """Be one of the other ranks, until the leader has no more to do.
+    """Run a follower until the leader shuts it down.
 
     Raises:
         ConfigError: ranks differ, or the policy does not load.
@@ -66,7 +66,7 @@ def run_follower(recipe: Recipe) -> None:
         torch.set_num_threads(recipe.training.threads)
     with _joined(recipe) as ranks:
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # who leads decides when the run ends
+            signal.signal(number, signal.SIG_IGN)  # the leader decides when the run ends
         learner, _ = _part(recipe, ranks, None, ranks.receive())
         follow_commands(
             learner, ranks, FollowerEngine(lambda: embedded(recipe, learner.served, beside_trainer=True), ranks)
@@ -87,18 +87,18 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
         check_checkpoint_of(recipe, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
     model, tokenizer = load_policy(recipe.model, start, torch.device("cpu"))
-    torch.manual_seed(recipe.training.seed)  # adapters begin at random, and alike
+    torch.manual_seed(recipe.training.seed)  # adapters are initialised at random, equally on all ranks
     kind: type[ShardedLearner] = ShardedLearner
     if recipe.trainer.backend == "megatron":
-        from april.training.megatron_learner import MegatronLearner as kind  # of an environment of its own
+        from april.training.megatron_learner import MegatronLearner as kind  # needs packages of its own
     return kind(model, recipe, ranks, tokenizer, directory), tokenizer
 
 
 def _check_alike(recipe: Recipe, ranks: Ranks) -> None:
-    """See that all ranks have the leader's recipe and versions.
+    """Check that all ranks have the leader's recipe and package versions.
 
     Raises:
-        ConfigError: one has not.
+        ConfigError: a rank differs.
     """
     needed: tuple[str, ...] = ("torch", "transformers", "numpy", "safetensors")
     needed += MEGATRON if recipe.trainer.backend == "megatron" else ()
@@ -108,5 +108,7 @@ def _check_alike(recipe: Recipe, ranks: Ranks) -> None:
     for rank, other in enumerate(others, 1):
         for name, value in first.items():
             if other[name] != value:
-                what = "another recipe" if name == "recipe" else f"{name} {other[name]}, not {value}"
-                raise ConfigError(f"rank {rank} has {what}: ranks must be alike; start all from the same environment")
+                difference = "another recipe" if name == "recipe" else f"{name} {other[name]}, not {value}"
+                raise ConfigError(
+                    f"rank {rank} has {difference}: ranks must be alike; start all from the same environment"
+                )

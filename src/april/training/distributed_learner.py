@@ -1,9 +1,9 @@
-"""Rank 0 answers the training loop and leads the other ranks: each call there is a command for all.
+"""Learner of rank 0: each call of the training loop is a command that all ranks execute.
 
 Invariants:
-- the ranks do the same calls with the same arguments in the same order, whichever threads here they come from;
-- a command is done on all ranks or the ranks are done with: what one raises for a reason of its own ends them all;
-- after a command that failed nothing is said to the others any more.
+- all ranks make the same calls with the same arguments in the same order, for calls from any thread of rank 0;
+- a command succeeds on all ranks, or its error ends all ranks;
+- after a failed command no more commands are sent.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from april.training.sharded import ShardedLearner
 from april.training.weight_transfer import weight_transfer
 
 GENERATE = "generate"
-"""The one command that is not the learner's."""
+"""Command that starts the followers' engines; every other command is the name of a learner's method."""
 
 
 class DistributedLearner:
-    """The `Learner` that rank 0 shows the loop.
+    """The `Learner` of rank 0 for the training loop.
 
     Args:
-        learner: rank 0's own part.
-        ranks: all of them.
-        recipe: the run's.
-        directory: the run's, too.
+        learner: rank 0's part of the learner.
+        ranks: process groups of all ranks.
+        recipe: the run's recipe, for the way of weights to engines.
+        directory: the run's directory.
     """
 
     def __init__(self, learner: ShardedLearner, ranks: Ranks, recipe: Recipe, directory: Path) -> None:
         self._learner = learner
         self._ranks = ranks
         adapters_alone = recipe.engine.weight_transfer == "adapters"
-        save = functools.partial(self._all, "save_adapters" if adapters_alone else "save_weights")
+        save = functools.partial(self._on_all_ranks, "save_adapters" if adapters_alone else "save_weights")
         self._transfer = weight_transfer(recipe, self._tensors, save, directory, ranks.device, learner.parts)
         self._lock = threading.Lock()
-        self._broken = False
+        self._failed = False
 
     @property
     def context_length(self) -> int | None:
@@ -65,7 +65,7 @@ class DistributedLearner:
 
     def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
         self._transfer.withdraw()
-        metrics: dict[str, float] = self._all("train", _trained_on(step), number)
+        metrics: dict[str, float] = self._on_all_ranks("train", _without_metadata(step), number)
         return metrics
 
     def interrupt(self) -> None:
@@ -73,12 +73,12 @@ class DistributedLearner:
 
     def weights(self, version: int) -> Any:
         if self.served is not None:
-            return self._all("refresh")  # its engine computes with the copy itself
+            return self._on_all_ranks("refresh")  # engines in the ranks compute with their copies
         return self._transfer.offer(version)
 
     @contextmanager
     def generating(self, own: Engine) -> Iterator[Engine]:
-        """The engine of the run, given the leader's `own`: those of all ranks as one, if it computes with a copy."""
+        """Yield the run's engine: `own`, or the engines of all ranks as one if each rank has a copy of the policy."""
         if self.served is None or self._ranks.world == 1:
             yield own
             return
@@ -90,23 +90,23 @@ class DistributedLearner:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for names in self._learner.buckets():
-            yield from self._all("gather", names)
+            yield from self._on_all_ranks("gather", names)
 
     def save(self, directory: Path) -> None:
-        self._all("save", directory)
+        self._on_all_ranks("save", directory)
 
     def load(self, directory: Path) -> None:
-        self._all("load", directory)
+        self._on_all_ranks("load", directory)
 
-    def _all(self, name: str, *arguments: Any) -> Any:
+    def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
         with self._lock, rank_loss_translated():
-            if self._broken:
+            if self._failed:
                 raise RankLostError("the ranks have lost one another")
             try:
                 self._ranks.send((name, arguments))
                 return getattr(self._learner, name)(*arguments)
             except BaseException:
-                self._broken = True
+                self._failed = True
                 raise
 
     def __enter__(self) -> DistributedLearner:
@@ -117,13 +117,13 @@ class DistributedLearner:
 
     def shutdown(self) -> None:
         """Tell the followers to end, unless a command has failed; a follower that is gone already is ignored."""
-        if not self._broken:
+        if not self._failed:
             with suppress(RuntimeError):
                 self._ranks.send(None)
 
 
 def follow_commands(learner: ShardedLearner, ranks: Ranks, engine: FollowerEngine) -> None:
-    """Do as the leader says until it dismisses this rank.
+    """Execute the leader's commands until it shuts this rank down.
 
     Raises:
         RankLostError: another rank is gone.
@@ -138,7 +138,7 @@ def follow_commands(learner: ShardedLearner, ranks: Ranks, engine: FollowerEngin
     engine.join()
 
 
-def _trained_on(step: RolloutBatch) -> RolloutBatch:
-    """What a learner looks at of a step: without what tasks keep beside prompts, which may be of any kind."""
+def _without_metadata(step: RolloutBatch) -> RolloutBatch:
+    """Return the step without the prompts' metadata, which learners do not use and which may not be picklable."""
     groups = [replace(group, prompt=replace(group.prompt, metadata={})) for group in step.groups]
     return RolloutBatch(step.version, step.plan, groups)

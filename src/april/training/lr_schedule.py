@@ -1,4 +1,4 @@
-"""How learning rates go over a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from april.config.settings import TrainingSettings
 
 
 def lr_factor(settings: TrainingSettings, step: int) -> float:
-    """The share of its peak that every learning rate has in training step `step`, counted from 1."""
+    """Return the factor on every learning rate in training step `step`, from 1."""
     warmup, steps = settings.warmup_steps, settings.steps
     if step <= warmup:
         return step / warmup

@@ -1,7 +1,8 @@
-"""The embedded engines of all ranks as one: each rank generates on its own copy of the policy.
+"""Embedded engines of all ranks as one engine: each rank generates on its own copy of the policy.
 
-Orders go over groups of their own, and a thread of each follower carries them out, so that a rank generates while it
-writes a checkpoint. It generates nothing while it trains: the leader's loop has nothing in flight then.
+Orders to engines have their own process groups, and a thread of each follower executes them, so that a rank can
+generate while it writes a checkpoint. Ranks do not generate during training: the training loop has no sample in flight
+then.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from april.training.ranks import Ranks
 
 
 class AllRanksEngine(JobEngine):
-    """The engines of all ranks, in the leader. Other ranks carry out orders at any time."""
+    """Engines of all ranks, driven by the leader."""
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        """As of every engine; and what was forgotten is forgotten on all ranks when this returns."""
+        """Interrupt samples as `Engine.interrupt`; all ranks have freed forgotten samples when this returns."""
         chunks = await super().interrupt(sample_ids)
         if any(member.forget for member in self.members):
             await self._finish(self._begin("interrupt", stop=[]))
@@ -35,7 +36,7 @@ class AllRanksEngine(JobEngine):
 
 @contextmanager
 def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[AllRanksEngine]:
-    """The engines of all ranks as one, once each of the others has been told to `start` its own.
+    """Yield the engines of all ranks as one; every follower has been ordered to `FollowerEngine.start` before.
 
     Raises:
         RankLostError: another rank is gone.
@@ -61,30 +62,30 @@ class FollowerEngine:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Make the engine, and carry out the leader's orders in a thread until it has no more."""
+        """Make the engine, and execute the leader's orders in a thread until the leader ends this."""
         engine = self._make()
         self._ranks.exchange.gather(engine.capacity)
         self._thread = threading.Thread(target=self._follow, args=(engine, torch.get_num_threads()), daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the leader has no more orders."""
+        """Wait until the leader has ended the orders."""
         if self._thread is not None:
             self._thread.join()
 
     def _follow(self, engine: EmbeddedEngine, threads: int) -> None:
-        torch.set_num_threads(threads)  # both are a thread's own
+        torch.set_num_threads(threads)  # this and the device are settings of a thread
         if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
         hands = Hands(engine)
-        # A rank that is lost ends this one by its other thread, which waits for commands.
+        # If a rank is lost, the main thread notices it, too, while it waits for commands, and ends this rank.
         with suppress(RankLostError), asyncio.Runner() as runner:
             follow_orders(self._ranks.exchange, lambda order: runner.run(_reply(hands, order)))
             runner.run(engine.close())
 
 
 async def _reply(hands: Hands, order: JobOrder) -> Reply:
-    """What came of an order; a defect of the engine ends the run in good order, by the leader."""
+    """Execute an order. An unexpected error is part of the reply, so that the leader can end the run in order."""
     try:
         return await hands.obey(order)
     except Exception as defect:

@@ -1,6 +1,6 @@
-"""What the process of a rank and the agent that started it agree on.
+"""Protocol between a rank's process and its supervisor: environment variables, exit status, heartbeats and reports.
 
-Invariant: nothing here takes long to import, so a rank gives a sign of life as soon as it is there.
+Invariant: this module imports fast, so that a rank sends its first heartbeat as soon as it has started.
 """
 
 from __future__ import annotations
@@ -14,75 +14,75 @@ import time
 from typing import Any
 
 RENDEZVOUS = "APRIL_RENDEZVOUS"
-"""The environment variable that says where ranks meet, as an URL of torch's."""
+"""Environment variable with the URL of the rendezvous, in torch's format."""
 LISTENER = "APRIL_RENDEZVOUS_SOCKET"
-"""Of the first rank, where they meet over the network: the descriptor of the socket that listens there."""
+"""Environment variable of the first rank: descriptor of the listening socket of a TCP rendezvous."""
 STATUS_FD = "APRIL_AGENT"
-"""The environment variable that holds the descriptor on which a rank reports to its agent."""
+"""Environment variable with the descriptor for heartbeats and reports to the supervisor."""
 ON_NODE = "APRIL_ON_NODE"
-"""Set for a rank on a node of a cluster: it ends when nobody reads its line."""
+"""Environment variable set for ranks on nodes of a cluster: such a rank ends when its status descriptor is closed."""
 NODES = "APRIL_RANK_NODES"
-"""Of the first rank: the nodes that the others are on."""
+"""Environment variable of the first rank: ids of the other ranks' nodes."""
 NO_ID = "none"
-"""What torchrun calls a job that was given no id."""
+"""torchrun's id of a job without one."""
 EXIT_RANK_LOST = 75
-"""The exit status of a rank that lost another one."""
+"""Exit status of a rank that lost another rank."""
 HEARTBEAT_SECONDS = 1.0
-"""Between two signs of life."""
+"""Seconds between two heartbeats."""
 
 
 class RankLostError(Exception):
-    """Another rank died, or did not come in time: what was under way is undone, and the ranks have to start anew."""
+    """Another rank died or did not join in time: the current operation is void, and all ranks have to start again."""
 
 
 def is_rank() -> bool:
-    """Whether this process was started as one of several ranks."""
+    """Whether this process is one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_rank_zero() -> bool:
-    """Whether this process is the first rank, or no rank at all."""
+    """Whether this process is rank 0, or the only process."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def nodes_of_ranks() -> frozenset[str]:
-    """The nodes of a cluster that other ranks of this run are on."""
+    """Return the ids of the cluster nodes of the run's other ranks."""
     return frozenset(os.environ.get(NODES, "").split())
 
 
 def torchrun_id() -> str | None:
-    """The id of torchrun's job, which ranks that it starts anew have, too; None if it has none of its own."""
+    """Return the id of torchrun's job, which is the same after restarts; None if the user gave it no id."""
     own = os.environ.get("TORCHELASTIC_RUN_ID", NO_ID)
     return None if own == NO_ID else own
 
 
 def torchrun_restarts() -> bool:
-    """Whether torchrun starts ranks anew when some are lost."""
+    """Whether torchrun restarts ranks when one is lost."""
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 class StatusReporter:
-    """A rank's line to its agent: a sign of life every second, and why it ends."""
+    """Sends heartbeats, and a report of why the rank ends, to the supervisor."""
 
     def __init__(self) -> None:
         line = os.environ.get(STATUS_FD)
         self._descriptor = None if line is None else int(line)
         if self._descriptor is not None:
             os.set_inheritable(self._descriptor, False)
-            threading.Thread(target=self._live, daemon=True).start()
+            threading.Thread(target=self._send_heartbeats, daemon=True).start()
 
-    def say(self, otherwise: str = "", **what: Any) -> None:
-        """Tell the agent `what`; without one, as under torchrun, print the line `otherwise`, for the user."""
+    def report(self, otherwise: str = "", **reports: Any) -> None:
+        """Send `reports` to the supervisor; without a supervisor, as under torchrun, print `otherwise` for the user."""
         if self._descriptor is None and otherwise:
             print(f"april: rank {os.environ.get('RANK', 0)}: {otherwise}", file=sys.stderr, flush=True)
         elif self._descriptor is not None:
-            os.write(self._descriptor, (json.dumps(what) + "\n").encode())
+            os.write(self._descriptor, (json.dumps(reports) + "\n").encode())
 
-    def _live(self) -> None:
+    def _send_heartbeats(self) -> None:
         try:
             while True:
-                self.say()
+                self.report()
                 time.sleep(HEARTBEAT_SECONDS)
         except BrokenPipeError:
-            # The first rank stops the run; others on its machine do not hear it, and end with it.
+            # The supervisor is gone. Rank 0 stops the run in order; ranks beside it ignore SIGTERM and end with it.
             os.kill(os.getpid(), signal.SIGKILL if ON_NODE in os.environ else signal.SIGTERM)

@@ -1,13 +1,13 @@
-"""The processes that train one policy together, seen from each of them.
+"""Process groups of the ranks that train one policy together.
 
-Rank 0 leads: it alone has scheduler, journal and logs. The others do what it says, as it does it itself.
+Rank 0 leads: it alone has scheduler, journal and logs. The other ranks execute its commands together with it.
 
 Invariants:
-- a collective operation is called by all ranks in the same order, or by none;
-- nobody waits for another rank longer than the timeout, except for the leader's next command: between two training
-  steps lies a rollout, and whoever started the ranks sees it if the leader is gone; and except for the leader itself
-  under torchrun, since it first checks what the run has on disk;
-- what several ranks decide on is computed from the same numbers on each of them.
+- all ranks call a collective operation in the same order, or none calls it;
+- a rank waits for another rank no longer than the timeout, with two exceptions. Waiting for the leader's next command
+  has no limit: a rollout lies between two training steps, and the supervisor notices the loss of the leader. Under
+  torchrun, followers wait for the leader without limit at the start, because it first checks the run's files;
+- all ranks compute shared decisions from the same numbers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ FOREVER = timedelta(days=365)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How some parameters of a layer are divided among ranks, seen from one of them.
+    """Division of some of a layer's parameters among ranks, as one rank sees it.
 
     Args:
-        among: the ranks that each compute with a part of their own.
-        across: those that hold shards of the same part, as [copies, ranks of each] if there are copies.
+        among: ranks that each compute with a different part.
+        across: ranks that hold shards of the same part, as [copies, ranks of each] if there are copies.
     """
 
     among: DeviceMesh
@@ -53,17 +53,17 @@ class Division:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """This process's place among the ranks. `join_ranks` makes one.
+    """This process's rank and process groups, made by `join_ranks`.
 
-    Ranks are numbered copy by copy, then team by team; in a team, those that have the same tokens are neighbours.
+    Ranks are numbered copy by copy, then team by team; in a team, ranks with the same tokens have adjacent numbers.
 
     Args:
         mesh: all ranks, as [copies of the policy, ranks of each]; one-dimensional if there is one copy.
-        commands: the group over which the leader speaks, which may wait for long.
+        commands: process group of the leader's commands, without a timeout.
         exchange: orders to the ranks' engines and their replies, which other threads send.
-        context: those that share rows with this one; None if nobody does.
-        tensor: how matrices are divided (tensor parallelism), be it into one part; None if nothing is divided.
-        expert: how experts are divided (expert parallelism); None if they are not.
+        context: context parallelism: the ranks that share rows with this one; None without.
+        tensor: tensor parallelism: division of matrices, possibly into one part; None if no layer is divided.
+        expert: expert parallelism: division of experts; None without.
     """
 
     rank: int
@@ -78,22 +78,22 @@ class Ranks:
 
     @property
     def context_size(self) -> int:
-        """How many ranks share a row's tokens: 1 if none do."""
+        """Number of ranks that share the tokens of a row; 1 without context parallelism."""
         return self.context.size if self.context else 1
 
     @property
     def team_size(self) -> int:
-        """How many ranks are given the same micro-batches: 1 if none are."""
+        """Number of ranks that receive the same micro-batches."""
         return self.context_size * (self.tensor.among.size() if self.tensor else 1)
 
     @property
     def team(self) -> tuple[int, int]:
-        """Which of the teams that are given the same micro-batches this rank is in, and how many there are."""
+        """Number of this rank's team, and number of teams; the ranks of a team receive the same micro-batches."""
         return self.rank // self.team_size, self.world // self.team_size
 
     @property
     def counts(self) -> bool:
-        """Whether what this rank computes is summed: of a team, the first one's is."""
+        """Whether results of this rank enter sums over ranks: only those of the first rank of each team do."""
         return self.rank % self.team_size == 0
 
     @property
@@ -101,12 +101,12 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         dist.all_reduce(tensor)
         return tensor
 
     def total(self, sums: UpdateSums) -> UpdateSums:
-        """What all ranks' sums add up to."""
+        """Add up the sums of all ranks."""
         own = [sums.loss, sums.value_loss, sums.entropy, sums.kl, float(sums.tokens)]
         loss, value_loss, entropy, kl, tokens = self.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         largest = sums.diagnostics.largest.clone()
@@ -118,23 +118,23 @@ class Ranks:
         return UpdateSums(loss, value_loss, entropy, kl, round(tokens), diagnostics)
 
     def send(self, command: Any) -> None:
-        """Of the leader: send a command to all others."""
+        """Send a command to all other ranks; called by the leader."""
         dist.broadcast_object_list([command], src=0, group=self.commands, device=torch.device("cpu"))
 
     def receive(self) -> Any:
-        """Of the others: the leader's next command."""
+        """Wait for the leader's next command; called by the other ranks."""
         box: list[Any] = [None]
         dist.broadcast_object_list(box, src=0, group=self.commands, device=torch.device("cpu"))
         return box[0]
 
     def gathered(self, what: Any) -> list[Any]:
-        """What each rank has brought, by rank."""
+        """Return the objects of all ranks, by rank, on every rank."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, what, group=self.commands)
         return found
 
     def wait(self) -> None:
-        """Until all ranks have come as far."""
+        """Wait until all ranks have called this."""
         dist.barrier()
 
 
@@ -142,19 +142,19 @@ class Ranks:
 def join_ranks(
     device: str, timeout: float, replicas: int = 1, context: int = 1, tensor: int = 1, expert: int = 1
 ) -> Iterator[Ranks]:
-    """This process among the ranks that its environment names, as torchrun sets it.
+    """Join the ranks named by torchrun's environment variables, and create the process groups.
+
+    Args:
+        device: "auto", "cpu" or "cuda"; on GPUs, a rank uses the GPU with the number of its local rank.
+        timeout: seconds that ranks wait for one another.
+        replicas: number of copies of the policy; a divisor of the number of ranks.
+        context: ranks that share rows; `context` · `tensor` is a divisor of the number of ranks.
+        tensor: ranks that divide matrices; a divisor of the number of ranks of a copy.
+        expert: ranks that divide experts; a multiple of `tensor` and a divisor of the number of ranks of a copy.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
-        RankLostError: a rank did not come.
-
-    Args:
-        device: its kind, `auto`, `cpu` or `cuda`; on GPUs a rank takes the one of its number on its machine.
-        timeout: seconds that ranks wait for one another.
-        replicas: copies of the policy, which divide the ranks.
-        context: ranks that share rows; times `tensor` they divide the ranks, too.
-        tensor: ranks that divide matrices among themselves; they divide a copy's ranks.
-        expert: ranks that divide experts; a multiple of `tensor` that divides a copy's ranks.
+        RankLostError: a rank did not join in time.
     """
     cuda = device != "cpu" and torch.cuda.is_available()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -191,14 +191,14 @@ def join_ranks(
         divided = tensor > 1 or expert > 1
         matrices = _division(own.type, "tensor", world, replicas, tensor) if divided else None
         experts = _division(own.type, "expert", world, replicas, expert) if expert > 1 else None
-    # Not destroyed if something was raised: another rank may wait in it, or be gone.
+    # Not destroyed after an error: another rank may wait in a collective operation, or be gone.
     exchange = RankExchange(rank, world, orders, replies, _rank_lost)
     yield Ranks(rank, world, own, mesh, commands, exchange, team, matrices, experts)
     dist.destroy_process_group()
 
 
 def _store(rank: int, world: int, timeout: float) -> c10d.Store:
-    """Where ranks find one another: the agent's, new at each start, or torchrun's."""
+    """Return the store for the rendezvous: the supervisor's, new at each start, or a part of torchrun's."""
     url = urlsplit(os.environ.get(RENDEZVOUS, ""))
     if url.scheme == "tcp":
         assert url.hostname is not None
@@ -219,7 +219,7 @@ def _division(kind: str, name: str, world: int, replicas: int, parts: int) -> Di
 
 @contextmanager
 def rank_loss_translated() -> Iterator[None]:
-    """Inside, torch's exceptions about other ranks are `RankLostError`."""
+    """Translate torch's exceptions about other ranks to `RankLostError`."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""How ranks that torchrun started meet. Its store lasts from one start of the ranks to the next.
+"""Rendezvous of ranks that torchrun started. torchrun's store survives restarts of the ranks.
 
-Invariant: ranks of one start meet one another, and none that was lost, whatever was left in the store: torchrun counts
-starts on each machine by itself, so no number tells them apart.
+Invariant: the ranks of one start meet one another and no rank of an earlier start, whatever keys are left in the store.
+torchrun counts restarts on each machine separately, so no restart number can tell the starts apart.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PAUSE_SECONDS = 0.05
 
 
 def rendezvous(store: c10d.Store, rank: int, world: int, seconds: float) -> c10d.Store:
-    """A part of the store for the ranks of this start alone.
+    """Return a part of the store that only the ranks of this start use.
 
-    Each brings a word that is new. The leader answers whatever words it finds with its own, until all ranks have
-    repeated that one: whoever was lost cannot.
+    Each rank writes a random token. The leader answers every token that it finds with its own token, until all ranks
+    have confirmed the leader's token; a rank of an earlier start is gone and cannot confirm it.
 
     Raises:
-        RankLostError: a rank did not come in time.
-        DistError: the leader did not come in time.
+        RankLostError: a rank did not join in time.
+        DistError: the leader did not join in time.
     """
     own = uuid4().hex
     if rank > 0:

@@ -1,8 +1,8 @@
-"""Where a run that was stopped, or died, goes on: its newest checkpoint, and the journal from there.
+"""Resumption of a run that was stopped or died, from its newest checkpoint and the journal after it.
 
 Invariants:
-- everything that is needed is read and compared with its checksums before anything is loaded or written;
-- a damaged file is named, and nothing is done about it unless the user says so; then it is kept under another name.
+- all files needed are read and compared with their checksums before anything is loaded or written;
+- a damaged file is named in the error and is changed only on the user's request; it is kept under another name.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ JOURNAL = "journal"
 """The directory that holds the journal of a run."""
 RECIPE = "recipe.json"
 JOB = "job"
-"""The file that holds the id of torchrun's job, if the run goes on in one."""
+"""File with the id of the torchrun job that last started or resumed the run."""
 Repair = Literal["none", "salvage", "rewind"]
-"""What to do about the state that is there: take it as it is; leave out what is damaged; leave out what happened after
+"""Repair of the state on disk: "none" uses it as it is, "salvage" drops damaged parts, "rewind" drops everything after
 the newest checkpoint."""
 ALIKE = {
     "model": ("path", "dtype", "compute_dtype"),
@@ -55,33 +55,33 @@ ALIKE = {
         "seed",
     ),
 }
-"""The settings, beside those of algorithm and adapters, that steps which are trained on again depend on."""
+"""Settings, besides those of algorithm and adapters, on which retrained steps depend."""
 
 
 def newest_checkpoint(run: Path) -> Path | None:
-    """The newest checkpoint of the run in directory `run`; None if it died before the first, with a journal."""
+    """Return the newest checkpoint of the run in directory `run`; None if it died before its first one."""
     found = checkpoints(run / "checkpoints")
     return found[-1] if found else None
 
 
 def note_beginning(run: Path, recipe: Recipe) -> None:
-    """Note that the run has begun, or goes on, by this recipe: there is something to resume from here on."""
+    """Record that the run has begun, or was resumed, with this recipe: from now on it can be resumed."""
     if (own := torchrun_id()) is not None:
         write_whole(run / JOB, own)
     write_whole(run / RECIPE, json.dumps(recipe.redacted(), indent=2))
 
 
 def began_here(run: Path) -> bool:
-    """Whether this job of torchrun's has begun or resumed the run in `run` before, so that its ranks start anew.
+    """Whether this torchrun job has begun or resumed the run in `run` before, so that this is a restart of its ranks.
 
-    What is on disk says so: how often torchrun starts ranks anew is counted on each machine by itself.
+    The files on disk decide: torchrun counts restarts on each machine separately.
     """
     noted = [run / JOB, run / RECIPE]
     return all(path.is_file() for path in noted) and noted[0].read_text() == torchrun_id()
 
 
 def saved_recipe(run: Path) -> Recipe:
-    """The recipe that the run in `run` last went by.
+    """Return the recipe that the run in `run` last used.
 
     Raises:
         CheckpointError: there is no run, or its recipe cannot be read.
@@ -105,8 +105,8 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
     with the step from which the run resumes.
 
     Raises:
-        CheckpointError, DamageError: something is damaged, and `repair` is "none"; the message says what to do.
-        ConfigError: the run is going on in another process.
+        CheckpointError, DamageError: a file is damaged and `repair` is "none"; the message says what to do.
+        ConfigError: another process is running the run.
     """
     with lock_directory(run):
         checkpoint = yield from _whole_checkpoint(run, repair)
@@ -154,7 +154,7 @@ def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | 
 
 
 def steps_to_redo(run: Path) -> int:
-    """The steps after the newest checkpoint that the journal holds, and that will be trained on again.
+    """Return the number of steps in the journal after the newest checkpoint; a resumed run trains on them again.
 
     Raises:
         DamageError: the journal is damaged, or does not belong to the checkpoint.
@@ -169,7 +169,7 @@ def steps_to_redo(run: Path) -> int:
 
 
 def finished_steps(run: Path) -> int:
-    """Steps of the run in `run` if it has finished; 0 if it has not."""
+    """Return the number of steps of the run in `run` if it has finished; 0 otherwise."""
     try:
         return int(json.loads((run / SUMMARY).read_text(encoding="utf-8"))["steps"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -177,10 +177,10 @@ def finished_steps(run: Path) -> int:
 
 
 def check_unchanged(run: Path, before: Recipe, after: Recipe) -> None:
-    """Steps that are trained on again must be trained on as they were, or their tokens' versions would be untrue.
+    """Check that retrained steps are trained with the same settings; otherwise their tokens' versions would be wrong.
 
     Raises:
-        ConfigError: there are such steps, and settings that they depend on differ.
+        ConfigError: there are steps to retrain, and settings that they depend on differ.
     """
     old, new = before.to_dict(), after.to_dict()
     names = {**ALIKE, **{section: tuple(new[section]) for section in ("algorithm", "lora")}}

@@ -1,8 +1,8 @@
-"""Changed settings are tried on the saved rollouts before a run resumes, without a model or an engine.
+"""Check of changed settings against the saved rollouts of a run, without a model or an engine.
 
 Invariants:
-- nothing on disk changes here;
-- settings that cannot go on with the groups under way are refused by the name of the setting.
+- nothing on disk changes;
+- settings with which the unfinished groups cannot continue are refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from april.training.checkpoint import load_state
 from april.training.resume import JOURNAL, newest_checkpoint
 
 SECTIONS = ("task", "rollout", "environment", "engine", "training")
-"""Sections of a recipe that rollouts depend on."""
+"""Sections of a recipe on which rollouts depend."""
 
 
 def check_settings(run: Path, before: Recipe, after: Recipe, rewind: bool = False) -> None:
@@ -33,7 +33,7 @@ def check_settings(run: Path, before: Recipe, after: Recipe, rewind: bool = Fals
 
     Args:
         before: settings of the run so far.
-        rewind: the run goes back to its newest checkpoint, and the journal after that does not count.
+        rewind: ignore the journal after the newest checkpoint.
 
     Raises:
         ConfigError: names the setting, and `--rewind` if that helps.

@@ -1,8 +1,8 @@
-"""What a run is between two steps, saved and loaded as one.
+"""State of a run between two steps, saved and loaded together.
 
-Invariant: policy, optimizer, groups under way, the place in the journal and the log in a checkpoint are of the same
-moment. So whoever captures it lets nothing be in flight, and whoever writes it lets nothing train or be logged until it
-is written; what is sampled meanwhile is in the journal behind the checkpoint.
+Invariant: policy, optimizer, unfinished groups, journal position and log in a checkpoint are of the same moment. The
+caller therefore calls `capture` while no sample is in flight, and neither trains nor logs until `write` has returned;
+tokens sampled in the meantime are in the journal after the checkpoint's position.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RunState:
     log: RunLog
 
     def capture(self) -> dict[str, Any]:
-        """Everything but the learner's part, as JSON types."""
-        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        """Return the state without the learner's part, as JSON types."""
+        # A resumed run has no KV cache: without one here, too, both runs compute the same.
         self.scheduler.engine.forget()
         self.log.sync()
         return {
@@ -48,21 +48,21 @@ class RunState:
         }
 
     def write(self, captured: dict[str, Any]) -> Path:
-        """Write the checkpoint of the moment in which `captured` was captured; takes long, and goes in any thread."""
+        """Write the checkpoint of the captured moment. This takes long and may run in any thread."""
         return save_checkpoint(self.directory, captured["log"]["steps"], self.learner.save, captured, self.keep)
 
     def prune(self) -> None:
-        """Leave out of the journal what no checkpoint needs any more."""
+        """Delete journal records from before the oldest checkpoint."""
         if oldest := load_mark(checkpoints(self.directory)[0]):
             self.journal.prune(oldest["position"])
 
 
 def load(checkpoint: Path, learner: Learner, scheduler: RolloutScheduler) -> dict[str, Any]:
-    """Bring learner and scheduler to the moment of the checkpoint; returns the log's state then.
+    """Restore learner and scheduler from the checkpoint and return the state of the log.
 
     Raises:
-        CheckpointError: it cannot be read.
-        ValueError: it is of a run with other settings.
+        CheckpointError: the checkpoint cannot be read.
+        ValueError: it belongs to a run with other settings.
     """
     state = load_state(checkpoint)
     learner.load(checkpoint)

@@ -1,15 +1,15 @@
 """The training loop: collect, train, hand the weights over; evaluate and save in between.
 
 Invariants:
-- one optimizer phase, one weight update and one policy version per step, in that order, never torn apart by a stop;
-- training and saving run in a thread of their own and the event loop goes on; unless generation overlaps with training,
-  nothing is in flight while parameters change, so an engine that shares them computes nothing with them meanwhile;
-- what is saved is of one moment, in which nothing was in flight; it is written while the next step is collected, and
-  before anything is trained on, so nothing has to be copied for it;
-- a run that stops or dies at any moment and is resumed trains on the same groups as one that did not;
-- nothing is trained on twice, and nothing sampled is lost: it is in the checkpoint, or in the journal that goes on
-  from there;
-- an evaluation is of the policy that the last step made, and is logged before anything newer is logged or saved.
+- each step has one optimizer phase, one weight update and one policy version, in this order; a stop never separates
+  them;
+- training and saving run in a thread, so the event loop is never blocked; unless generation overlaps with training, no
+  sample is in flight while parameters change, so an engine that shares the parameters never reads them half updated;
+- a checkpoint is of one moment without samples in flight; it is written while the next step is collected and before the
+  next training, so it needs no copy of the parameters;
+- a run that stops or dies at any moment and is resumed trains on the same groups as an uninterrupted run;
+- no group is trained on twice, and no sampled token is lost: it is in the checkpoint, or in the journal after it;
+- an evaluation measures the policy of the last step, and is logged before anything newer is logged or saved.
 """
 
 from __future__ import annotations
@@ -42,21 +42,22 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True, eq=False)
 class Trainer:
-    """One run, over parts that `build.open_trainer` makes of a recipe, or that are somebody's own.
+    """One run. `build.open_trainer` constructs its parts from a recipe.
 
     Args:
-        settings: how many steps, and when to evaluate and to save.
+        settings: number of steps, and intervals of evaluations and checkpoints.
         learner: trains the policy.
-        scheduler: collects what it is trained on, from its engine.
-        evaluation: what is measured on held-out problems.
+        scheduler: collects rollouts from its engine.
+        evaluation: measures the policy on held-out problems.
         state: saves the run.
-        log: records it. A run that is resumed goes on from its steps.
-        worker: where training and saving happen.
-        signals: how a user stops the run.
-        progress: shows what the run is doing; nothing does if None.
-        clock: seconds that only ever grow.
-        releases_cache: the engine gives up its KV cache before training: it shares the trainer's device, and computes
-            the cache of unfinished samples anew after each update.
+        log: records the run. A resumed run continues after the steps in its log.
+        worker: thread for training and saving.
+        signals: requests of the user to stop or to save.
+        progress: display of the run's phase; None for no display.
+        clock: monotonic clock in seconds.
+        releases_cache: free the engine's KV cache before training, because the engine shares the trainer's device and
+            recomputes the cache of unfinished samples after each update anyway.
+        utilisation: computes MFU; None if the GPUs' peak is not known.
     """
 
     settings: TrainingSettings
@@ -73,9 +74,9 @@ class Trainer:
     utilisation: Utilisation | None = None
     _fleet: EngineStats = field(init=False)
     _evaluating: asyncio.Task[None] | None = field(default=None, init=False)
-    """Where generation overlaps with training, so does an evaluation, until the next update of the weights."""
+    """The evaluation that runs. With overlap it runs during training, until the next weight update."""
     _saving: asyncio.Task[None] | None = field(default=None, init=False)
-    """Writes the newest checkpoint, until that is whole."""
+    """The checkpoint that is being written."""
 
     def __post_init__(self) -> None:
         self._fleet = EngineStats(self.scheduler.engine)
@@ -83,11 +84,11 @@ class Trainer:
             self.progress.engines(self._fleet.members)
 
     async def run(self) -> dict[str, Any] | None:
-        """Train to the last step and return the run's summary; None if the run was stopped before.
+        """Train to the last step and return the run's summary; None if the run was stopped earlier.
 
-        SIGINT, SIGTERM and SIGHUP stop the run at the next token, of an evaluation too, or after the training step that
-        has begun, and save it; SIGUSR1 saves it and goes on. A second SIGINT gives up. A checkpoint that has begun is
-        finished in any case. An evaluation that a stop has cut short is done when the run is resumed.
+        SIGINT, SIGTERM and SIGHUP stop the run and save it: during a rollout or an evaluation at the next token, during
+        training after the step. SIGUSR1 saves the run without stopping it. A second SIGINT aborts the run, except that
+        a checkpoint that has begun is finished. An evaluation that a stop has interrupted runs after the resumption.
         """
         try:
             summary = await self._run()
@@ -98,10 +99,10 @@ class Trainer:
             self.log.report()
             raise
         finally:
-            await self._give_up_evaluation()
+            await self._cancel_evaluation()
             if self._saving is not None:
                 await asyncio.wait((self._saving,))
-                self._saving.exception()  # seen: what ended the run is what is said
+                self._saving.exception()  # mark it as retrieved: the error that ended the run is reported
 
     async def _run(self) -> dict[str, Any] | None:
         settings, log = self.settings, self.log
@@ -116,7 +117,7 @@ class Trainer:
                 if self.signals.requested.is_set():
                     return None
                 continue
-            await self._learn(step)
+            await self._train_step(step)
             if self._evaluation_due():
                 await self._evaluate()
             if self._due(settings.save_interval):
@@ -126,19 +127,19 @@ class Trainer:
         return None if self._evaluation_due() else log.finish()
 
     async def _start(self) -> None:
-        """Bring the engine to the weights that are trained, whatever it was started with."""
+        """Bring the engine to the trained weights: it may have been started with older ones."""
         version = self.scheduler.engine_version
-        await self.scheduler.update_weights(await self._undisturbed(self.learner.weights, version), version=version)
+        await self.scheduler.update_weights(await self._in_thread(self.learner.weights, version), version=version)
 
     async def _collect(self) -> RolloutBatch | None:
-        """The next rollout step, or None if the run is to stop or to be saved; what was sampled until then is kept."""
+        """Return the next rollout step; None if the run is to stop or to be saved, with every sampled token kept."""
         signals = self.signals
         if signals.requested.is_set():
             return None
         self._phase("rollout")
         last = self.log.steps + 1 == self.settings.steps
         collecting = asyncio.create_task(self.scheduler.next_batch(last))
-        await self._done_or(collecting, signals.requested, signals.saving)
+        await self._wait_for_any(collecting, signals.requested, signals.saving)
         signals.saving.clear()
         if not collecting.done():
             collecting.cancel()
@@ -146,26 +147,26 @@ class Trainer:
         if collecting.cancelled():
             return None
         if collecting.exception() is not None:
-            await self._give_up_evaluation()
-            with suppress(JournalError, CheckpointError):  # the journal has everything that could be written
+            await self._cancel_evaluation()
+            with suppress(JournalError, CheckpointError):  # the journal has everything that could be written anyway
                 await self._save()
                 await self._saved()
         return collecting.result()
 
-    async def _learn(self, step: RolloutBatch) -> None:
-        """Train on a step and hand the weights over: together one step of the run, not to be torn apart."""
+    async def _train_step(self, step: RolloutBatch) -> None:
+        """Train on a step and update the engine's weights. Both are one step of the run: a stop waits for both."""
         await self._saved()
         self._phase("training")
         if self.releases_cache:
             engine = self.scheduler.engine
             engine.forget()
-            await engine.interrupt()  # nothing runs; engines in other processes have forgotten when it returns
+            await (
+                engine.interrupt()
+            )  # nothing runs: this waits until engines in other processes have freed their caches
         began_training = began = self.clock()
-        learned = await self._undisturbed(
-            self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt
-        )
+        learned = await self._in_thread(self.learner.train, step, self.log.steps + 1, interrupt=self.learner.interrupt)
         offered = self.clock()
-        weights = await self._undisturbed(self.learner.weights, step.version + 1)
+        weights = await self._in_thread(self.learner.weights, step.version + 1)
         trained = self.clock() - began
         updated = self.clock() - offered
         await self._evaluated()
@@ -185,8 +186,8 @@ class Trainer:
             measured |= self.utilisation.of(step, offered - began_training)
         self.log.step(step, measured, self.scheduler.engine.capacity.slots)
 
-    async def _done_or(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
-        """Wait until the task is done, or one of the events is set; the task ends with a caller that is cancelled."""
+    async def _wait_for_any(self, task: asyncio.Task[Any], *events: asyncio.Event) -> None:
+        """Wait until the task is done or one of the events is set; cancel the task if the caller is cancelled."""
         waiting = [asyncio.create_task(event.wait()) for event in events]
         try:
             await asyncio.wait((task, *waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +200,7 @@ class Trainer:
                 each.cancel()
 
     def _rollout_metrics(self) -> dict[str, Any]:
-        """What is known of the rollouts so far beside the step itself."""
+        """Metrics of all rollouts so far."""
         buffer = self.scheduler.buffer
         return {
             "epoch": getattr(self.scheduler.prompts, "epoch", 0),
@@ -212,7 +213,7 @@ class Trainer:
         }
 
     async def _evaluate(self) -> None:
-        """Begin an evaluation; `_evaluated` says when it is logged. It stands alone unless generation overlaps."""
+        """Start an evaluation. Without overlap, wait until it is logged; with overlap, `_evaluated` waits for it."""
         if self.evaluation.prompts:
             self._evaluating = asyncio.create_task(self._measure(), name="evaluation")
             if not self.scheduler.overlap:
@@ -224,25 +225,25 @@ class Trainer:
         self.log.evaluation({**found, "eval_seconds": self.clock() - began}, groups)
 
     async def _evaluated(self) -> None:
-        """Wait until the evaluation that was begun is logged, or the run is to stop; raises what ended it."""
+        """Wait until the evaluation that runs is logged, or the run is to stop; raise the error that ended it."""
         if self._evaluating is not None:
             self._phase("evaluating")
-            await self._done_or(self._evaluating, self.signals.requested)
+            await self._wait_for_any(self._evaluating, self.signals.requested)
             if not self._evaluating.done():
-                await self._give_up_evaluation()
+                await self._cancel_evaluation()
                 return
             evaluating, self._evaluating = self._evaluating, None
             evaluating.result()
 
-    async def _give_up_evaluation(self) -> None:
-        """Something has failed, or the run stops: an evaluation that was begun is not waited for."""
+    async def _cancel_evaluation(self) -> None:
+        """Cancel the evaluation that runs, after a failure or a stop."""
         evaluating, self._evaluating = self._evaluating, None
         if evaluating is not None:
             evaluating.cancel()
             await asyncio.wait((evaluating,))
 
     async def _save(self) -> None:
-        """Begin a checkpoint of this moment; `_saved` says when it is whole."""
+        """Start a checkpoint of this moment; `_saved` waits until it is written."""
         await self._evaluated()
         await self._saved()
         self._phase("saving")
@@ -255,7 +256,7 @@ class Trainer:
         self.state.prune()
 
     async def _saved(self) -> None:
-        """Wait until the checkpoint that was begun is on disk.
+        """Wait until the checkpoint that is being written is on disk.
 
         Raises:
             CheckpointError: it could not be written.
@@ -267,10 +268,8 @@ class Trainer:
             saving, self._saving = self._saving, None
             saving.result()
 
-    async def _undisturbed(
-        self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None
-    ) -> T:
-        """`work` in the worker's thread; nothing is in flight until it is done, unless generation overlaps with it."""
+    async def _in_thread(self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None) -> T:
+        """Run `work` in the worker's thread; without overlap, assert that no sample is in flight before or after it."""
         overlap = self.scheduler.overlap
         assert overlap or not self.scheduler.in_flight, "samples are in flight while the policy is trained"
         done = await self.worker.run(work, *args, interrupt=interrupt)
@@ -278,13 +277,13 @@ class Trainer:
         return done
 
     def _evaluation_due(self) -> bool:
-        """Whether the policy of the latest step is to be evaluated, and has not been."""
+        """Whether an evaluation of the latest step's policy is due and not done."""
         steps = self.log.steps
         due = steps == 0 or self._due(self.settings.eval_interval)
         return due and bool(self.evaluation.prompts) and all(found["step"] != steps for found in self.log.evaluations)
 
     def _due(self, interval: int) -> bool:
-        """Whether something that is done every `interval` steps, and after the last one, is to be done now."""
+        """Whether an action of every `interval` steps, and after the last step, is due."""
         steps = self.log.steps
         return steps == self.settings.steps or (interval > 0 and steps % interval == 0)
 
