@@ -1,10 +1,10 @@
 """The policy's forward pass over a training batch, as one module.
 
 Invariants:
-- everything that is computed with the policy's parameters happens inside one call of the module, so that a wrapper that
-  shards or replicates it (FSDP2's `fully_shard`, DDP) meets every use of a parameter in its hooks;
-- nothing of the vocabulary's size is held for more than a chunk of positions, and nothing is computed by the
-  language-model head for positions that are not trained on.
+- all computation with the policy's parameters happens inside one call of the module, so that the hooks of a wrapper
+  that shards or replicates it (FSDP2's `fully_shard`, DDP) see every use of a parameter;
+- tensors of the vocabulary's size exist for one chunk of positions at a time, and the language-model head computes only
+  positions that are trained on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PolicyModel(nn.Module):
 
     Args:
         model: a Hugging Face causal LM.
-        temperature: what logits are divided by; positive.
-        truncation: what tokens are drawn from.
+        temperature: divisor of logits; positive.
+        truncation: truncation with which tokens were sampled.
     """
 
     def __init__(self, model: Any, temperature: float = 1.0, truncation: Truncation = WHOLE) -> None:
@@ -40,9 +40,9 @@ class PolicyModel(nn.Module):
         self.truncation = truncation
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.
+        """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask.
 
-        The language-model head runs on the masked positions only, a chunk at a time.
+        The language-model head computes only masked positions, a chunk at a time.
         """
         mask, head, config = batch.mask, self.model.get_output_embeddings(), self.model.config.get_text_config()
         hidden = hidden_states(trunk_of(self.model), batch)
@@ -56,14 +56,14 @@ class PolicyModel(nn.Module):
 
 
 def hidden_states(trunk: Any, batch: Batch) -> Tensor:
-    """Last hidden states at the positions that predict a trained token, [tokens, D], row after row."""
+    """Return the last hidden states at the positions that predict a trained token, [tokens, D], in row order."""
     if not attends_packed(trunk):
         padded: Tensor = trunk(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         return padded[:, :-1][batch.mask]
     device = batch.mask.device
     real = torch.arange(batch.input_ids.shape[1], device=device) < torch.tensor(batch.lengths, device=device)[:, None]
     row, context = batch.input_ids[real][None], current_context_parallel()
-    extra = -row.shape[1] % context.size if context else 0  # a sequence of nothing, so that all ranks have as much
+    extra = -row.shape[1] % context.size if context else 0  # padding, so that all ranks have equal shares
     packing = Packing([*batch.lengths, extra] if extra else batch.lengths, device, context)
     ids, positions = torch.nn.functional.pad(row, (0, extra)), packing.position_ids
     if context:
@@ -77,17 +77,17 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
 
 
 def _logit_scale(config: Any) -> float:
-    """What an architecture multiplies its head's output with (Cohere, Granite)."""
+    """Return the factor of an architecture on its head's output (Cohere, Granite)."""
     multiplied, divided = (getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling"))
     return float(multiplied / divided)
 
 
 @torch.no_grad()
 def check_head(model: Any) -> None:
-    """See that the scores of `PolicyModel` are those of the model's own logits; the model is whole, not sharded.
+    """Check that `PolicyModel` computes the log-probabilities of the model's own logits; the model is not sharded.
 
     Raises:
-        ValueError: the architecture computes logits in a way not known here.
+        ValueError: the architecture computes logits in an unknown way.
     """
     batch = probe(model)
     ids = batch.input_ids
@@ -107,7 +107,7 @@ def check_head(model: Any) -> None:
 
 
 def probe(model: Any) -> Batch:
-    """A few tokens, on the model's device, whose scores tell whether it is computed as it should be."""
+    """Return a small batch on the model's device, for checks that two computations of the model agree."""
     device = next(model.parameters()).device
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     ids = (torch.arange(1, 9, device=device) * 7 % vocabulary)[None]
@@ -117,6 +117,6 @@ def probe(model: Any) -> Batch:
 
 
 def alike(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two ways to compute scores in `dtype` differ by rounding alone."""
+    """Whether two results computed in `dtype` differ only by rounding."""
     tolerance = 1e-3 if dtype == torch.float32 else 0.1
     return float((found - expected).abs().max()) <= tolerance * (1 + float(expected.abs().max()))

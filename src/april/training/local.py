@@ -1,14 +1,14 @@
-"""The learner that trains in one process on one device.
+"""Learner in one process on one device.
 
 Invariants:
-- the gradient of an update is that of its loss over all of its samples, however they are cut into micro-batches;
-- what is decided (advantages, corrections, denominators, whether an update is made) is decided over the whole batch or
-  update; only forwards and backwards are of micro-batches, and all of them go by `_passes`;
-- an update takes whole groups;
-- a sample without advantage is not run through the model unless a term other than the policy loss needs it;
-- an update whose loss or gradient is not finite is not made;
+- the gradient of an update is the gradient of its loss over all its samples, for any division into micro-batches;
+- decisions (advantages, corrections, denominators, whether an update is made) use the whole batch or update; only
+  forward and backward passes are per micro-batch, and all of them use `_passes`;
+- an update consists of whole groups;
+- a sample with zero advantage is not run through the model unless a term other than the policy loss needs it;
+- an update whose loss or gradient is not finite is skipped;
 - parameters change in place, so an engine that shares them sees each update;
-- models run without dropout, so that the probabilities trained on are those of the policy that samples.
+- models run without dropout, so that training computes the probabilities of the policy that samples.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from april.training.update_share import UpdateShare
 from april.training.weight_transfer import model_transfer
 
 AS_BEGUN = "resume with the model, and the algorithm, kl_coef and lora settings, that the run was begun with"
-"""What to do where a checkpoint does not go with the settings."""
+"""Advice if a checkpoint does not match the settings."""
 
 
 class LocalLearner:
@@ -66,12 +66,12 @@ class LocalLearner:
 
     Args:
         model: a Hugging Face causal LM, trained in place.
-        recipe: its sections `algorithm`, `training`, `lora`, `rollout` and `engine`.
-        tokenizer: the model's, which is saved beside it.
-        directory: the run's: the batches of updates that are not made go there, and weights for servers.
+        recipe: the run's recipe; the sections `algorithm`, `training`, `lora`, `rollout` and `engine` are used.
+        tokenizer: the model's tokenizer, saved with checkpoints.
+        directory: the run's directory, for batches of skipped updates and for weights that servers load.
 
     Raises:
-        ConfigError, ValueError: the model cannot be trained like this; the message says why.
+        ConfigError, ValueError: the model cannot be trained with these settings.
     """
 
     def __init__(self, model: Any, recipe: Recipe, tokenizer: Any = None, directory: Path | None = None) -> None:
@@ -80,11 +80,11 @@ class LocalLearner:
         self.tokenizer = tokenizer
         self.settings = recipe.training
         self.objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
-        self.policy = PolicyModel(model, *_drawn_from(recipe.rollout))
+        self.policy = PolicyModel(model, *_sampling_distribution(recipe.rollout))
         self.memory = MicroBatchBudget(recipe.training.max_tokens_per_micro_batch)
         self.skipped = SkippedUpdates(directory and directory / "skipped", recipe.training.max_skipped_updates)
         self.device = next(model.parameters()).device
-        # With adapters the reference is the policy without them.
+        # With adapters, the reference policy is the policy with the adapters disabled.
         self.reference = self._frozen_copy() if self.objective.regularised and not recipe.lora.rank else None
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
         self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
@@ -95,22 +95,22 @@ class LocalLearner:
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
         self.update_share = UpdateShare(self.masters.trained(self.policy))
-        self._transfer = None if directory is None else self._way_to_engine(recipe, directory)
+        self._transfer = None if directory is None else self._weight_transfer(recipe, directory)
         self._interrupted = threading.Event()
         if self.settings.gradient_checkpointing:
             for trunk in (model, self.critic.trunk) if self.critic else (model,):
                 checkpoint_layers(trunk)
 
     def _master_weights(self) -> MasterWeights:
-        """Have all models compute in the recipe's type; those that are trained keep parameters of their own."""
+        """Convert all models to the compute type; trained models keep master weights."""
         if self.reference is not None:
             convert(self.reference, self.dtype)
         return MasterWeights(self._trained(), self.dtype)
 
     def _place(self) -> None:
-        """Put the parameters where they are trained; whole until here, and checked."""
+        """Hook for subclasses that shard the parameters, which are whole and checked here."""
 
-    def _way_to_engine(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
+    def _weight_transfer(self, recipe: Recipe, directory: Path) -> WeightTransfer | None:
         return model_transfer(recipe, self.model, self.tokenizer, directory, self.adapters)
 
     def _frozen_copy(self) -> PolicyModel:
@@ -130,18 +130,18 @@ class LocalLearner:
 
     @property
     def served(self) -> Any:
-        """The policy's own parameters, or adapters merged into a copy that `weights` brings up to date."""
+        """The policy itself, or with adapters a copy with merged adapters that `weights` updates."""
         return self.adapters.merged_model() if self.adapters else self.model
 
     def weights(self, version: int) -> Any:
-        assert self._transfer is not None, "weights go by a run's directory, and by way of the leader of ranks"
+        assert self._transfer is not None, "weights reach engines by way of the run's directory"
         return self._transfer.offer(version)
 
     def interrupt(self) -> None:
         self._interrupted.set()
 
     def train(self, step: RolloutBatch, number: int) -> dict[str, float]:
-        """Train on the groups of a rollout step and return the step's metrics (see `Learner`)."""
+        """Train on the groups of a rollout step and return the step's metrics; see `Learner.train`."""
         if self._transfer is not None:
             self._transfer.withdraw()
         share = lr_factor(self.settings, number)
@@ -172,14 +172,14 @@ class LocalLearner:
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Inside, models run over packed sequences, if the policy's architecture allows it."""
+        """Run models on packed sequences inside, if the policy's architecture allows it."""
         trunks = (self.model, self.reference and self.reference.model, self.critic and self.critic.trunk)
         with packed_attention(*(trunk for trunk in trunks if self.packs and trunk is not None)):
             yield
 
     @torch.no_grad()
     def prepare(self, step: RolloutBatch) -> Batch:
-        """The step's samples with their advantages, and with whatever else is of the moment before any update."""
+        """Return the step's samples with advantages and all other tensors computed before the first update."""
         samples = [sample for group in step.groups for sample in group.samples]
         batch = Batch.of(samples, step.version)
         truncated = torch.tensor([sample.truncated for sample in samples])
@@ -197,13 +197,13 @@ class LocalLearner:
         return batch
 
     def rewards(self, groups: Sequence[Group]) -> Tensor:
-        """The rewards trained on, [groups, samples]."""
+        """Return the rewards to train on, [groups, samples]."""
         rewards = torch.tensor([[sample.reward for sample in group.samples] for group in groups], dtype=torch.float32)
         lengths = torch.tensor([[sample.policy_tokens for sample in group.samples] for group in groups])
         return self.objective.rewards(rewards, lengths)
 
     def updates(self, groups: Sequence[Group]) -> Iterator[range]:
-        """The rows of each optimizer update: whole groups, as many in each."""
+        """Yield the rows of each optimizer update: whole groups, in equal numbers."""
         sizes = [len(group.samples) for group in groups]
         count = self.settings.updates_per_step
         bounds = [len(groups) * k // count for k in range(count + 1)]
@@ -211,7 +211,7 @@ class LocalLearner:
             yield range(sum(sizes[:first]), sum(sizes[:last]))
 
     def update(self, name: str, batch: Batch, samples: Sequence[Sample]) -> tuple[dict[str, float], Diagnostics]:
-        """One optimizer update on all rows of `batch`, which are these `samples`."""
+        """Make one optimizer update on all rows of `batch`; `samples` are the same rows."""
         sums = self.memory.fit(lambda: self.gradient(batch), batch.lengths)
         measured = {"loss": sums.loss} | ({"value_loss": sums.value_loss} if self.critic else {})
         norms = {"grad_norm": 0.0} | ({"value_grad_norm": 0.0} if self.critic else {})
@@ -233,9 +233,9 @@ class LocalLearner:
         return (self.policy, self.critic) if self.critic else (self.policy,)
 
     def _step_optimizers(self, lengths: Sequence[int]) -> None:
-        """One step of each.
+        """Make a step of each optimizer.
 
-        Each is tried again by itself if memory runs out: what another one has updated stays updated once.
+        If memory runs out, only the optimizer that failed is repeated: the other one must not update twice.
         """
         with self.update_share.of():
             self.memory.fit(self.optimizer.step, lengths)
@@ -245,11 +245,11 @@ class LocalLearner:
         self.skipped.made()
 
     def _clip_gradient(self, module: Any) -> float:
-        """Clip the gradient of `module` and return its norm before that."""
+        """Clip the gradient of `module` and return its norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_(self.masters.trained(module), self.settings.max_grad_norm))
 
     def gradient(self, batch: Batch) -> UpdateSums:
-        """Leave the gradient of an update's loss in the parameters, and return what the update's tokens add up to."""
+        """Compute the gradient of an update's loss, and return the sums over the update's tokens."""
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
         self.release_gradients()
         sums = UpdateSums()
@@ -258,7 +258,7 @@ class LocalLearner:
         return sums
 
     def release_gradients(self) -> None:
-        """Free the memory of gradients, which generation needs."""
+        """Free the gradients, whose memory generation needs."""
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic_optimizer:
             self.critic_optimizer.zero_grad(set_to_none=True)
@@ -277,7 +277,7 @@ class LocalLearner:
         return UpdateSums(terms.loss.item(), value_loss, entropy_sum, kl_sum, tokens, terms.diagnostics.to("cpu"))
 
     def _passes(self, batch: Batch, rows: Sequence[int]) -> Iterator[tuple[list[int], Batch]]:
-        """`rows` of the batch in micro-batches, and which rows each has."""
+        """Yield micro-batches of the batch's `rows`, each with its rows' indices."""
         for part in plan(batch.lengths, rows, self.memory.tokens, attends_packed(self.model)):
             if self._interrupted.is_set():
                 raise Interrupted
@@ -297,7 +297,8 @@ class LocalLearner:
 
     @torch.no_grad()
     def _score(self, score: Callable[[Batch], Tensor], batch: Batch, rows: Sequence[int] | None = None) -> Tensor:
-        """`score` of `rows`, a micro-batch at a time, or of all that are trained on; [B, T - 1], 0 elsewhere."""
+        """Compute `score` of `rows` per micro-batch, by default of all rows with trained tokens; [B, T - 1], 0
+        elsewhere."""
         result = torch.zeros(batch.mask.shape)
         chosen = batch.mask.any(-1).nonzero()[:, 0].tolist() if rows is None else rows
         for part, micro in self._passes(batch, chosen):
@@ -312,11 +313,11 @@ class LocalLearner:
         self.save_state(directory)
 
     def save_policy(self, directory: Path) -> None:
-        """Write the policy as transformers loads it."""
+        """Write the policy in transformers' format."""
         save_policy(directory, self.model, self.tokenizer, self.adapters, self.masters.of)
 
     def save_state(self, directory: Path, rank: int = 0) -> None:
-        """Write what training has changed but the policy itself."""
+        """Write the state of training, without the policy."""
         (directory / TRAINING).mkdir(exist_ok=True)
         write(directory / TRAINING, "state", self.state(), rank)
 
@@ -333,7 +334,8 @@ class LocalLearner:
         read(directory, "state", state)
 
     def state(self) -> dict[str, Tensor]:
-        """What training has changed but the policy's own parameters, by name, as it is; of adapters, those too."""
+        """Return the state of training by name, without copies: optimizers, critic, reference, adapters, random
+        state."""
         held = {"random": torch.get_rng_state()}
         parts: dict[str, Any] = {
             "critic": self.critic,
@@ -357,10 +359,10 @@ class LocalLearner:
 
 
 def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
-    """See that a run's checkpoint has what the recipe trains, before anything is loaded.
+    """Check that a run's checkpoint has the state that the recipe needs, before anything is loaded.
 
     Raises:
-        ConfigError: it is of another algorithm, or of other adapters.
+        ConfigError: the checkpoint belongs to another algorithm, or to other adapters.
     """
     objective, lora = build_objective(recipe.algorithm, recipe.rollout.max_response_length), recipe.lora
     needed = {"random", "policy_optimizer"}
@@ -377,7 +379,7 @@ def check_checkpoint_of(recipe: Recipe, checkpoint: Path) -> None:
 
 
 def build_objective(settings: AlgorithmSettings, budget: int) -> Objective:
-    """What a recipe's section `algorithm` stands for, with responses of at most `budget` tokens.
+    """Return the objective of a recipe's section `algorithm`, with responses of at most `budget` tokens.
 
     Raises:
         ValueError: there is no such algorithm.
@@ -398,15 +400,16 @@ def build_objective(settings: AlgorithmSettings, budget: int) -> Objective:
     return Objective(chosen, budget, correction, bounds, *more)
 
 
-def _drawn_from(rollout: RolloutSettings) -> tuple[float, Truncation]:
-    """The temperature and the truncation that recorded log-probabilities are of: of greedy samples, 1 and none."""
+def _sampling_distribution(rollout: RolloutSettings) -> tuple[float, Truncation]:
+    """Return temperature and truncation of recorded log-probabilities; for greedy sampling engines record at 1 and
+    none."""
     if rollout.temperature == 0:
         return 1.0, WHOLE
     return rollout.temperature, Truncation(rollout.top_k, rollout.top_p, rollout.min_p)
 
 
 def _off_policy(diagnostics: Diagnostics) -> dict[str, float]:
-    """How far from on-policy the step's tokens were and what was done about it, overall and by age."""
+    """Metrics of off-policy tokens and of their correction, overall and by staleness."""
     named = diagnostics.metrics()
     return {
         "clip_fraction": named["clipped"],
@@ -420,11 +423,11 @@ def _off_policy(diagnostics: Diagnostics) -> dict[str, float]:
 
 
 def checkpoint_layers(trunk: Any) -> None:
-    """Have a model's layers recompute their activations in the backward pass."""
-    # Older versions of transformers, as an environment with vLLM may have, know the second name alone.
+    """Enable gradient checkpointing of a model's layers."""
+    # Older versions of transformers, which an environment with vLLM may have, have only the second name.
     enable = getattr(trunk, "activation_checkpointing_enable", None) or trunk.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for module in trunk.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            # transformers checkpoints only a layer that is in training; what is inside it stays without dropout.
+            # transformers checkpoints only layers in training mode; modules inside the layer stay without dropout.
             module.training = True

@@ -1,10 +1,10 @@
-"""Which rows of a batch go through the model together: the one plan of every pass over it.
+"""Division of a batch's rows into micro-batches, used by every pass over the batch.
 
 Invariants:
-- the micro-batches partition the rows they are made from, and each holds at most the token budget, padding included,
-  unless it is a single row;
-- a plan follows from lengths, rows and budget alone, so whoever knows these has the same one;
-- several ranks have as many micro-batches each, give or take one, and at any moment like ones.
+- micro-batches partition the rows, and each has at most the token budget, padding included, unless it is a single row;
+- a plan depends only on lengths, rows and budget, so all ranks compute the same plan;
+- all ranks have the same number of micro-batches, some of which may be empty, and process similar ones at the same
+  time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 
 def plan(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool = False) -> list[list[int]]:
-    """`rows` of these `lengths` in micro-batches: like lengths together, so that little is padded, longest first.
+    """Divide `rows` into micro-batches: longest first, similar lengths together to limit padding.
 
     Args:
-        lengths: tokens of every row of the batch.
-        rows: which of them.
-        max_tokens: tokens of a micro-batch at most, padding included.
-        packed: nothing is padded.
+        lengths: number of tokens of every row of the batch.
+        rows: indices of the rows to divide.
+        max_tokens: maximum number of tokens of a micro-batch, padding included.
+        packed: rows are packed without padding.
     """
     parts: list[list[int]] = []
     tokens = 0
@@ -36,12 +36,12 @@ def plan(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: b
 def share(
     lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: bool, rank: int, world: int
 ) -> list[list[int]]:
-    """One rank's micro-batches of `rows`: as many as every other rank's, the last one empty where there are too few.
+    """Return one rank's micro-batches of `rows`: every rank has the same number, the last one may be empty.
 
-    The budget is lowered as far as that makes no rank's share longer, so that all have something to do.
+    The budget is lowered as far as possible without adding a micro-batch per rank, which balances the ranks.
 
     Args:
-        world: the number of ranks; `rank` is below it.
+        world: number of ranks; `rank` is below it.
     """
     rounds = -(-len(plan(lengths, rows, max_tokens, packed)) // world)
     low, high = 0, max_tokens

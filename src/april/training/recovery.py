@@ -1,9 +1,9 @@
-"""What may go wrong in an update, and what is done about it: memory that runs out, and numbers that are none.
+"""Handling of failed updates: out of memory, and losses or gradients that are not finite.
 
 Invariants:
-- work that ran out of memory is done again as a whole, in smaller micro-batches, so nothing of it counts twice;
-- an update whose loss or gradient is not finite changes no parameter, and its batch is kept for inspection;
-- what is kept is safetensors and JSON, which hold numbers and text and nothing that could run.
+- work that ran out of memory is repeated as a whole with smaller micro-batches, so no part of it counts twice;
+- an update whose loss or gradient is not finite changes no parameter, and its batch is saved for inspection;
+- saved batches are safetensors and JSON files, which contain no executable code.
 """
 
 from __future__ import annotations
@@ -26,27 +26,30 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 KEPT = 10
-"""Batches of skipped updates that stay on disk, the newest ones."""
+"""Number of skipped updates whose batches stay on disk: the newest ones."""
 
 
 class TrainingError(Exception):
-    """Training cannot go on."""
+    """Training cannot continue."""
 
 
 class MicroBatchBudget:
-    """How many tokens go through the model at once: what the recipe says, and half of it whenever memory runs out.
+    """Token budget of micro-batches, halved whenever memory runs out.
 
     Args:
-        tokens: of a micro-batch, padding included.
+        tokens: initial budget of a micro-batch, padding included.
     """
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self.shortages = 0
-        """Times that memory ran out."""
+        """How often memory has run out."""
 
     def fit(self, work: Callable[[], T], lengths: Sequence[int]) -> T:
-        """The result of `work`, which cuts rows of these `lengths` into micro-batches of `tokens`.
+        """Return the result of `work`, repeated with smaller budgets while memory runs out.
+
+        Args:
+            work: splits rows of these `lengths` into micro-batches of `tokens`.
 
         Raises:
             TrainingError: memory runs out with one row at a time.
@@ -58,14 +61,14 @@ class MicroBatchBudget:
                 if not is_out_of_memory(error):
                     raise
                 reason = str(error).partition("\n")[0]
-            # Not before here: the exception holds the tensors that filled the memory.
+            # Outside the handler: the exception holds references to the tensors that fill the memory.
             self.shrink(min(lengths, default=1), reason)
 
     def shrink(self, shortest: int, reason: str) -> None:
-        """Halve the micro-batches.
+        """Halve the budget.
 
         Raises:
-            TrainingError: they are of one row, of `shortest` tokens at least, already.
+            TrainingError: micro-batches have one row already; the shortest has `shortest` tokens.
         """
         if self.tokens < 2 * shortest:
             raise TrainingError(
@@ -79,11 +82,11 @@ class MicroBatchBudget:
 
 
 class SkippedUpdates:
-    """The updates that were not made because loss or gradient were no finite numbers.
+    """Counts and records updates that were skipped because their loss or gradient was not finite.
 
     Args:
-        directory: where their batches go; nothing is kept if None.
-        limit: how many in a row stop the training.
+        directory: folder for the batches of skipped updates; None saves none.
+        limit: number of skipped updates in a row at which training stops.
     """
 
     def __init__(self, directory: Path | None, limit: int) -> None:
@@ -92,17 +95,17 @@ class SkippedUpdates:
         self.in_a_row = 0
 
     def made(self) -> None:
-        """An update was made."""
+        """Record that an update was made."""
         self.in_a_row = 0
 
     def skip(self, name: str, batch: Batch, samples: Sequence[Sample], measured: Mapping[str, float]) -> None:
-        """Keep the batch of the update `name`, and what was measured on it.
+        """Record a skipped update and save its batch and measurements.
 
         Raises:
-            TrainingError: this was one too many.
+            TrainingError: the limit is reached.
         """
         self.in_a_row += 1
-        where = "" if self.directory is None else f"; the batch is in {self._keep(name, batch, samples, measured)}"
+        where = "" if self.directory is None else f"; the batch is in {self._save(name, batch, samples, measured)}"
         found = ", ".join(f"{key} {value:g}" for key, value in measured.items())
         log.warning("update %s is skipped: %s%s", name, found, where)
         if self.in_a_row >= self.limit:
@@ -111,7 +114,7 @@ class SkippedUpdates:
                 "the learning rate, or look for rewards and log-probabilities that are not plausible"
             )
 
-    def _keep(self, name: str, batch: Batch, samples: Sequence[Sample], measured: Mapping[str, float]) -> Path:
+    def _save(self, name: str, batch: Batch, samples: Sequence[Sample], measured: Mapping[str, float]) -> Path:
         assert self.directory is not None
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.directory / f"{name}.safetensors"

@@ -1,11 +1,11 @@
-"""The learner of several ranks, each with a shard of the parameters (PyTorch FSDP2).
+"""Learner of several ranks, each with a shard of the parameters (PyTorch FSDP2).
 
 Invariants:
-- the batch is whole on every rank, and only forwards and backwards are dealt out, as many to each rank; so advantages,
-  corrections, denominators, and whether an update is made, are those of one process, and the same on all ranks;
-- models are checked, copied and given adapters while they are whole, and sharded before an optimizer sees them;
-- outside of a forward and backward pass a rank holds its shards alone; whatever is gathered, one bucket at a time, is
-  let go again, but for the copy that the rank's own engine computes with.
+- every rank has the whole batch, and only forward and backward passes are distributed, in equal numbers; so advantages,
+  corrections, denominators and the decision to update equal those of one process, on all ranks;
+- models are checked, copied and extended with adapters before they are sharded, and sharded before optimizers are made;
+- outside forward and backward passes a rank holds only its shards; gathered parameters are freed bucket by bucket,
+  except for the copy with which the rank's own engine computes.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from april.training.stored_names import stored_parts
 
 T = TypeVar("T")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-"""It warns of every tensor that is gathered in two directions, one after the other; no other way is open to it."""
+"""It warns about each tensor that is gathered along two mesh dimensions in sequence, which cannot be avoided."""
 BUCKET_BYTES = 64 << 20
-"""Of whole parameters that are gathered at a time, as engines take them."""
+"""Size of whole parameters, in the engines' type, that are gathered at a time."""
 
 
 class MemoryShortage(Exception):
-    """This rank ran out of memory, and the others wait for it: all have to start anew, with smaller micro-batches.
+    """This rank ran out of memory while others wait for it: all ranks have to start again with smaller micro-batches.
 
     Args:
-        tokens: of a micro-batch from then on.
+        tokens: token budget of micro-batches after the restart.
     """
 
     def __init__(self, tokens: int, reason: str) -> None:
@@ -80,11 +80,11 @@ class RankMicroBatchBudget(MicroBatchBudget):
 
 
 class ShardedLearner(LocalLearner):
-    """One rank's part of a learner; all ranks call its methods together, in the same order.
+    """One rank's part of the learner. All ranks call its methods together, in the same order.
 
     Args:
-        model: a Hugging Face causal LM, whole, the same on all ranks.
-        directory: the run's, on the leader; None elsewhere.
+        model: a Hugging Face causal LM, whole and equal on all ranks.
+        directory: the run's directory on the leader; None on the other ranks.
     """
 
     def __init__(
@@ -111,32 +111,32 @@ class ShardedLearner(LocalLearner):
         self._divide()
 
     def _master_weights(self) -> MasterWeights:
-        """FSDP2 casts shards in float32 as it gathers them."""
+        """Return no master weights: FSDP2 keeps float32 shards and casts when it gathers them."""
         return MasterWeights()
 
     def _divide(self) -> None:
-        """Leave each rank its part of the parameters."""
+        """Shard the models."""
         for module in (self.policy, self.reference, self.critic):
             if module is not None:
                 shard(module, self.ranks, self.dtype, self._offload)
 
-    def _way_to_engine(self, recipe: Recipe, directory: Path) -> None:
-        """The leader has it."""
+    def _weight_transfer(self, recipe: Recipe, directory: Path) -> None:
+        """Return no transfer: the distributed learner has it."""
 
     @property
     def served(self) -> Any:
-        """This rank's whole copy of the policy, which `refresh` brings up to date."""
+        """This rank's whole copy of the policy, updated by `refresh`."""
         return self._copy
 
     def refresh(self) -> None:
-        """Bring the copy that this rank's engine computes with up to the policy."""
+        """Update the copy with which this rank's engine computes."""
         own = dict(self._copy.named_parameters())
         for names in self.buckets():
             for name, tensor in self.gather(names):
                 own[name].data.copy_(tensor)
 
     def buckets(self, most: int = BUCKET_BYTES) -> Iterator[list[str]]:
-        """The names that `gather` takes, as many at a time as have at most so many bytes as engines take them."""
+        """Yield the names for calls of `gather`, in buckets of at most `most` bytes in the engines' type."""
         held, bucket = 0, list[str]()
         for name, count in self._counts():
             size = count * self.dtype.itemsize
@@ -148,22 +148,22 @@ class ShardedLearner(LocalLearner):
         yield bucket
 
     def _counts(self) -> Iterator[tuple[str, int]]:
-        """How many numbers each of the names that `gather` takes stands for."""
+        """Yield each name for `gather` and its number of elements."""
         return ((name, parameter.numel()) for name, parameter in self._parameters().items())
 
     @torch.no_grad()
     def gather(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
-        """Parameters as engines take them: whole, on every rank, and of the engines' type, which is less to gather."""
+        """Return whole parameters on every rank, cast to the engines' type before they are gathered."""
         sources = self._sources()
         return [(name, whole(sources[name]().to(self.ranks.device, self.dtype))) for name in names]
 
     def _parameters(self) -> dict[str, Tensor]:
-        """The policy's parameters by the names that engines know, where adapters are not merged in."""
+        """The policy's parameters without adapters, by the engines' names."""
         named = self.model.named_parameters()
         return {plain_name(name): p for name, p in named if "lora_" not in name}
 
     def _sources(self) -> dict[str, Callable[[], Tensor]]:
-        """What makes each parameter that engines know, by its name; a shard of it on each rank."""
+        """Functions that return this rank's shard of each parameter, adapters merged, by the engines' names."""
         if self.adapters:
             return self.adapters.merging()
         return {name: parameter.detach for name, parameter in self.model.named_parameters()}
@@ -175,7 +175,7 @@ class ShardedLearner(LocalLearner):
             yield part, batch.rows(part, self.device) if part else self._nothing(batch)
 
     def _nothing(self, batch: Batch) -> Batch:
-        """A micro-batch that adds nothing, for a pass that the other ranks need this one for."""
+        """Return an empty micro-batch, for a pass in which this rank only takes part in the collective operations."""
         shortest = min(range(len(batch)), key=batch.lengths.__getitem__)
         empty = batch.rows([shortest], self.device)
         empty.mask.zero_()
@@ -187,7 +187,7 @@ class ShardedLearner(LocalLearner):
         scores = self.ranks.sum(own if self.ranks.counts else torch.zeros_like(own))
         for module in (self.policy, self.reference, self.critic):
             if isinstance(module, FSDPModule):
-                module.reshard()  # the root's own parameters stay whole after a pass without a backward
+                module.reshard()  # FSDP2 keeps the root's parameters gathered after a forward pass without a backward
         return scores
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
@@ -196,13 +196,13 @@ class ShardedLearner(LocalLearner):
         by_mesh: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             by_mesh.setdefault(parameter.device_mesh, []).append(parameter)
-        # Operations on lists of tensors want them all on one mesh.
+        # Fused operations on lists of tensors need all of them on one mesh.
         optimizer.param_groups[:] = [{**group, "params": parameters} for parameters in by_mesh.values()]
         return optimizer
 
     @torch.no_grad()
     def _clip_gradient(self, module: Any) -> float:
-        """As in one process, however parameters are divided: torch takes those of one mesh alone."""
+        """Clip by the norm over all meshes; torch's `clip_grad_norm_` needs all parameters on one mesh."""
         gradients: list[Any] = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in gradients:
@@ -227,7 +227,7 @@ class ShardedLearner(LocalLearner):
             yield
 
     def save(self, directory: Path) -> None:
-        """Write the policy as transformers loads it, and all else that training changed; each rank its own rows."""
+        """Write the policy in transformers' format and the state of training; each rank writes its rows."""
         if self.ranks.leads:
             describe_policy(directory, self.model, self.tokenizer)
             (directory / TRAINING).mkdir(exist_ok=True)
@@ -239,7 +239,7 @@ class ShardedLearner(LocalLearner):
         self.ranks.wait()
 
     def save_weights(self, directory: Path) -> None:
-        """Write the policy for engines, of their type."""
+        """Write the policy in the engines' type."""
         if self.ranks.leads:
             directory.mkdir(parents=True, exist_ok=True)
             describe_policy(directory, self.model, self.tokenizer)
@@ -248,7 +248,7 @@ class ShardedLearner(LocalLearner):
         self.ranks.wait()
 
     def save_adapters(self, directory: Path) -> None:
-        """Write the adapters alone, for engines that merge them."""
+        """Write only the adapters, for engines that merge them."""
         assert self.adapters is not None, "checked with the recipe"
         self.adapters.save(directory, self.ranks.leads)
         self.ranks.wait()
@@ -263,11 +263,11 @@ class ShardedLearner(LocalLearner):
 
 
 def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = False) -> None:
-    """Divide and shard a model over the ranks, layer by layer, in place. Gradients are summed over teams, not averaged.
+    """Shard a model over the ranks, layer by layer, in place. Gradients are summed over teams, not averaged.
 
     Args:
-        dtype: what forward and backward compute in; gradients are summed in the parameters' own.
-        offload: shards, gradients and optimizer stay in the CPU's memory.
+        dtype: compute type of forward and backward passes; gradients are reduced in the parameters' type.
+        offload: keep shards, gradients and optimizer state in CPU memory.
     """
     own = next(module.parameters()).dtype
     mixed = MixedPrecisionPolicy(dtype, own, cast_forward_inputs=False) if dtype != own else MixedPrecisionPolicy()
@@ -284,17 +284,17 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = F
     for part, mesh, times in placed:
         sharded: Any = fully_shard(part, mesh=mesh, mp_policy=mixed, offload_policy=place)
         sharded.set_gradient_divide_factor(float(times))
-        # Alone in its mesh a rank reduces nothing, and FSDP would divide twice.
+        # In a mesh of one rank FSDP does not reduce, and would divide twice.
         sharded.set_force_sum_reduction_for_comms(mesh.size(mesh.ndim - 1) > 1)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor with all its rows; every rank has to ask for it."""
+    """Gather all rows of a tensor; every rank has to call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def pieces(tensor: Tensor) -> int:
-    """In how many pieces a tensor lies on the ranks of its mesh."""
+    """Return the number of shards of a tensor on its mesh."""
     assert isinstance(tensor, DTensor)
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
     return math.prod(size for place, size in sizes if not place.is_replicate())

@@ -1,13 +1,13 @@
 """Safetensors files that several ranks write together, and any number of ranks reads.
 
-A tensor lies in one file, whole and under its own name, as in a file that one process wrote; each rank writes the rows
-that it holds to their place in it. So nothing is gathered, transformers and engines read the files as they are, and who
-reads takes the rows that it needs.
+A file equals one written by a single process: each tensor is whole, under its own name, in one file. Each rank writes
+the rows that it holds at their offsets. No tensor is gathered, transformers and engines can read the files, and a
+reader reads only the rows that it needs.
 
 Invariants:
 - every byte of a tensor is written by exactly one rank;
-- what a rank holds at once beyond its own tensors is one row block of another type, or nothing;
-- a file's layout follows from names, shapes and types alone, so all ranks have the same one.
+- beyond its own tensors, a rank holds at most one block of rows of another type;
+- a file's layout depends only on names, shapes and types, so all ranks compute the same layout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from april.training.checkpoint import DamagedCheckpointError
 from april.training.stored_names import Parts
 
 FILE_BYTES = 4 << 30
-"""Of one file at most, unless a single tensor has more."""
+"""Maximum size of a file, unless a single tensor is larger."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,12 +47,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file: which tensors, and how its bytes begin."""
+    """Layout of one file."""
 
     name: str
     header: bytes
     offsets: dict[str, int]
-    """Where each tensor begins, from the start of the file."""
+    """Offset of each tensor from the start of the file."""
     size: int
 
 
@@ -205,12 +205,12 @@ def _own_rows(tensor: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _writes(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank writes what it holds: of equal copies the first holder does."""
+    """Whether this rank writes its part: of equal copies, the first holder writes."""
     if not isinstance(tensor, DTensor):
         return rank == 0
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    first = bool((mesh.mesh == 0).any())  # of meshes that hold a copy each, the one that rank 0 is in
+    first = bool((mesh.mesh == 0).any())  # of several meshes with a copy each, the mesh of rank 0 writes
     return first and all(
         at == 0 for place, at in zip(tensor.placements, coordinate, strict=True) if place.is_replicate()
     )
@@ -221,7 +221,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _place(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor."""
+    """Return the slices of the whole tensor that this rank holds."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
