@@ -1,11 +1,11 @@
-"""A run's checkpoints: policy, optimizer and rollout state of the same moment, together.
+"""Checkpoints of a run: policy, optimizer and rollout state of the same moment.
 
 Invariants:
-- a checkpoint appears under its name only when it is whole and on disk: it is written beside, synced, then renamed;
-- policy, optimizer, rollout buffer, data position and the place in the journal in it belong to the same step, so that
-  one rename commits them all;
-- every file in it has a checksum in the manifest, and nothing is used before all of them agree;
-- nothing in it could run: safetensors and JSON.
+- a checkpoint has its name only when it is complete and on disk: it is written to a temporary folder, synced, renamed;
+- policy, optimizer, rollout buffer, data position and journal position belong to the same step, and one rename commits
+  all of them;
+- every file has a checksum in the manifest, and no file is used before all checksums match;
+- all files are safetensors and JSON, which contain no executable code.
 
 A checkpoint is a Hugging Face model directory: `AutoModelForCausalLM.from_pretrained` loads it. Of a policy trained by
 adapters it holds the merged weights, and the adapters in the folder `adapter`. What else training changes, as the
@@ -30,15 +30,15 @@ TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
 FORMAT = 7
-"""Of another one, a checkpoint is refused."""
+"""Version of the format; checkpoints of other versions are refused."""
 
 
 class CheckpointError(Exception):
-    """There is no checkpoint to go on from, or it cannot be read or written."""
+    """There is no checkpoint to resume from, or it cannot be read or written."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint's files are not those that were saved."""
+    """A checkpoint's files differ from those that were saved."""
 
 
 def save_checkpoint(
@@ -48,16 +48,16 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Write the checkpoint of `step` and remove all but the newest `keep`. One that is there already stays as it is.
+    """Write the checkpoint of `step` and remove all but the newest `keep`. An existing checkpoint of `step` is kept.
 
     Args:
-        directory: where checkpoints are kept, one folder each.
-        learner: writes the policy and its own state into a folder (`Learner.save`).
-        state: everything else, as JSON types.
+        directory: folder of all checkpoints.
+        learner: writes the policy and the learner's state into a folder (`Learner.save`).
+        state: all other state, as JSON types.
 
     Raises:
-        CheckpointError: it cannot be written; the checkpoints before it are as they were.
-        RankLostError: another rank was lost meanwhile; the checkpoints before it are as they were.
+        CheckpointError: the checkpoint cannot be written; earlier checkpoints are unchanged.
+        RankLostError: another rank was lost; earlier checkpoints are unchanged.
     """
     path = directory / f"step-{step:06d}"
     if path.exists():
@@ -75,18 +75,18 @@ def save_checkpoint(
     except RankLostError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    except Exception as error:  # every library here has exceptions of its own for a full disk
+    except Exception as error:  # each library has its own exception for a full disk
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{path}: this checkpoint cannot be written: {error}") from error
     for old in checkpoints(directory)[:-keep]:
         remains = directory / f".{old.name}.partial"
-        old.rename(remains)  # never half a checkpoint under a whole one's name
+        old.rename(remains)  # so that no partly deleted checkpoint has a complete one's name
         shutil.rmtree(remains)
     return path
 
 
 def _seal(partial: Path) -> None:
-    """Write the manifest, give every file its permissions, and put everything on disk."""
+    """Write the manifest, set permissions by the umask, and sync all files to disk."""
     files = {str(path.relative_to(partial)): path for path in sorted(partial.rglob("*")) if path.is_file()}
     sums = {name: [path.stat().st_size, _checksum(path)] for name, path in files.items()}
     (partial / MANIFEST).write_text(json.dumps({"files": sums, "checksum": _of_sums(sums)}))
@@ -129,7 +129,7 @@ def check_checkpoint(path: Path) -> None:
     try:
         sums = manifest["files"]
         if _of_sums(sums) != manifest["checksum"]:
-            raise DamagedCheckpointError(f"{path / MANIFEST}: damaged: its own checksum is another")
+            raise DamagedCheckpointError(f"{path / MANIFEST}: damaged: its own checksum does not match")
         for name, (size, checksum) in sums.items():
             file = path / name
             if not file.is_file():
@@ -143,7 +143,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in `directory`, oldest first."""
+    """Return the checkpoints in `directory`, oldest first."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if re.fullmatch(r"step-\d+", path.name) and path.is_dir()]
@@ -151,10 +151,10 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Everything of the checkpoint at `path` that is not the learner's.
+    """Return the state in the checkpoint at `path`, without the learner's.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     try:
         state: dict[str, Any] = json.loads((path / STATE).read_text())
@@ -164,6 +164,6 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def load_mark(path: Path) -> dict[str, Any] | None:
-    """The place in the journal of the checkpoint at `path`; None if it had no journal."""
+    """Return the journal position of the checkpoint at `path`; None if the run had no journal."""
     mark: dict[str, Any] | None = json.loads((path / STATE).read_text())["rollout"].get("journal")
     return mark

@@ -1,6 +1,6 @@
-"""The GPUs of a recipe's run on this machine, for training and for generation.
+"""Assignment of this machine's GPUs to training and engines.
 
-Invariant: each process that needs the map computes the same map, and the first before a model is loaded.
+Invariant: all processes compute the same assignment, the first one before a model is loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from april.training.rank_protocol import is_rank
 
 
 def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap | None:
-    """The map of this machine; None where it has no GPUs, a cluster assigns them, or one process does everything on a
-    machine whose GPUs cannot be counted.
+    """Return the assignment for this machine; None if it has no GPUs, a cluster assigns them, or a single process does
+    everything on a machine whose GPUs cannot be counted.
 
     Args:
-        gpus: those that this process sees; by default they are counted.
+        gpus: GPUs visible to this process; detected if None.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few GPUs.
     """
     if recipe.cluster.enabled:
         return None
@@ -47,7 +47,7 @@ def device_map(recipe: Recipe, gpus: Sequence[Gpu] | None = None) -> DeviceMap |
 
 
 def device_rows(recipe: Recipe, devices: DeviceMap) -> list[tuple[str, str]]:
-    """Each GPU and its task in the run."""
+    """Return each GPU and its task in the run."""
     return list(devices.rows(recipe.engines_here, recipe.engines_inside))
 
 
@@ -64,7 +64,7 @@ def _training(recipe: Recipe) -> Sequence[int]:
 
 
 def _gpus_per_engine(recipe: Recipe) -> int:
-    """Of an engine that april starts beside the trainer."""
+    """Return the number of GPUs of each engine that april starts on this machine."""
     if recipe.engine.own_process:
         return int(recipe.model.device != "cpu")
     return recipe.gpus_per_engine

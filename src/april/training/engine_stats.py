@@ -1,4 +1,4 @@
-"""What a run says of the engines behind it and of the weights that they are handed, as metrics of each step."""
+"""Metrics of each step about engines and weight transfers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from april.rollout.engine import Engine
 
 
 class EngineStats:
-    """The engines of a run, if they are several."""
+    """Counts engines that are ready, used and lost, if a run has several."""
 
     def __init__(self, engine: Engine) -> None:
         self.members: Sequence[Member | JobMember] = (
@@ -24,11 +24,11 @@ class EngineStats:
         self._given = [0] * len(self.members)
 
     def metrics(self) -> dict[str, Any]:
-        """Nothing of an engine alone.
+        """Return metrics since the last call; none for a single engine.
 
-        - `engines`, `engines_ready`, `nodes`: as they are now; nodes are counted where a ready engine works;
-        - `engines_used`: those that were given samples since this was asked last;
-        - `engines_lost`: how often one was lost since then.
+        - `engines`, `engines_ready`, `nodes`: current numbers; `nodes` counts nodes with a ready engine;
+        - `engines_used`: engines that received samples since the last call;
+        - `engines_lost`: losses of engines since the last call.
         """
         if not self.members:
             return {}
@@ -46,8 +46,8 @@ class EngineStats:
 
 
 def bytes_of(weights: Any) -> int | None:
-    """What is handed over for each engine, or for each node where its engines share it; None if nothing moves, or what
-    moves does not say."""
+    """Return the bytes transferred per engine, or per node if its engines share a copy; None without a transfer, or if
+    its size is unknown."""
     if isinstance(weights, str | Path):
         return sum(file.stat().st_size for file in Path(weights).glob("*.safetensors"))
     size = getattr(weights, "size", None)

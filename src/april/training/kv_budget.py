@@ -13,11 +13,11 @@ from april.engines.device_memory import free_bytes
 from april.training.memory_plan import pass_bytes, plan_memory
 
 SHARES = {"cuda": 0.9, "cpu": 0.5}
-"""Of the memory that remains: a GPU's is the run's own, the machine's is also for rewards, files and other programs."""
+"""Share of the remaining memory for the cache: the run has a GPU alone, but shares main memory with other programs."""
 
 
 def kv_cache_bytes(recipe: Recipe, device: torch.device) -> int:
-    """Return the budget of an engine in the trainer's process: the recipe's own, or what the trainer leaves."""
+    """Return the budget of an engine in the trainer's process: the recipe's setting, or the memory left by training."""
     if recipe.engine.kv_cache_bytes is not None:
         return recipe.engine.kv_cache_bytes
     to_come = pass_bytes(recipe)

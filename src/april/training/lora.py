@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: few parameters are trained, engines compute with whole weights.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) by peft: only adapters are trained, engines compute with merged weights.
 
 Invariants:
-- the parameters of the policy it started from never change;
-- merging makes new tensors and touches none that are trained, so a run is the same however often it hands weights over;
+- the parameters of the initial policy never change;
+- merging makes new tensors and changes no trained tensor, so weight transfers do not influence a run;
 - merged weights have the names and shapes of the policy without adapters.
 """
 
@@ -24,14 +24,14 @@ from april.config.settings import LoraSettings
 
 
 class Adapters:
-    """Puts adapters into `model`, in place; they alone require gradients from then on.
+    """Adapters of a model. Constructing it adds them to `model` in place; afterwards only they require gradients.
 
     Args:
-        model: a Hugging Face causal LM; it stays of its own class.
-        settings: with a rank above 0.
+        model: a Hugging Face causal LM; its class stays the same.
+        settings: adapter settings with a rank above 0.
 
     Raises:
-        ConfigError: the model has no such modules.
+        ConfigError: the model has no modules of the given names.
     """
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
@@ -55,27 +55,27 @@ class Adapters:
                 "the embedding instead, which adapts both"
             )
         begun = model.name_or_path
-        if begun and Path(begun).is_dir():  # who loads the adapters may be in another directory
+        if begun and Path(begun).is_dir():  # the adapters may be loaded from another working directory
             config.base_model_name_or_path = str(Path(begun).absolute())
 
     @classmethod
     def of(cls, wrapped: Any) -> Self:
-        """Those that a peft model has already: LoRA of any settings but DoRA, and nothing else trained."""
+        """Return the adapters of a peft model: LoRA of any settings except DoRA, and no other trained parameters."""
         adapters = cls.__new__(cls)
         adapters._wrapped, adapters._model = wrapped, wrapped.get_base_model()
         return adapters
 
     def disabled(self) -> AbstractContextManager[None]:
-        """Inside, the model computes what it computed before it had adapters."""
+        """Disable the adapters inside."""
         context: AbstractContextManager[None] = self._wrapped.disable_adapter()
         return context
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and weight of each parameter of the policy, adapters added in, one at a time."""
+        """Iterate over names and merged weights of the policy's parameters."""
         return ((name, make()) for name, make in self.merging().items())
 
     def merging(self) -> dict[str, Callable[[], Tensor]]:
-        """What makes each parameter of the policy, adapters added in, by its name."""
+        """Return functions that compute the merged weight of each parameter, by name."""
         layers: dict[str, list[Any]] = {}
         for name, module in self._model.named_modules():
             if _has_adapter(module):
@@ -93,18 +93,18 @@ class Adapters:
         return {**dict(self.merged()), **buffers}
 
     def merged_model(self) -> Any:
-        """A model without adapters that computes the same; what no adapter changes it shares with the trained one."""
+        """Return an equal model with merged adapters; it shares all parameters that no adapter changes."""
         shared = {
             id(p): p for name, p in self._model.named_parameters() if "lora_" not in name and "base_layer" not in name
         }
         return copy.deepcopy(self._wrapped, shared).merge_and_unload()
 
     def save(self, directory: Path, writes: bool = True, masters: Callable[[Tensor], Tensor] = lambda own: own) -> None:
-        """Write the adapters alone, as peft reads them.
+        """Write the adapters in peft's format.
 
         Args:
-            writes: of ranks, which all have to call this, one does.
-            masters: gives the tensor to write for each parameter.
+            writes: whether this rank writes; all ranks have to call this.
+            masters: maps each parameter to the tensor to write.
         """
         named = {name: masters(own).detach() for name, own in self._wrapped.state_dict(keep_vars=True).items()}.items()
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named if "lora_" in n}
@@ -112,13 +112,13 @@ class Adapters:
             self._wrapped.save_pretrained(directory, state_dict=whole)
 
     def state_dict(self, keep_vars: bool = False) -> dict[str, Tensor]:
-        """Adapters by name; with `keep_vars` the parameters themselves."""
+        """Return the adapters' tensors by name; with `keep_vars` the parameters themselves."""
         named = self._model.named_parameters()
         return {name: p if keep_vars else p.detach() for name, p in named if "lora_" in name}
 
 
 def _of_other_kinds(model: Any) -> list[str] | None:
-    """Return the names of linear layers that compute something else, such as Phi-MoE's routers."""
+    """Return the names of linear layers with another forward method, such as Phi-MoE's routers."""
     linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, nn.Linear))
     return [name for name, kind in linear if kind.forward is not nn.Linear.forward] or None
 
@@ -129,9 +129,9 @@ def plain_name(name: str) -> str:
 
 
 def head_weight(model: Any) -> Tensor:
-    """Return the weight [V, D] of a model's head, adapters added in; a head tied to an embedding follows its adapter.
+    """Return the merged weight [V, D] of a model's head; a head tied to the embedding uses the embedding's adapter.
 
-    A head is computed from its weight, a chunk at a time, and not called: its own adapter would have no effect.
+    april multiplies with the head's weight a chunk at a time and does not call the head, so its adapter must be merged.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layer = embedding if _tied(model) else head

@@ -1,4 +1,4 @@
-"""What a run holds in memory, as metrics of each step: so that N' can be weighed by it."""
+"""Memory metrics of each step, as a basis for choosing N'."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.engine import Engine
 
 TOKEN_BYTES = 72
-"""Of a buffered token at most: two places in lists, an int and a float, as CPython has them on 64 bits."""
+"""Upper bound for a buffered token: two list entries, an int and a float of CPython on 64 bits."""
 
 
 def memory_metrics(step: RolloutBatch, engine: Engine) -> dict[str, Any]:
-    """Bytes.
+    """Return memory in bytes.
 
-    - `buffer_bytes`: of the responses that stay under way after the step, at most;
-    - `kv_cache_bytes`: the most that keys and values have taken so far; None where the engine does not say;
-    - `resident_bytes`: the most that this process has had in main memory so far, model and optimizer included.
+    - `buffer_bytes`: upper bound for the unfinished responses after the step;
+    - `kv_cache_bytes`: peak of the KV cache so far; None if the engine does not report it;
+    - `resident_bytes`: peak resident memory of this process so far, model and optimizer included.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {

@@ -1,4 +1,4 @@
-"""The policy being trained: its model, its tokenizer, its device."""
+"""Model, tokenizer and device of the policy."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from april.training.lora import Adapters
 def load_policy(
     settings: ModelSettings, checkpoint: Path | None = None, device: torch.device | None = None
 ) -> tuple[Any, Any]:
-    """The causal LM and its tokenizer, from the recipe's path or from a run's checkpoint.
+    """Load the causal LM and its tokenizer, from the recipe's path or from a checkpoint.
 
     Args:
-        device: in the place of the settings' own.
+        device: overrides the device in the settings.
 
     Raises:
-        ConfigError: there is no such model, it is no causal LM, or the device cannot be used.
+        ConfigError: the model does not exist or is no causal LM, or the device cannot be used.
     """
     device = device or device_of(settings)
     path = str(checkpoint or Path(settings.path).expanduser())
@@ -45,10 +45,10 @@ def save_policy(
     adapters: Adapters | None = None,
     masters: Callable[[Tensor], Tensor] = lambda own: own,
 ) -> None:
-    """Write the policy, its adapters merged in, as a directory that transformers loads.
+    """Write the policy with merged adapters, in transformers' format.
 
     Args:
-        masters: gives the tensor to write for each of the model's own.
+        masters: maps each of the model's tensors to the tensor to write.
     """
     if adapters is None:
         tensors = {name: masters(tensor).detach() for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -58,12 +58,12 @@ def save_policy(
     written.architectures = [type(model).__name__]
     written.dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     model.save_pretrained(directory, state_dict=tensors)
-    written.save_pretrained(directory)  # in the place of one that has the type the model computes in
+    written.save_pretrained(directory)  # overwrites a configuration with the compute type
     tokenizer.save_pretrained(directory)
 
 
 def describe_policy(directory: Path, model: Any, tokenizer: Any) -> None:
-    """Write all that transformers loads beside the weights."""
+    """Write configuration and tokenizer in transformers' format."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
@@ -73,10 +73,10 @@ def describe_policy(directory: Path, model: Any, tokenizer: Any) -> None:
 
 
 def device_of(settings: ModelSettings) -> torch.device:
-    """The recipe's device; `auto` is the first accelerator, or the CPU.
+    """Return the recipe's device; `auto` is the first accelerator, or the CPU.
 
     Raises:
-        ConfigError: PyTorch knows no such device, or cannot compute on it here.
+        ConfigError: PyTorch does not know the device, or cannot compute on it.
     """
     if settings.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,15 +93,15 @@ def device_of(settings: ModelSettings) -> torch.device:
 
 
 def trunk_of(model: Any) -> Any:
-    """The causal LM without its head."""
+    """Return the causal LM without its head."""
     if model.base_model is not model:
         return model.base_model
-    # Llama 4's text model has a trunk, but not under the name that its class states.
+    # Llama 4's text model has its trunk under another name than its class declares.
     return next(part for part in model.children() if isinstance(part, PreTrainedModel))
 
 
 def gpu_bytes(settings: ModelSettings) -> int | None:
-    """The memory of the GPU that the policy is trained on; None if it is trained on none."""
+    """Return the memory of the GPU that trains the policy; None without a GPU."""
     device = device_of(settings)
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -109,7 +109,7 @@ def gpu_bytes(settings: ModelSettings) -> int | None:
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: the model's end-of-sequence tokens and the tokenizer's."""
+    """Return the token ids that end a response: the end-of-sequence tokens of model and tokenizer."""
     try:
         named = end_tokens(model)
     except ModelFolderError as error:

@@ -1,4 +1,4 @@
-"""The run's directory: never two runs in one, and never a finished one overwritten."""
+"""Directory of a run. Two runs never use one directory at the same time, and no run is overwritten."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = logging.getLogger(__name__)
 
 LOCK = "lock"
 RUN = {"metrics.jsonl", "recipe.json"}
-"""What a run has written once it has begun."""
+"""Files that a run has written once it has begun."""
 
 
 @contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """Hold the directory of a run, which is made if it is missing; the lock ends with the process, however it ends.
+    """Create and lock the directory of a run; the lock ends with the process, however that ends.
 
     Raises:
-        ConfigError: another run has it, or it cannot be written.
+        ConfigError: another run has locked it, or it cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -51,15 +51,15 @@ def lock_directory(directory: Path) -> Iterator[None]:
 
 
 def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> None:
-    """Make room for a new run in `directory`.
+    """Prepare `directory` for a new run.
 
-    A recipe from somebody else cannot write among files that no run has left: the directory must be new or empty, or
-    hold a run. A run that ended before its first training step gives its place to the new one; like one that is to be
-    renamed, it is kept under another name, since what it sampled may be gone on with.
+    The directory must be new, empty, or contain a run, so that a recipe from someone else cannot overwrite other files.
+    An existing run is renamed if `if_exists` is "rename" or if it ended before its first training step; it is kept
+    because it may be resumed.
 
     Raises:
-        ConfigError: a run is there already and `if_exists` is "error", or it is still going on; or something else is
-            there.
+        ConfigError: the directory contains a run and `if_exists` is "error", the run is still active, or the directory
+            contains other files.
     """
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"reporting.output = {str(directory)!r}: this is a file; name a directory")
@@ -82,5 +82,5 @@ def prepare_output(directory: Path, if_exists: Literal["error", "rename"]) -> No
 
 
 def _has_trained(directory: Path) -> bool:
-    """Whether the run in `directory` has done a training step, or saved itself."""
+    """Whether the run in `directory` has finished a training step or written a checkpoint."""
     return bool(checkpoints(directory / "checkpoints")) or last_step(directory) > 0

@@ -1,11 +1,11 @@
-"""How signals stop a run, or save it.
+"""Signals that stop or save a run.
 
 Invariants:
-- a first SIGINT, SIGTERM or SIGHUP asks for a stop in good order, a second SIGINT gives up at once;
-- SIGUSR1 asks for a checkpoint, and the run goes on;
-- SIGHUP stays ignored where it was, as under nohup;
-- inside `held`, no signal gives anything up: what must not be torn apart is finished;
-- afterwards each signal has the handler that it had before.
+- a first SIGINT, SIGTERM or SIGHUP requests an orderly stop; a second SIGINT aborts at once;
+- SIGUSR1 requests a checkpoint without a stop;
+- SIGHUP stays ignored if it was ignored before, as under nohup;
+- inside `held`, no signal aborts: an operation that must not be interrupted is finished;
+- afterwards each signal has its former handler.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ SIGNALS = (*STOPPING, SAVING)
 
 
 def exit_status(number: int) -> int:
-    """Exit status of a process that signal `number` ended, by the shell's convention."""
+    """Return the exit status of a process ended by signal `number`, by the shell's convention."""
     return 128 + number
 
 
-def _obeyed() -> list[signal.Signals]:
+def _handled_signals() -> list[signal.Signals]:
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
 
 
 def unwind_on_signals() -> None:
     """Have SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that servers and workers end with this
-    process; SIGUSR1 does nothing until a run listens."""
-    for number in _obeyed():
+    process. SIGUSR1 is ignored until a run handles it."""
+    for number in _handled_signals():
         if number == SAVING:
             signal.signal(number, signal.SIG_IGN)
-        elif number != signal.SIGINT:  # Python's own handler is known to asyncio
+        elif number != signal.SIGINT:  # asyncio relies on Python's own handler
             signal.signal(number, _interrupt)
 
 
@@ -47,14 +47,14 @@ def _interrupt(number: int, _: object) -> None:
 
 
 def status_of(interrupt: KeyboardInterrupt) -> int:
-    """Exit status of a process that the interrupt ends."""
+    """Return the exit status of a process that the interrupt ends."""
     return exit_status(interrupt.args[0] if interrupt.args else signal.SIGINT)
 
 
 @contextmanager
 def forwarding(send: Callable[[int], None]) -> Iterator[None]:
-    """Inside, signals for a run go to `send`: the run is in another process."""
-    before = {number: signal.signal(number, lambda number, _: send(number)) for number in _obeyed()}
+    """Pass signals for a run to `send` inside, because the run is in another process."""
+    before = {number: signal.signal(number, lambda number, _: send(number)) for number in _handled_signals()}
     try:
         yield
     finally:
@@ -63,12 +63,12 @@ def forwarding(send: Callable[[int], None]) -> Iterator[None]:
 
 
 class StopSignals:
-    """Listens for signals as a context manager, in a running event loop; in a thread other than the main one, to none.
+    """Handles signals inside a `with` block in a running event loop. Outside the main thread it handles none.
 
     Attributes:
-        requested: set once the run is to stop.
-        saving: set while a checkpoint is asked for.
-        number: the first signal that asked for a stop; SIGINT before.
+        requested: set when a stop is requested.
+        saving: set while a checkpoint is requested.
+        number: first signal that requested a stop; SIGINT before.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,14 @@ class StopSignals:
         self.saving = asyncio.Event()
         self.number: int = signal.SIGINT
         self._held = False
-        self._listening = threading.current_thread() is threading.main_thread()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._before: dict[signal.Signals, Any] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def __enter__(self) -> StopSignals:
         self._loop = asyncio.get_running_loop()
-        if self._listening:
-            self._before = {number: signal.getsignal(number) for number in _obeyed()}
+        if self._in_main_thread:
+            self._before = {number: signal.getsignal(number) for number in _handled_signals()}
             for number in self._before:
                 self._loop.add_signal_handler(number, self._receive, number)
         return self
@@ -95,7 +95,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def stop(self, number: int) -> None:
-        """Ask for a stop as signal `number` does; may be called from any thread, and before anything listens."""
+        """Request a stop as signal `number` does; may be called from any thread, and before `__enter__`."""
         if self._loop is None:
             self._stop(number)
         else:
@@ -107,21 +107,21 @@ class StopSignals:
             return
         self._stop(number)
         if not self._held:
-            self._leave_sigint()
+            self._release_sigint()
 
     def _stop(self, number: int) -> None:
         if not self.requested.is_set():
             self.number = number
             self.requested.set()
 
-    def _leave_sigint(self) -> None:
-        """From here on a SIGINT is Python's own: KeyboardInterrupt."""
+    def _release_sigint(self) -> None:
+        """Restore Python's own handling of SIGINT: KeyboardInterrupt."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, a SIGINT asks for a stop, however many come."""
-        if not self._listening:
+        """Treat every SIGINT inside as a request to stop, never as an abort."""
+        if not self._in_main_thread:
             yield
             return
         self._held = True
@@ -131,4 +131,4 @@ class StopSignals:
         finally:
             self._held = False
             if self.requested.is_set():
-                self._leave_sigint()
+                self._release_sigint()

@@ -1,8 +1,9 @@
-"""One thread for work that takes long, so that the event loop goes on: health checks, revivals, server logs, signals.
+"""Thread for training and saving, so that the event loop stays free for health checks, restarts, server logs and
+signals.
 
 Invariants:
-- one piece of work at a time, always in the same thread, which computes with the process's number of threads: what is
-  computed does not depend on whose thread it is (autograd's modes are a thread's own, and nothing sets them outside);
+- work runs one piece at a time, always in the same thread, with the process's number of compute threads, so results do
+  not depend on the thread (autograd modes are per thread, and no code sets them outside);
 - no work outlives the `run` that started it, however that ends.
 """
 
@@ -22,16 +23,16 @@ class TrainingThread:
     """Runs work of the training loop in a thread. Use as an async context manager."""
 
     def __init__(self) -> None:
-        # What torch.set_num_threads sets is a new thread's only once it calls it itself (OpenMP and MKL keep it so).
+        # OpenMP and MKL keep the number of threads per thread, so a new thread has to set it itself.
         settings = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "training", torch.set_num_threads, settings)
 
     async def run(self, work: Callable[..., T], *args: object, interrupt: Callable[[], None] | None = None) -> T:
-        """`work(*args)`, in the thread.
+        """Run `work(*args)` in the thread and return its result.
 
         Args:
-            interrupt: called from the caller's thread if this is cancelled: lets the work end early. It is waited for
-                in any case.
+            interrupt: called in the caller's thread on cancellation, to make the work end early. This waits for the end
+                of the work in any case.
         """
         doing = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         try:
@@ -40,7 +41,7 @@ class TrainingThread:
             if interrupt is not None:
                 interrupt()
             await asyncio.wait((doing,))
-            doing.exception()  # seen: who cancels wants no result
+            doing.exception()  # mark it as retrieved: the caller was cancelled
             raise
 
     async def __aenter__(self) -> TrainingThread:

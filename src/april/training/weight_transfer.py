@@ -1,4 +1,4 @@
-"""How a policy that is trained here reaches the engine of a recipe."""
+"""Weight transfer from the trained policy to the engine of a recipe."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from april.training.stored_names import Parts, cut, stored_parts
 def model_transfer(
     recipe: Recipe, model: Any, tokenizer: Any, directory: Path, adapters: Adapters | None = None
 ) -> WeightTransfer:
-    """The recipe's way from a model in this process.
+    """Return the recipe's weight transfer from a model in this process.
 
     Args:
         directory: the run's directory; weights for servers go to its folder `weights`.
-        adapters: those of the model, if it has any; they are merged in, here or by the engine.
+        adapters: the model's adapters; they are merged here or by the engine.
     """
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -54,13 +54,13 @@ def weight_transfer(
     device: torch.device,
     parts: Parts,
 ) -> WeightTransfer:
-    """The recipe's way to an engine that has a copy of its own.
+    """Return the recipe's weight transfer to an engine that has its own copy.
 
     Args:
-        tensors: gives the policy's tensors, which are on `device`.
-        save: writes the policy, or its adapters alone, into a folder.
-        directory: the run's.
-        parts: what engines that are not april's own know the tensors as.
+        tensors: iterates over the policy's tensors, which are on `device`.
+        save: writes the policy, or only its adapters, into a folder.
+        directory: the run's directory.
+        parts: names and shapes of the tensors' parts for engines other than the embedded one.
     """
     settings = recipe.engine
     if recipe.cluster.enabled and settings.engine == "embedded":
