@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from april.engines.embedded import EmbeddedEngine
-from april.engines.member import State
+from april.engines.member import ReplicaState
 from april.engines.pool import EnginePool
 from april.engines.stream_engine import StreamEngine, Tokens
 from april.engines.weight_transfer import WithdrawnError
@@ -69,21 +69,14 @@ class Machine(StreamEngine):
         if self.fails_each and self.requests % self.fails_each == 1:
             raise RuntimeError("HTTP 500")
         index, length = sample.length, length_of(sample.seed, sample.sampling.max_tokens)
-        seed, budget = sample.seed, sample.sampling.max_tokens
+        seed = sample.seed
         while True:
             await asyncio.sleep(0)
             await self._resumed.wait()
             if not self.alive:
                 raise ConnectionError("nobody answers")
             if self.fault and self._rng.random() < self.chance:
-                if self.fault == "nonsense":
-                    yield [0] * (budget + 1), [0.0] * (budget + 1)
-                elif self.fault == "back in time":
-                    own, self.version = self.version, -5
-                    yield [1], [0.0]
-                    self.version = own
-                else:
-                    raise RuntimeError(self.fault)
+                raise RuntimeError(self.fault)
             tokens = [token_at(seed, i) for i in range(index, min(index + 2, length))]
             index += len(tokens)
             yield tokens, [-0.5] * len(tokens)
@@ -100,7 +93,9 @@ class Machine(StreamEngine):
         self._resumed.set()
 
     def restart(self) -> None:
-        self.alive, self.version = True, -1
+        self.alive = True
+        if self.updates:
+            self.version = -1  # else it began with the weights that it has again
         self.go_on()
 
     async def check(self) -> None:
@@ -316,10 +311,9 @@ async def test_a_sample_that_moves_is_forgotten_where_it_was() -> None:
         assert machines[0].forgotten == ["0.0"]
 
 
-@pytest.mark.parametrize("fault", ["HTTP 500", "nonsense", "back in time"])
-async def test_a_failing_replica_loses_nothing(fault: str) -> None:
+async def test_a_failing_replica_loses_nothing() -> None:
     bad, good = Machine("bad"), Machine("good")
-    bad.fault, bad.chance = fault, 0.3
+    bad.fault, bad.chance = "HTTP 500", 0.3
     async with pool_of(bad, good) as pool:
         samples = make_samples(12)
         submit(pool, samples)
@@ -504,7 +498,7 @@ async def test_an_update_fails_as_a_whole_and_is_undone() -> None:
         with pytest.raises(EngineError, match="not all replicas took up weights 2; failed: bad: bad does not take"):
             await pool.update_weights(2, "two")
         assert pool.version == 1
-        assert all(replica.state is State.STALE for replica in pool.members)
+        assert all(replica.state is ReplicaState.STALE for replica in pool.members)
         samples = make_samples(4)
         submit(pool, samples)
         await run(pool, samples)
@@ -571,7 +565,7 @@ async def test_a_replica_that_dies_during_an_update_does_not_stop_it(others: int
         await pool.update_weights(1, "one")
         mortal.dies = True
         update = asyncio.create_task(pool.update_weights(2, "two"))
-        while pool.members[0].state is not State.LOST:
+        while pool.members[0].state is not ReplicaState.LOST:
             await asyncio.sleep(0)
         mortal.restart()
         async with asyncio.timeout(120):
@@ -632,7 +626,7 @@ async def test_an_update_waits_for_replicas_that_are_all_lost() -> None:
     async with pool_of(one, other) as pool:
         one.alive = other.alive = False
         update = asyncio.create_task(pool.update_weights(1, "one"))
-        while any(replica.state is not State.LOST for replica in pool.members):
+        while any(replica.state is not ReplicaState.LOST for replica in pool.members):
             await asyncio.sleep(0)
         assert not update.done()
         one.restart()
@@ -696,7 +690,7 @@ async def steps_under_trouble(seed: int, troubles: list[str]) -> None:
             lambda prompt, sample: 1.0,
             RolloutParams(rollout_batch_size=3, over_sampling_batch_size=6, n_samples_per_prompt=2),
             sampling=SamplingParams(200),
-            faults=FaultSettings(max_retries=50),
+            faults=FaultSettings(max_retries=50, retry_delay=0.01),
             seed=seed % 1000,
         )
         trouble = asyncio.create_task(make_trouble())
@@ -745,7 +739,7 @@ async def test_a_replica_whose_weights_have_been_trained_on_comes_back_with_the_
         await pool.update_weights(1, "gone")
         second.restart()
         async with asyncio.timeout(120):
-            while pool.members[1].state is not State.STALE:
+            while pool.members[1].state is not ReplicaState.STALE:
                 await asyncio.sleep(0.01)
         await pool.update_weights(2, "two")
         assert (first.version, second.version) == (2, 2)

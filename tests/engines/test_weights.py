@@ -46,11 +46,11 @@ async def test_weights_are_sent_once_when_everybody_takes_them_or_has_let_go() -
     for _ in range(5):
         await asyncio.sleep(0)
     assert not broadcast.sent
-    shares[2].let_go()
-    shares[2].let_go()
+    shares[2].release()
+    shares[2].release()
     await asyncio.gather(first, second)
     assert broadcast.sent == [{"a", "b"}]
-    shares[0].let_go()
+    shares[0].release()
     await broadcast.offer(2).take(receiver("c"))
     assert broadcast.sent[1:] == [{"c"}]
 

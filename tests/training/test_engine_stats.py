@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from april.engines.member import State
+from april.engines.member import ReplicaState
 from april.engines.pool import EnginePool
 from april.engines.weight_transfer import directory_of
 from april.training.engine_stats import EngineStats, bytes_of
@@ -15,7 +15,7 @@ async def test_engines_are_counted_and_each_loss_once() -> None:
     pool = EnginePool([Machine("one"), Machine("other")])
     fleet = EngineStats(pool)
     assert fleet.metrics() == {"engines": 2, "engines_ready": 2, "engines_used": 0, "nodes": 1, "engines_lost": 0}
-    for state in (State.LOST, State.READY, State.LOST):
+    for state in (ReplicaState.LOST, ReplicaState.READY, ReplicaState.LOST):
         pool.members[0].become(state)
     assert fleet.metrics() == {"engines": 2, "engines_ready": 1, "engines_used": 0, "nodes": 1, "engines_lost": 2}
     assert fleet.metrics()["engines_lost"] == 0
@@ -30,7 +30,7 @@ async def test_engines_that_were_given_samples_are_counted_each_time_anew() -> N
         submit(pool, samples)
         assert fleet.metrics()["engines_used"] == used
     pool.add(Machine("joins"))
-    pool.members[1].become(State.READY)
+    pool.members[1].become(ReplicaState.READY)
     submit(pool, make_samples(5)[1:])
     assert fleet.metrics()["engines_used"] == 2
     await pool.close()

@@ -1,4 +1,9 @@
-"""One replica of a pool: whether it gets work, what is in flight on it, and how often its requests fail."""
+"""One replica of a pool: whether it gets work, its requests, and how often they fail.
+
+READY ──dead, hung, failing or restarted──> LOST ──refreshed, has the current weights──> READY
+  │                                          └──never started again──> DEAD
+  └──an update failed somewhere──> STALE ──has the current weights──> READY
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from april.engines.replica import Replica
 from april.engines.supervisor import RestartPolicy, Supervisor
@@ -14,25 +20,26 @@ from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
 
-REVIVAL_DELAY = 0.5
+RECOVERY_DELAY = 0.5
 """Seconds before the first attempt to bring a lost replica back."""
 
 
-class State(Enum):
+class ReplicaState(Enum):
     READY = "ready"
+    """It holds the pool's weights and gets work."""
     LOST = "lost"
-    """Dead, hung, failing or restarted; attempts are made to bring it back."""
+    """It is dead, hung, failing or restarted. Attempts are made to bring it back."""
     DEAD = "dead"
-    """Dead, and nobody starts it again."""
+    """It is dead, and nothing starts it again."""
     STALE = "stale"
-    """An update failed, here or elsewhere, so the weights it holds may not be the pool's."""
+    """An update failed, on it or on another replica, so its weights may not be the pool's."""
 
 
 class FailureRate:
-    """The share of a replica's latest requests that failed.
+    """Share of a replica's latest requests that failed.
 
-    Each new request makes those before it count 1 % less, so that about the last 100 count. Requests still in flight
-    are among them: a few failures among many begun at the same time are few.
+    Each new request lowers the weight of earlier requests by 1 %, so about the last 100 requests count. Requests in
+    flight are included: a few failures among many requests that began together are a small share.
     """
 
     MEMORY = 0.99
@@ -49,33 +56,47 @@ class FailureRate:
         self._failed += 1
 
     def reaches(self, share: float, at_least: int) -> bool:
-        """Whether at least that share of the requests failed, and that many of them."""
+        """Return whether at least `share` of the requests failed, and at least `at_least` of them."""
         return self._failed > at_least - 0.5 and self._failed >= share * self._requests
 
     def __str__(self) -> str:
         return f"about {self._failed:.0f} of its last {self._requests:.0f} requests failed"
 
 
+class Request(NamedTuple):
+    """What a pool keeps of a sample that is in flight on a replica."""
+
+    resumed: bool
+    """The sample had tokens when it was submitted."""
+    multi_turn: bool
+    """Stopping ends a turn of the sample, not the sample."""
+
+    @classmethod
+    def of(cls, sample: Sample) -> Request:
+        return cls(bool(sample.segments), sample.sampling.max_turns > 0)
+
+
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica in a pool. `samples` are those in flight on it, as the pool has followed them."""
+    """A replica in a pool."""
 
     replica: Replica
-    samples: dict[str, Sample] = field(default_factory=dict)
-    failed: dict[str, tuple[Sample, Chunk]] = field(default_factory=dict)
-    """Requests that failed here, until a health check shows whether the replica is the cause."""
-    state: State = State.READY
+    samples: dict[str, Request] = field(default_factory=dict)
+    """Samples in flight on this replica."""
+    failed: dict[str, Chunk] = field(default_factory=dict)
+    """Failures held back until a health check shows whether the replica is their cause."""
+    state: ReplicaState = ReplicaState.READY
     reason: str = ""
     """Why it is not ready."""
-    supervisor: Supervisor = field(default_factory=lambda: Supervisor(RestartPolicy(REVIVAL_DELAY)))
+    supervisor: Supervisor = field(default_factory=lambda: Supervisor(RestartPolicy(RECOVERY_DELAY)))
     failures: FailureRate = field(default_factory=FailureRate)
     given: int = 0
-    """Samples that it was given."""
+    """Samples that it was given so far."""
     losses: int = 0
     """Times that it was lost."""
-    pump: asyncio.Task[None] | None = None
+    polling: asyncio.Task[None] | None = None
     check: asyncio.Task[None] | None = None
-    revival: asyncio.Task[None] | None = None
+    recovery: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -83,16 +104,16 @@ class Member:
 
     @property
     def ready(self) -> bool:
-        return self.state is State.READY
+        return self.state is ReplicaState.READY
 
     @property
     def place(self) -> str:
-        """Where it works, for people; empty for one in this process."""
+        """Its machine, for messages; empty for an engine in this process."""
         return str(getattr(self.replica, "place", ""))
 
     @property
     def running(self) -> int:
-        """Samples that decode."""
+        """Samples that are decoding."""
         return self.replica.running if self.ready else 0
 
     @property
@@ -101,23 +122,24 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Samples in flight, as a share of what decodes together."""
+        """Samples in flight, as a share of its slots."""
         return len(self.samples) / self.replica.capacity.slots
 
-    def become(self, state: State, reason: str = "") -> None:
-        if state in (State.LOST, State.DEAD):
+    def become(self, state: ReplicaState, reason: str = "") -> None:
+        """Change the state; the only place that does."""
+        if state in (ReplicaState.LOST, ReplicaState.DEAD):
             where = f" at {self.place}" if self.place else ""
             log.warning("%s%s is %s: %s", self.name, where, state.value, reason)
-            self.losses += state is State.LOST
-        if state is State.READY:
+            self.losses += state is ReplicaState.LOST
+        if state is ReplicaState.READY:
             self.supervisor.running()
-        elif state is State.DEAD:
+        elif state is ReplicaState.DEAD:
             self.supervisor.give_up(reason)
         self.state, self.reason = state, reason
         self.failures = FailureRate()
 
-    async def trouble(self, timeout: float) -> str | None:
-        """What a health check finds wrong; None if all is well."""
+    async def health_problem(self, timeout: float) -> str | None:
+        """Run a health check. Return what it finds wrong; None if the replica is well."""
         try:
             async with asyncio.timeout(timeout):
                 await self.replica.check()

@@ -1,35 +1,37 @@
-"""Many replicas as one engine.
+"""Many replicas behind one `Engine`.
 
 Invariants:
-- a sample in flight is in exactly one place: on one member, being moved, or waiting for a member to be ready;
-- the pool follows every token it hands out in a copy of the sample, so a sample goes on elsewhere from the last token
-  that any replica streamed, whether or not it has been polled;
-- a member gets work only while it is ready, and it is ready only while it holds the current weights; what one samples
-  with others, because it was restarted and nobody has noticed, is not handed out;
-- a request that failed is handed on as such once its replica is known to be well: when it is tried again is the
-  caller's business, where is the pool's;
-- the samples of a lost replica go on elsewhere; those that lose a second replica without a token between are handed on,
-  for the caller to find the sample that takes replicas down;
-- after `interrupt` no replica runs anything; only attempts to bring lost ones back outlive it, until `close`.
+- a sample in flight is in exactly one place: waiting for a ready replica, on a replica, or failed and held back while
+  its replica is checked;
+- a replica gets work only while it is READY, and it is READY only while it holds the pool's weights (`weight_sync.py`).
+  Tokens that a replica sampled with other weights, because it restarted unnoticed, are not handed out;
+- every failure is handed out and ends its sample's request: the caller decides when the sample is submitted again, the
+  pool decides on which replica. A request that failed on a replica that is well keeps its kind of failure; all samples
+  of a replica that is lost fail as `Fault.LOST`, after every token that the replica had streamed;
+- after `interrupt`, nothing runs on any replica. Only recoveries of lost replicas go on, until `close`.
+
+    submit ──> waiting ──> on a replica ──finished──────────────────────────────────> handed out
+                             │   └──failed──> held back ──the replica is well───────> failure handed out
+                             │                   └──────────the replica is lost──┐
+                             └──the replica is lost──────────────────────────────┴──> LOST handed out
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
-from collections.abc import Awaitable, Container, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Container, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from april.engines.chunk_queue import ChunkQueue
-from april.engines.member import Member, State
+from april.engines.member import Member, ReplicaState, Request
 from april.engines.replica import replica_of
 from april.engines.routing import Router
 from april.engines.weight_sync import WeightSync
 from april.rollout.engine import Capacity, Chunk, Engine, EngineError, Fault
-from april.rollout.trajectory import Sample, Segment
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample
 
 log = logging.getLogger(__name__)
 
@@ -37,23 +39,22 @@ log = logging.getLogger(__name__)
 class EnginePool:
     """Replicas behind one `Engine`.
 
-    A replica is asked after its health; one that does not answer, that fails too large a share of its requests, or that
-    no longer holds the weights it was given is lost: its samples go on elsewhere (see `routing.py`). It is brought back
-    in the background, and gets the current weights before it gets work.
+    Health checks run while samples are in flight. A replica is lost if it does not answer a health check, fails too
+    large a share of its requests, or no longer holds the weights that it was given. It is brought back in the
+    background, and gets the current weights before it gets work.
 
     Args:
-        engines: of one model with the same settings. Those that are no `Replica` are taken to live as long as this
-            process.
+        engines: engines for the same model with the same settings. An engine that is no `Replica` is assumed to live as
+            long as this process.
         health_interval: seconds between health checks while samples are in flight.
-        health_timeout: seconds a health check may take.
-        update_timeout: seconds a replica may take to take up weights.
+        health_timeout: seconds that a health check may take.
+        update_timeout: seconds that a replica may take to load weights.
         max_failure_share: share of its latest requests (about 100) that may fail before a replica is lost.
-        min_failures: failures below which no share counts.
-        affinity: how much more load, as a share of its slots, a replica may have and still be given back the samples
-            whose prefixes it holds.
-        patience: seconds to wait with no replica ready, in a step or before an update, before the pool itself fails, as
-            at the limit of an outage.
-        backlog: chunks kept for a slow reader before replicas are left unread.
+        min_failures: number of failures below which the share does not count.
+        affinity: how much more load, as a share of its slots, a replica may have and still be given the samples whose
+            prefixes it caches.
+        patience: seconds without any ready replica, in a step or before an update, after which the pool fails.
+        backlog: chunks kept for a slow reader before replicas are no longer polled (back-pressure).
     """
 
     def __init__(
@@ -72,40 +73,42 @@ class EnginePool:
         if not engines:
             raise ValueError("a pool needs at least one replica")
         self.members = [Member(replica_of(engine, index)) for index, engine in enumerate(engines)]
-        self._weight_sync = WeightSync(self.members, self._came_back, health_timeout, update_timeout, patience)
+        self._weight_sync = WeightSync(self.members, self._on_recovery, health_timeout, update_timeout, patience)
         self._router: Router[Member] = Router(affinity)
         self._health_interval = health_interval
         self._health_timeout = health_timeout
         self._failing = (max_failure_share, min_failures)
         self._patience = patience
         self._waiting: dict[str, Sample] = {}
-        self._bereaved: set[str] = set()
-        """Samples that have lost a replica and brought no token since."""
-        self._stopping: set[str] = set()
-        """Samples that are being interrupted: they go nowhere else, and what fails of them is no failure."""
+        """Samples that no ready replica was there for."""
+        self._interrupting: set[str] = set()
+        """Samples that an `interrupt` is stopping: their failures are not handed out, and no replica gets them."""
         self._queue = ChunkQueue(backlog)
-        self._defect: Exception | None = None
-        """What a replica raised that is no `EngineError`: whoever polls gets it, as from that engine alone."""
+        self._error: Exception | None = None
+        """Raised by the next `poll`: why the pool cannot go on, or an unexpected exception of a replica."""
         self._failure: EngineError | None = None
         """Why the pool cannot go on."""
-        self._cannot_go_on = asyncio.Event()
+        self._failed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self._moves: set[asyncio.Task[None]] = set()
+        self._losses: set[asyncio.Task[None]] = set()
+        """Tasks that hand out the samples of lost replicas as LOST."""
 
     def add(self, engine: Engine) -> None:
-        """Take in one more replica. It is brought to the current weights in the background, and gets work then."""
-        member = Member(replica_of(engine, len(self.members)), state=State.LOST, reason="it has not been started yet")
+        """Add a replica. It gets the current weights in the background, and then work."""
+        member = Member(
+            replica_of(engine, len(self.members)), state=ReplicaState.LOST, reason="it has not been started yet"
+        )
         self.members.append(member)
-        self._weight_sync.bring_back(member)
+        self._weight_sync.recover(member)
 
     def wake(self) -> None:
-        """Something has changed that lost replicas may have waited for: try at once to bring them back."""
+        """Try at once to bring lost replicas back: something has changed that they may have waited for."""
         self._weight_sync.wake()
 
     def fail(self, reason: EngineError) -> None:
-        """The pool cannot go on: whoever polls next, or waits for an update, is told why."""
-        self._defect = self._failure = reason
-        self._cannot_go_on.set()
+        """Make the pool fail: the next `poll`, and an update that is waiting, raise `reason`."""
+        self._error = self._failure = reason
+        self._failed.set()
         self._queue.wake()
 
     @property
@@ -124,156 +127,144 @@ class EnginePool:
     def _ready(self) -> list[Member]:
         return [member for member in self.members if member.ready]
 
+    @property
+    def _in_flight(self) -> bool:
+        return bool(self._waiting or self._losses or any(member.samples or member.failed for member in self.members))
+
+    @property
+    def _places(self) -> list[dict[str, Any]]:
+        """All places that a sample in flight can be in."""
+        return [self._waiting, *(place for member in self.members for place in (member.samples, member.failed))]
+
     def submit(self, sample: Sample) -> None:
-        segments = [Segment(s.version, array("i", s.token_ids), array("d", s.logprobs)) for s in sample.segments]
-        self._bereaved.discard(sample.id)
-        self._place(replace(sample, segments=segments))
+        self._place(sample)
         if self._watch is None:
-            self._watch = asyncio.create_task(self._watch_health(), name="pool health")
+            self._watch = asyncio.create_task(self._check_health(), name="pool health")
 
     def _place(self, sample: Sample) -> None:
-        """Give a sample to a replica, or let it wait for one."""
+        """Submit a sample to a replica, or let it wait for one."""
         member = self._router.choose(sample.id, self._ready)
         if member is None:
             self._waiting[sample.id] = sample
             return
         member.replica.submit(sample)
-        member.samples[sample.id] = sample
+        member.samples[sample.id] = Request.of(sample)
         member.given += 1
         member.failures.began()
-        if (left := self._router.place(sample.id, member)) is not None:
-            left.replica.forget([sample.id])
-        self._start_pump(member)
-
-    def _start_pump(self, member: Member) -> None:
-        if member.pump is None or member.pump.done():
-            member.pump = asyncio.create_task(self._pump(member), name=f"pump {member.name}")
-
-    def _place_or_fail(self, sample: Sample) -> None:
-        if sample.id in self._stopping:
-            return
-        try:
-            self._place(sample)
-        except ValueError as error:
-            self._queue.put(Chunk(sample.id, (), (), self.version, error=str(error), fault=Fault.REFUSED))
+        if (previous := self._router.place(sample.id, member)) is not None:
+            previous.replica.forget([sample.id])
+        self._start_polling(member)
 
     async def poll(self) -> list[Chunk]:
         while not self._queue and self._in_flight:
-            self._weight_sync.require_hope()
-            if self._defect is not None:
-                defect, self._defect = self._defect, None
-                raise defect
+            self._weight_sync.require_recoverable()
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
             try:
                 async with asyncio.timeout(None if self._ready else self._patience):
                     await self._queue.ready()
             except TimeoutError:
-                reasons = self._weight_sync.reasons()
-                raise EngineError(f"no replica was ready for {self._patience:g} s: {reasons}") from None
+                problems = self._weight_sync.problems()
+                raise EngineError(f"no replica was ready for {self._patience:g} s: {problems}") from None
         return self._queue.take()
-
-    @property
-    def _in_flight(self) -> bool:
-        return bool(self._waiting or self._moves or any(member.samples or member.failed for member in self.members))
-
-    @property
-    def _places(self) -> list[dict[str, Any]]:
-        """Where samples are but for those that are being moved."""
-        return [self._waiting, *(place for member in self.members for place in (member.samples, member.failed))]
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         named = None if sample_ids is None else set(sample_ids)
         stopping = {id for place in self._places for id in place if named is None or id in named}
-        self._stopping |= stopping
+        self._interrupting |= stopping
         try:
             await asyncio.gather(*(self._interrupt(member, stopping) for member in self._ready))
-            while self._moves:  # a replica that is lost gives its samples back when what it had streamed has come
-                await asyncio.wait(self._moves)
+            while self._losses:  # the last tokens of a lost replica may still arrive
+                await asyncio.wait(self._losses)
         except asyncio.CancelledError:
-            # What may still run on a replica stays known as such, so that the next interrupt stops it.
+            # A sample may still run on its replica: it stays in flight there, so that the next interrupt stops it.
             for member in self._ready:
                 if not stopping.issuperset(member.samples):
-                    self._start_pump(member)
+                    self._start_polling(member)
             raise
         else:
             for place in self._places:
                 for id in stopping.intersection(place):
                     del place[id]
             if not self._in_flight:
-                await _stop([self._watch])
+                await _cancel([self._watch])
                 self._watch = None
         finally:
-            self._stopping -= stopping
+            self._interrupting -= stopping
         self._queue.wake()
         return self._queue.take(named)
 
     async def _interrupt(self, member: Member, sample_ids: Container[str]) -> None:
-        """Stop those of the named samples that are on this member."""
-        own = [id for id in member.samples if id in sample_ids]
-        if not own:
+        """Stop those of the named samples that are on this replica."""
+        stopping = [id for id in member.samples if id in sample_ids]
+        if not stopping:
             return
-        await _stop([member.pump])
+        await _cancel([member.polling])
         try:
-            for chunk in await member.replica.interrupt(own):
+            for chunk in await member.replica.interrupt(stopping):
                 self._forward(member, chunk)
         except EngineError as error:
             self._lose(member, str(error))
         else:
-            for id in own:
+            for id in stopping:
                 member.samples.pop(id, None)
             if member.samples and member.ready:
-                self._start_pump(member)
+                self._start_polling(member)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Have all replicas go over to policy `version` together.
+        """Update all replicas to policy `version` together.
 
-        A replica that is lost, or found to be, gets the weights when it comes back. If all are, the first to come back
-        within `patience` is waited for.
+        A replica that is lost, or dies during the update, gets the weights when it is back. If all replicas are lost,
+        the update waits up to `patience` for the first one to come back.
 
         Raises:
-            ValueError: there are no weights there; nothing has changed.
-            EngineError: no replica came back, or one failed to take the weights up, and the message names it. The pool
-                stays at its version: the other replicas are given their former weights back before they get work, and
-                the update may be tried again. Or the pool cannot go on.
+            ValueError: there are no such weights; nothing has changed.
+            EngineError: no replica came back, or a replica failed to load the weights, which the message names. The
+                pool keeps its version: the other replicas get their former weights back before they get work, and the
+                update may be tried again. Or the pool has failed.
         """
         await self._unless_failed(self._weight_sync.update_all(version, weights))
         if self.members[0].replica.on_update == "recompute":
             self._router.forget_homes()
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, which is given up once the pool cannot go on."""
-        doing, failing = asyncio.create_task(work), asyncio.create_task(self._cannot_go_on.wait())
+        """Await `work`, and cancel it once the pool fails."""
+        working, failing = asyncio.create_task(work), asyncio.create_task(self._failed.wait())
         try:
-            await asyncio.wait((doing, failing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, failing), return_when=asyncio.FIRST_COMPLETED)
         finally:
             failing.cancel()
-            await _stop([doing])
-        if doing.cancelled() and self._failure is not None:
+            await _cancel([working])
+        if working.cancelled() and self._failure is not None:
             raise self._failure
-        doing.result()
+        working.result()
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
         names = None if sample_ids is None else list(sample_ids)
         self._router.forget(names)
-        if names is not None:
-            self._bereaved.difference_update(names)
         for member in self.members:
             member.replica.forget(names)
 
     async def close(self) -> None:
-        own = [task for member in self.members for task in (member.pump, member.check, member.revival)]
-        await _stop([self._watch, *own, *self._moves])
+        tasks = [task for member in self.members for task in (member.polling, member.check, member.recovery)]
+        await _cancel([self._watch, *tasks, *self._losses])
         await asyncio.gather(*(member.replica.close() for member in self.members))
 
-    async def _pump(self, member: Member) -> None:
-        """Hand on what a replica samples, as long as it has samples."""
+    def _start_polling(self, member: Member) -> None:
+        if member.polling is None or member.polling.done():
+            member.polling = asyncio.create_task(self._poll(member), name=f"poll {member.name}")
+
+    async def _poll(self, member: Member) -> None:
+        """Forward the chunks of a replica while samples are on it."""
         while member.samples:
             try:
                 chunks = await member.replica.poll()
             except EngineError as error:
                 self._lose(member, str(error))
                 return
-            except Exception as defect:
-                self._defect = defect
+            except Exception as unexpected:  # a defect of the engine: the caller gets it, as from the engine alone
+                self._error = unexpected
                 self._queue.wake()
                 return
             for chunk in chunks:
@@ -285,123 +276,122 @@ class EnginePool:
                 await self._queue.space()
 
     def _forward(self, member: Member, chunk: Chunk) -> None:
-        sample = member.samples.get(chunk.sample_id)
-        if sample is None:
+        """Queue the tokens of a chunk for the caller, and end its request if the chunk does."""
+        id = chunk.sample_id
+        request = member.samples.get(id)
+        if request is None:
             return
-        try:
-            self._require_current(member, sample, chunk)
-            sample.extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
-        except ValueError as nonsense:
-            self._lose(member, f"it answered nonsense: {nonsense}")
-            del member.samples[sample.id]  # what follows in the same batch would leave a gap
-            self._router.forget([sample.id])
-            self._place_or_fail(sample)
+        if not self._has_current_weights(member, request, chunk):
+            self._lose(member, f"tokens of policy version {chunk.version} came where it was given {self.version}")
+            self._fail(member, [id])  # at once: its later chunks would leave a gap
             return
         if chunk.token_ids or chunk.finish is not None:
-            self._router.went_on(sample.id)
-            self._bereaved.discard(sample.id)
+            self._router.token_arrived(id)
             self._queue.put(chunk if chunk.error is None else chunk._replace(error=None))
         if chunk.finish is not None:
-            del member.samples[sample.id]
-            if sample.finish is not None:  # else its turn has, and its prefix stays where it is
-                self._router.forget([sample.id])
+            del member.samples[id]
+            if not (request.multi_turn and chunk.finish is FinishReason.STOP):  # else its prefix is needed again
+                self._router.forget([id])
         elif chunk.error is not None:
-            del member.samples[sample.id]
-            self._failed(member, sample, chunk)
+            del member.samples[id]
+            self._hold_back(member, chunk)
 
-    def _require_current(self, member: Member, sample: Sample, chunk: Chunk) -> None:
-        """See that tokens are of the weights that the replica was given, if it was given any. With "keep", those that a
-        sample had when it was interrupted may come when it is resumed."""
+    def _has_current_weights(self, member: Member, request: Request, chunk: Chunk) -> bool:
+        """Return whether tokens come from the weights that the replica was given, if it was given any.
+
+        With "keep", tokens that were sampled before an interrupt may arrive when their sample is resumed.
+        """
         if chunk.version == self.version or not chunk.token_ids or not self._weight_sync.updated:
-            return
-        if member.replica.on_update == "recompute" or not sample.segments:
-            raise ValueError(f"tokens of policy version {chunk.version} came where it was given {self.version}")
+            return True
+        return member.replica.on_update == "keep" and request.resumed
 
-    def _failed(self, member: Member, sample: Sample, chunk: Chunk) -> None:
-        """A request failed: the replica is looked at, and the failure is handed on if the replica is well."""
-        if sample.id in self._stopping:
+    def _hold_back(self, member: Member, failure: Chunk) -> None:
+        """Hold back the failure of a request until a health check of its replica."""
+        id = failure.sample_id
+        if id in self._interrupting:
             return
-        error = chunk.error or ""
-        log.info("%s: a request for sample %s failed: %s", member.name, sample.id, error)
-        self._router.failed(sample.id, member)
-        member.failed[sample.id] = sample, chunk
+        log.info("%s: a request for sample %s failed: %s", member.name, id, failure.error)
+        self._router.request_failed(id, member)
+        member.failed[id] = failure
         member.failures.failed()
         if member.failures.reaches(*self._failing):
-            self._lose(member, f"{member.failures}, the last with: {error}")
+            self._lose(member, f"{member.failures}, the last with: {failure.error}")
         elif member.check is None or member.check.done():
             member.check = asyncio.create_task(self._check(member), name=f"check {member.name}")
 
-    def _hand_on_failures(self, member: Member, chunks: Iterable[tuple[Sample, Chunk]]) -> None:
-        for sample, chunk in chunks:
-            if member.failed.pop(sample.id, None) is not None:
-                error = chunk.error or ""
-                named = error if error.startswith(member.name) else f"{member.name}: {error}"
-                self._queue.put(Chunk(sample.id, (), (), self.version, error=named, fault=chunk.fault))
-
-    def _lose(self, member: Member, reason: str) -> None:
-        """Take a replica out, its samples elsewhere, and try to bring it back."""
-        if member.ready:
-            member.become(State.LOST, reason)
-            self._begin(self._salvage(member))
-
-    async def _salvage(self, member: Member) -> None:
-        """Take over what a lost replica had streamed, and everything it had not finished."""
-        if member.pump is not asyncio.current_task():
-            await _stop([member.pump])
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(self._health_timeout):
-                for chunk in await member.replica.abandon():
-                    self._forward(member, chunk._replace(error=None))
-        samples = [*member.samples.values(), *(sample for sample, _ in member.failed.values())]
-        member.samples, member.failed = {}, {}
-        self._router.forget(sample.id for sample in samples)
-        for sample in samples:
-            if sample.id in self._stopping:
-                continue
-            if sample.id in self._bereaved:
-                lost = f"it lost two replicas without a token between; {member.name}: {member.reason}"
-                self._queue.put(Chunk(sample.id, (), (), self.version, error=lost, fault=Fault.LOST))
-            else:
-                self._bereaved.add(sample.id)
-                self._place_or_fail(sample)
-        self._weight_sync.bring_back(member)
-        if not self._ready and self._in_flight:
-            log.warning("no replica is ready; all samples wait for at most %g s (outage_limit)", self._patience)
-
-    def _came_back(self) -> None:
-        """A replica is ready again, or will never be: the queue is looked at."""
-        self._queue.wake()
-        waiting, self._waiting = self._waiting, {}
-        for sample in waiting.values():
-            self._place_or_fail(sample)
-
-    async def _watch_health(self) -> None:
+    async def _check_health(self) -> None:
         while True:
             await asyncio.sleep(self._health_interval)
             await asyncio.gather(*(self._check(member) for member in self._ready))
 
     async def _check(self, member: Member) -> None:
+        """Lose a replica that is not well, or hand out the failures that were held back."""
         while member.ready:
-            failed = list(member.failed.values())
-            if (trouble := await member.trouble(self._health_timeout)) is not None:
-                self._lose(member, trouble)
+            failed = dict(member.failed)
+            if (problem := await member.health_problem(self._health_timeout)) is not None:
+                self._lose(member, problem)
                 return
-            self._hand_on_failures(member, failed)
-            if not member.failed:  # else a request has failed meanwhile
+            self._hand_out(member, failed)
+            if not member.failed:  # else a request has failed during the check
                 return
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._moves.add(task)
+    def _hand_out(self, member: Member, failed: Mapping[str, Chunk]) -> None:
+        for id, failure in failed.items():
+            if member.failed.pop(id, None) is not None:
+                error = failure.error or ""
+                named = error if error.startswith(member.name) else f"{member.name}: {error}"
+                self._queue.put(Chunk(id, (), (), self.version, error=named, fault=failure.fault))
 
-        def ended(task: asyncio.Task[None]) -> None:
-            self._moves.discard(task)
-            self._queue.wake()
+    def _lose(self, member: Member, reason: str) -> None:
+        """Give a replica no more work, fail its samples, and bring it back in the background."""
+        if not member.ready:
+            return
+        member.become(ReplicaState.LOST, reason)
+        task = asyncio.create_task(self._fail_all(member), name=f"lose {member.name}")
+        self._losses.add(task)
+        task.add_done_callback(self._loss_ended)
 
-        task.add_done_callback(ended)
+    def _loss_ended(self, task: asyncio.Task[None]) -> None:
+        self._losses.discard(task)
+        self._queue.wake()
+
+    async def _fail_all(self, member: Member) -> None:
+        """Forward what a lost replica had streamed; then fail all its samples."""
+        await _cancel([member.polling])
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(self._health_timeout):
+                for chunk in await member.replica.abandon():
+                    self._forward(member, chunk._replace(error=None))
+        self._fail(member, [*member.samples, *member.failed])
+        self._weight_sync.recover(member)
+        if not self._ready:
+            log.warning("no replica is ready; all samples wait for at most %g s (outage_limit)", self._patience)
+
+    def _fail(self, member: Member, sample_ids: Sequence[str]) -> None:
+        """Hand out samples of a lost replica as failed. The loss says nothing about the samples."""
+        self._router.forget(sample_ids)
+        for id in sample_ids:
+            member.samples.pop(id, None)
+            member.failed.pop(id, None)
+            if id not in self._interrupting:
+                lost = f"{member.name} was lost: {member.reason}"
+                self._queue.put(Chunk(id, (), (), self.version, error=lost, fault=Fault.LOST))
+
+    def _on_recovery(self) -> None:
+        """Place the samples that wait: a replica is ready again, or none will ever be, which the next `poll` finds."""
+        self._queue.wake()
+        waiting, self._waiting = self._waiting, {}
+        for id, sample in waiting.items():
+            if id in self._interrupting:
+                continue
+            try:
+                self._place(sample)
+            except ValueError as error:
+                self._queue.put(Chunk(id, (), (), self.version, error=str(error), fault=Fault.REFUSED))
 
 
-async def _stop(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+async def _cancel(tasks: Iterable[asyncio.Task[None] | None]) -> None:
+    """Cancel tasks and wait for their ends."""
     alive: list[Awaitable[None]] = []
     for task in tasks:
         if task is not None and not task.done():

@@ -49,11 +49,11 @@ class Router(Generic[R]):
         self._home[sample_id] = replica
         return home if home is not replica else None
 
-    def failed(self, sample_id: str, replica: R) -> None:
+    def request_failed(self, sample_id: str, replica: R) -> None:
         """A request of the sample failed there."""
         self._failed[sample_id] = replica
 
-    def went_on(self, sample_id: str) -> None:
+    def token_arrived(self, sample_id: str) -> None:
         """A token came: what failed before no longer counts."""
         if self._failed:
             self._failed.pop(sample_id, None)

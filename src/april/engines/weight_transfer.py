@@ -127,7 +127,7 @@ class Share(ABC):
         """Returns when the weights have been received, once everybody who has a share takes it or has let it go."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The engine takes no part after all, if it has not yet: nobody waits for it."""
 
 

@@ -212,7 +212,7 @@ class _Seat(Share):
         self._together.arrive(receiver)
         await self._together.sent()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if not self._settled:
             self._settled = True
             self._together.arrive(None)
