@@ -126,7 +126,7 @@ class Chatterbox(RecordedServer):
 async def test_a_server_that_never_stops_talking_is_cut_off(
     within: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("april.engines.servers.requests.REST", 2**20)
+    monkeypatch.setattr("april.engines.servers.requests.MAX_EVENT_BYTES", 2**20)
     chatterbox = Chatterbox(within)
     async with serving(chatterbox) as url:
         engine = await connect(url)

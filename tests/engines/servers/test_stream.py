@@ -21,11 +21,13 @@ def stream(budget: int = BUDGET) -> Stream:
     return Stream("0.0", "0.0-a", [1, 2], SamplingParams(budget, stop_token_ids=(STOP,)), 0, budget, 0, vocab_size=100)
 
 
-def feed(target: Stream, deltas: list[Delta]) -> tuple[Any, list[Chunk]]:
+def feed(target: Stream, deltas: list[Delta], labelled: bool = True) -> tuple[Any, list[Chunk]]:
     """What comes of events that arrive together: how the stream ended, and the chunks."""
     chunks: list[Chunk] = []
     events = [b"%d" % i for i in range(len(deltas))]
-    finish = target.take_in(events, lambda event, _: deltas[int(event)], lambda _, chunk: chunks.append(chunk))
+    finish = target.take_in(
+        events, lambda event, _: deltas[int(event)], lambda _, chunk: chunks.append(chunk), labelled
+    )
     return finish, chunks
 
 
@@ -64,13 +66,12 @@ def test_an_abort_before_the_end_leaves_the_sample_unfinished() -> None:
     assert [chunk.finish for chunk in chunks] == [None]
 
 
-def test_what_comes_of_a_frozen_server_is_of_the_weights_it_was_frozen_with() -> None:
+def test_tokens_of_a_frozen_server_keep_the_version_that_it_was_frozen_with() -> None:
     """A server labels what it sends late with the weights that it holds by then."""
     target = stream()
     feed(target, [tokens(1, version="0")])
-    target.frozen = True
-    _, late = feed(target, [tokens(2, version="1")])
-    target.frozen, target.version = False, 1
+    _, late = feed(target, [tokens(2, version="1")], labelled=False)
+    target.version = 1
     _, after = feed(target, [tokens(3, version="1"), tokens(4)])
     assert [(list(chunk.token_ids), chunk.version) for chunk in [*late, *after]] == [([2], 0), ([3, 4], 1)]
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from april.engines.fit import require_fit
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import FAILURES, HTTPClient, call_limit, describe
+from april.engines.servers.freezable_requests import requests_of
 from april.engines.servers.launch import Server
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
 from april.engines.servers.server_api import ServerAPI
@@ -82,7 +83,7 @@ class ServerEngine:
         if on_update == "keep" and self._api.pausing is None:
             raise ValueError(f'on_update = "keep": {self._api.kind} cannot freeze requests; use "recompute"')
         self._reading = ReadingSettings(self.name, on_update, stall_timeout, patience, stream_interval, backlog)
-        self.requests: Requests | RemoteRequests = Requests(self._http, self._api, self._reading, self._why)
+        self.requests: Requests | RemoteRequests = requests_of(self._http, self._api, self._reading, self._why)
         self._numbers = itertools.count()
         self._nonce = uuid.uuid4().hex[:8]
 
@@ -145,7 +146,7 @@ class ServerEngine:
 
     def _name_weights(self) -> None:
         """Name the weights for prefix caches, in a way that nobody has used: KV of other weights is never found."""
-        self.requests.holds(self.version, f"{self._nonce}-{next(self._numbers)}")
+        self.requests.set_weights(self.version, f"{self._nonce}-{next(self._numbers)}")
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 Invariants:
 - every token of an event is checked (vocabulary, log-probability, budget) before any of it is handed on;
-- what stands before an event that makes no sense is handed on all the same;
+- what stands before a malformed event is handed on all the same;
 - the tokens themselves decide whether a response has ended, not what the server says of it.
 """
 
@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -46,9 +47,26 @@ class Delta(NamedTuple):
     spans: Sequence[tuple[str, int, int]] = ()
 
 
+class StreamState(Enum):
+    """What becomes of the tokens that arrive on a stream. Transitions are in `requests.py` and `freezable_requests.py`."""
+
+    WAITING = "waiting"
+    """Its request has not been sent."""
+    RUNNING = "running"
+    """Tokens are handed out; an error fails the sample's request."""
+    STOPPING = "stopping"
+    """It is being interrupted: tokens are handed out, and its end is no failure."""
+    FROZEN = "frozen"
+    """The server has paused its request, and its sample is not in flight: tokens are held for the sample."""
+    ENDING = "ending"
+    """Its request is aborted although its sample is not in flight: tokens are held for the sample."""
+    DISCARDED = "discarded"
+    """Its sample does not want what still arrives."""
+
+
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One request: what is asked for, and how far it has come."""
+    """One request to a server: its parameters, and how far its response has come."""
 
     sample_id: str
     request_id: str
@@ -59,26 +77,20 @@ class Stream:
     version: int
     vocab_size: int
     interval: int = 1
-    """Tokens that the server may keep until it sends them together."""
+    """Tokens that the server may collect before it sends them together."""
     received: int = 0
     begun: int = 0
-    """Tokens received before the request that runs now."""
+    """Tokens received before the current request."""
     events: int = 0
-    """Events that brought tokens."""
-    sent: bool = False
-    interrupted: bool = False
-    """Whoever asked for it has had it stopped: how it ends is no failure."""
-    attached: bool = True
-    """False while nobody has asked the sample to go on: what arrives is held back."""
-    forgotten: bool = False
-    """True once nobody wants what still arrives."""
-    frozen: bool = False
-    """True while the server stands still: what arrives was sampled before, whatever label it has by now."""
+    """Events that contained tokens."""
+    state: StreamState = StreamState.WAITING
     after: Stream | None = None
-    """An earlier stream of the same sample, which has to end first."""
+    """Earlier stream of the same sample, which has to end first."""
+    held: list[Chunk] = field(default_factory=list)
+    """Chunks that arrived while the sample was not in flight."""
     task: asyncio.Task[None] | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first token) of every run of tokens from one version."""
+    """(version, first token) of each run of tokens from one version."""
 
     @property
     def open(self) -> bool:
@@ -89,7 +101,7 @@ class Stream:
         return self.budget - self.received
 
     def renew(self) -> None:
-        """Go on in another request."""
+        """Prepare another request that continues the response."""
         self.request_id += "+"
         self.begun = self.received
         self.spans.clear()
@@ -99,11 +111,17 @@ class Stream:
         events: Iterable[bytes],
         read: Callable[[bytes, Stream], Delta | None],
         deliver: Callable[[Stream, Chunk], None],
+        labelled: bool = True,
     ) -> Finish | None:
-        """Deliver what events that arrived together add, as one chunk for each version; says how the stream ended.
+        """Deliver the tokens of events that arrived together, as one chunk per version. Return how the stream ended.
+
+        Args:
+            read: decodes one event.
+            deliver: takes each chunk.
+            labelled: whether the server's labels name the weights that sampled the tokens.
 
         Raises:
-            RequestError: an event makes no sense, or says that the request failed.
+            RequestError: an event is malformed, or reports that the request failed.
         """
         ids: list[int] = []
         logprobs: list[float] = []
@@ -114,11 +132,11 @@ class Stream:
                 try:
                     delta = read(event, self)
                 except msgspec.DecodeError as error:
-                    raise RequestError(f"an event came that makes no sense ({error}): {event[:100]!r}") from None
+                    raise RequestError(f"an event is malformed ({error}): {event[:100]!r}") from None
                 if delta is None:
                     continue
                 self._check(delta)
-                named = None if delta.version is None or self.frozen else parse_version(delta.version)
+                named = parse_version(delta.version) if labelled and delta.version is not None else None
                 if named is not None and named != version and delta.token_ids:
                     if ids:
                         deliver(self, Chunk(self.sample_id, ids, logprobs, version))

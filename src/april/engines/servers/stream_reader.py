@@ -24,6 +24,7 @@ from april.engines.host_process import HostProcess
 from april.engines.remote import RemoteEngine
 from april.engines.replica import ReplicaGoneError
 from april.engines.servers.client import HTTPClient, RequestError
+from april.engines.servers.freezable_requests import requests_of
 from april.engines.servers.launch import RESTARTS, STEADY
 from april.engines.servers.log_cause import exit_of
 from april.engines.servers.requests import ReadingSettings, RequestOrder, Requests
@@ -106,14 +107,6 @@ class StreamReader:
             await self._end()
 
 
-class HostedRequests(Requests):
-    """The requests of one server in the process of a reader, with a client of their own."""
-
-    async def close(self) -> None:
-        await super().close()
-        await self._http.close()
-
-
 @dataclass(frozen=True, slots=True)
 class RequestsLoader:
     """An `EngineLoader` of a server's requests."""
@@ -123,10 +116,10 @@ class RequestsLoader:
     settings: ReadingSettings
     vocab_size: int
 
-    def load(self) -> HostedRequests:
+    def load(self) -> Requests:
         gc.freeze()
         raise_gc_thresholds()
-        requests = HostedRequests(self.http, self.api, self.settings)
+        requests = requests_of(self.http, self.api, self.settings, owns_client=True)
         requests.vocab_size = self.vocab_size
         return requests
 
@@ -178,8 +171,8 @@ class RemoteRequests(RemoteEngine):
         """
         await self.ping()
 
-    def holds(self, version: int, salt: str) -> None:
-        self._notify("holds", version, salt)
+    def set_weights(self, version: int, salt: str) -> None:
+        self._notify("set_weights", version, salt)
 
     def submit(self, order: RequestOrder) -> None:  # type: ignore[override]
         self._submit(order.sample_id, order)
