@@ -56,6 +56,8 @@ async def finish(engine: Engine, samples: list[Sample]) -> None:
         while any(sample.finish is None for sample in samples):
             for chunk in await engine.poll():
                 by_id[chunk.sample_id].extend(chunk.token_ids, chunk.logprobs, chunk.version, chunk.finish)
+                if chunk.error is not None:  # its engine was lost
+                    engine.submit(by_id[chunk.sample_id])
 
 
 async def test_a_node_that_hangs_costs_nothing_and_one_that_joins_takes_its_place(

@@ -76,7 +76,7 @@ def test_the_stream_engine(schedule: list[Moment], slots: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(schedule=moments(COUNT), slots=st.integers(1, 4), fault=st.sampled_from([None, "HTTP 500", "nonsense"]))
+@given(schedule=moments(COUNT), slots=st.integers(1, 4), fault=st.sampled_from([None, "HTTP 500"]))
 def test_a_pool_with_replicas_that_fail(schedule: list[Moment], slots: int, fault: str | None) -> None:
     async def main() -> None:
         machines = [Machine(f"replica {i}", slots) for i in range(3)]

@@ -146,8 +146,14 @@ async def test_samples_of_a_killed_process_go_on_elsewhere_and_it_comes_back() -
         await run(pool, samples, lambda: min(sample.length for sample in samples) >= 20)
         victim = processes[0]
         os.kill(victim.process.pid, signal.SIGKILL)
-        errors = await run(pool, samples, lambda: all(sample.finish for sample in samples))
-        assert not errors, "nobody has to try again"
+        lost = 0
+        while not all(sample.finish for sample in samples):
+            for chunk in await pool.poll():
+                for error in absorb([chunk], samples):
+                    assert "was lost: " in error
+                    pool.submit(samples[int(chunk.sample_id.partition(".")[0])])
+                    lost += 1
+        assert 20 <= lost <= 40, "those of the other process go on"
         while not all(member.ready for member in pool.members):
             await asyncio.sleep(0.05)
         assert (victim.life, victim.down, processes[1].life) == (2, None, 1)

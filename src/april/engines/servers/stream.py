@@ -48,7 +48,7 @@ class Delta(NamedTuple):
 
 
 class StreamState(Enum):
-    """What becomes of the tokens that arrive on a stream. Transitions are in `requests.py` and `freezable_requests.py`."""
+    """Who gets the tokens of a stream. Transitions: `requests.py`, `freezable_requests.py`."""
 
     WAITING = "waiting"
     """Its request has not been sent."""
