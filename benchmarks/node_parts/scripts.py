@@ -13,7 +13,7 @@ import time
 from node_parts.given import Given
 from parts import TAIL, Figures
 
-from april.rollout.secrets import redact
+from april.secrets import redact
 
 GRACE_SECONDS = 10.0
 """Between the wish and the order to end."""

@@ -18,7 +18,7 @@ from april import EnvStep, Turn
 from april.engines.ray.driver import connected
 from april.engines.ray.node_environments import NodeEnvironments
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
-from april.rollout.episode_limits import EpisodeLimits
+from april.rollout.params import EpisodeLimits
 from tests.cluster.raylets import Raylets
 from tests.environments.worlds import Sturdy
 from tests.rollout.test_episodes import build, check, run

@@ -11,7 +11,7 @@ import pytest
 
 from april import EnvironmentLost, FinishReason, RolloutBatch, RolloutScheduler
 from april.environments.workers import EnvironmentWorkers
-from april.rollout.episode_limits import EpisodeLimits
+from april.rollout.params import EpisodeLimits
 from tests.environments.worlds import Asynchronous, Fragile, Sturdy, missing, secret
 from tests.rollout.test_episodes import build, check, run
 from tests.talking import World

@@ -55,8 +55,8 @@ def rank() -> int:
 
 def note_steps(trains: Any) -> None:
     """Have the method `train` of a class note what each step is trained on, in two files for each time."""
+    from april.disk import write_whole
     from april.rollout.batch import RolloutBatch
-    from april.rollout.disk import write_whole
 
     train, ledger = trains.train, Path(os.environ[LEDGER])
 

@@ -24,11 +24,11 @@ from april import (
     TokenIds,
 )
 from april.rollout.buffer import Rejection
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import EpisodeError, Episodes
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal import Journal
 from april.rollout.journal_file import JournalError
+from april.rollout.params import EpisodeLimits
 from april.rollout.records import decode, encode
 from april.rollout.trajectory import Transition
 from tests.scheduling import scheduler_of

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from april import EnvStep, Prompt, Reward, RolloutBatch, Sample, SamplingParams, TokenIds
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Stepped
 from april.rollout.journal import Journal
 from april.rollout.journal_file import JournalError
 from april.rollout.json_types import json_types
+from april.rollout.params import EpisodeLimits
 from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Transition
 from tests.rollout.test_episodes import build, run

@@ -7,8 +7,7 @@ import threading
 
 import pytest
 
-from april.rollout.threads import HangingError, Threads
-from april.rollout.user_code import UserCodeError
+from april.rollout.user_code import HangingError, Threads, UserCodeError
 
 
 async def test_results_and_errors_come_back() -> None:

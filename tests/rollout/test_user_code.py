@@ -13,11 +13,10 @@ import pytest
 from april import EnvStep, FinishReason, Group, Prompt, RolloutScheduler, Sample, StreamEngine, TokenIds
 from april.engines.stream_engine import Tokens
 from april.environments.tools import BoundCall
-from april.rollout.called_environment import CalledEnvironment
 from april.rollout.engine import Capacity
-from april.rollout.environment import ObservationError
-from april.rollout.episode_limits import EpisodeLimits
+from april.rollout.environment import CalledEnvironment, ObservationError
 from april.rollout.event_loop import EventLoop
+from april.rollout.params import EpisodeLimits
 from april.rollout.rewards import RewardError, RewardTasks
 from april.rollout.sampling import SamplingParams
 from april.rollout.user_code import UserCode, UserCodeError, in_one_line

@@ -11,8 +11,8 @@ import numpy as np
 from april import Group, Prompt, RolloutBatch, RolloutScheduler, SamplingParams
 from april.engines.member import Member
 from april.engines.pool import EnginePool
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
+from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import ENVIRONMENT, Sample
 from tests.scheduling import scheduler_of
 from tests.servers.conftest import CONTEXT, Connect

@@ -19,7 +19,7 @@ from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
 from april.reporting.comparison import compare_runs, run_record
-from april.rollout.secrets import redact
+from april.secrets import redact
 from april.training.stop import forwarding
 
 IN_TURNS = ("--overlap", "False")

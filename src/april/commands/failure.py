@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from april.rollout.secrets import redact
+from april.secrets import redact
 
 
 def fail(message: str, status: int = 2) -> int:

@@ -13,7 +13,7 @@ from april.commands.arguments import read_options, read_recipe, ready_for_output
 from april.commands.failure import fail
 from april.config.error import ConfigError
 from april.rollout.engine import EngineError
-from april.rollout.secrets import redact
+from april.secrets import redact
 from april.simulation.page import print_points
 from april.simulation.profile import Profile, profile
 from april.simulation.profile_page import lines_of, profile_page, trust_of

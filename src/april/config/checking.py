@@ -34,7 +34,7 @@ from april.config.settings import (
 from april.engines.servers.address import is_loopback
 from april.extras import install_command
 from april.reporting.trackers import check_trackers
-from april.rollout.secrets import HIDDEN, references, texts
+from april.secrets import HIDDEN, references, texts
 from april.tasks.hub import path_problem
 
 TYPICAL_WEIGHT = 0.02

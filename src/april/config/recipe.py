@@ -29,10 +29,9 @@ from april.config.settings import (
     TrainerSettings,
     TrainingSettings,
 )
-from april.rollout.episode_limits import EpisodeLimits
-from april.rollout.params import FaultSettings, RolloutParams
+from april.rollout.params import EpisodeLimits, FaultSettings, RolloutParams
 from april.rollout.sampling import SamplingParams
-from april.rollout.secrets import redacted
+from april.secrets import redacted
 from april.tasks.task import TaskSpec
 
 GPU_SLOTS, CPU_SLOTS = 256, 64

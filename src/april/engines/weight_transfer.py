@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from april.rollout.disk import follow_umask
+from april.disk import follow_umask
 from april.rollout.engine import EngineError
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from secrets import token_hex
 from typing import Any, NamedTuple
 
 from april.rollout.environment import EnvStep, Message, Observation, ObservationError, Turn
-from april.rollout.secrets import without_secrets
+from april.secrets import without_secrets
 
 
 class Asked(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 from april.environments.tools import Schema, ToolClassEnvironment, ToolEnvironment, ToolError
 from april.loading import load_object
 from april.rollout.environment import Environment
-from april.rollout.secrets import redacted
+from april.secrets import redacted
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from april.rollout.called_environment import CalledEnvironment
-from april.rollout.environment import Environment, EnvironmentLost, ObservationError, environment_error
+from april.rollout.environment import (
+    CalledEnvironment,
+    Environment,
+    EnvironmentLost,
+    ObservationError,
+    environment_error,
+)
 from april.rollout.user_code import UserCode, as_failure
 from april.rollout.workers import Worker, WorkerDied, WorkerLimits
 

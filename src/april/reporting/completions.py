@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict
 
 import numpy as np
 
-from april.rollout.disk import sync_directory, sync_file
+from april.disk import sync_directory, sync_file
 from april.rollout.trajectory import Group, Sample
 
 DIRECTORY = "completions"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from april.rollout.secrets import redact
+from april.secrets import redact
 
 FILE_NAME = "library.log"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from april.rollout.secrets import redact
+from april.secrets import redact
 
 
 class Output:

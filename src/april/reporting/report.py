@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from april.disk import write_whole
 from april.reporting.browser import browser
 from april.reporting.faults import described, read_faults
 from april.reporting.formats import clock, compact
@@ -21,7 +22,6 @@ from april.reporting.html import Section, Tile, folded, page
 from april.reporting.metrics import failures_in, metric, show
 from april.reporting.plots import plots_of
 from april.reporting.run import Run, measured
-from april.rollout.disk import write_whole
 
 FILE_NAME = "report.html"
 MAX_FAULTS = 100

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from april.disk import write_whole
 from april.reporting.alarms import Alarms
 from april.reporting.completions import Completion, CompletionsWriter, Decode, telling
 from april.reporting.faults import FaultLog
@@ -35,7 +36,6 @@ from april.reporting.trace import TraceWriter, trace_of
 from april.reporting.tracker_feed import end_feeds, start_feeds
 from april.reporting.trackers import Ending, TrackedRun
 from april.rollout.batch import RolloutBatch
-from april.rollout.disk import write_whole
 from april.rollout.trajectory import Group
 
 log = logging.getLogger(__name__)

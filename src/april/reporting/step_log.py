@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from april.rollout.secrets import redact
+from april.secrets import redact
 
 
 class StepLog:

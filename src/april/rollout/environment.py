@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -126,6 +127,31 @@ class Bridge(Protocol):
         """The tokens behind the sample's last turn up to where the policy speaks again: the rest of the turn's end, the
         observation, and what the chat template puts around it. None: as in `begin`."""
         ...
+
+
+class CalledEnvironment(ABC):
+    """Carries the calls of an environment to where it lives."""
+
+    async def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
+        observation: Observation = await self._call("reset", prompt, seed)
+        return observation
+
+    async def step(self, turn: Turn) -> EnvStep:
+        step: EnvStep = await self._call("step", turn)
+        return step
+
+    async def state(self) -> Any:
+        return await self._call("state")
+
+    async def restore(self, state: Any) -> None:
+        await self._call("restore", state)
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    @abstractmethod
+    async def _call(self, method: str, *args: Any) -> Any:
+        """What the environment's method of that name returns, or raises."""
 
 
 class EnvironmentLost(Exception):

@@ -20,9 +20,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 from april.rollout.batch import Failure
-from april.rollout.called_environment import CalledEnvironment
 from april.rollout.environment import (
     Bridge,
+    CalledEnvironment,
     Environment,
     EnvironmentLost,
     Observation,
@@ -36,13 +36,12 @@ from april.rollout.environment import (
     fingerprint,
     saved,
 )
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.events import Restarted, Stepped
 from april.rollout.journal_file import JournalError
+from april.rollout.params import EpisodeLimits
 from april.rollout.sampling import FinishReason
-from april.rollout.threads import HangingError, Threads
 from april.rollout.trajectory import Group, Prompt, Sample, Transition
-from april.rollout.user_code import UserCode, end_tasks
+from april.rollout.user_code import HangingError, Threads, UserCode, end_tasks
 
 THREADS = 64
 """Plain environments that work at a time in this process."""

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from april.rollout.disk import free_name, sync_directory
+from april.disk import free_name, sync_directory
 from april.rollout.records import Record, decode
 
 FORMAT = 3

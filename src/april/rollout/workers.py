@@ -34,8 +34,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
-from april.rollout.secrets import secrets
 from april.rollout.user_code import UserCode, UserCodeError, as_failure
+from april.secrets import secrets
 
 STATM = Path("/proc/self/statm")
 """Where Linux shows how large a process is; the first number is its address space in pages."""

@@ -16,8 +16,8 @@ from statistics import pstdev
 from typing import Any
 
 from april.rollout.environment import EnvStep, Observation, Said, TokenIds, Turn
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
+from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import Prompt, Sample
 
 MOST_TURNS = 1 << 20

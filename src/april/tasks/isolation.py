@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from april.rollout.threads import LateError, time_limit
+from april.rollout.user_code import LateError, time_limit
 from april.rollout.workers import STATM, Worker, WorkerLimits
 
 PATIENCE = 0.5

@@ -23,8 +23,8 @@ from april.rollout.episodes import Episodes
 from april.rollout.gc_tuning import raise_gc_thresholds
 from april.rollout.journal import Journal
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.secrets import texts
 from april.rollout.trajectory import Group
+from april.secrets import texts
 from april.tasks.build import build_task, in_recipe
 from april.tasks.prompts import PromptStream
 from april.tasks.task import Task

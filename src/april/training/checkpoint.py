@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from april.rollout.disk import follow_umask, sync_directory, sync_file
+from april.disk import follow_umask, sync_directory, sync_file
 from april.training.rank_protocol import RankLostError
 
 ADAPTER = "adapter"

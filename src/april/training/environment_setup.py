@@ -16,10 +16,10 @@ from april.environments.bridge import TemplateError, bridge_of
 from april.environments.source import EnvironmentSource, EnvironmentSpec
 from april.environments.workers import EnvironmentHost, EnvironmentWorkers
 from april.rollout.environment import Environment
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
-from april.rollout.secrets import resolved
+from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import Prompt
+from april.secrets import resolved
 from april.tasks.answers import text_of
 from april.tasks.encoding import Encoder, check_template_arguments
 from april.tasks.task import ChatTemplate, TaskSpec

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from april.config.error import ConfigError
 from april.config.recipe import Recipe, recipe_from_dict
+from april.disk import free_name, write_whole
 from april.reporting.run_log import SUMMARY
-from april.rollout.disk import free_name, write_whole
 from april.rollout.journal import Journal
 from april.rollout.journal_file import DamageError, repair_journal
 from april.training.checkpoint import (

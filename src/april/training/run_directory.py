@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from april.config.error import ConfigError
+from april.disk import free_name
 from april.reporting.metrics_log import last_step
-from april.rollout.disk import free_name
 from april.training.checkpoint import checkpoints
 
 log = logging.getLogger(__name__)

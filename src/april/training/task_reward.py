@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from april.config.settings import RolloutSettings
 from april.rollout.rewards import THREADS, RewardError, described
-from april.rollout.threads import HangingError, LateError, Threads, time_limit
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
+from april.rollout.user_code import HangingError, LateError, Threads, time_limit
 from april.rollout.workers import STATM, WorkerDied
 from april.tasks.isolation import RewardWorkers
 from april.tasks.scoring import SpecScorer, reward_loop

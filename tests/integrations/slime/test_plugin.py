@@ -20,10 +20,10 @@ from slime.rollout.data_source import DataSource as SlimeDataSource  # noqa: E40
 from slime.utils.types import Sample  # noqa: E402
 
 from april import FinishReason, Group, SamplingParams  # noqa: E402
+from april.disk import as_json  # noqa: E402
 from april.integrations import slime as plugin  # noqa: E402
 from april.integrations.slime.rollouts import FORMAT, SlimeRollouts  # noqa: E402
 from april.integrations.slime.samples import mark_unfinished, scored  # noqa: E402
-from april.rollout.disk import as_json  # noqa: E402
 from tests import tiny  # noqa: E402
 
 

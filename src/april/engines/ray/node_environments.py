@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from april.engines.ray.node_calls import Function, LostError, NodeCaller, NodeCalls
-from april.rollout.called_environment import CalledEnvironment
-from april.rollout.environment import Environment, EnvironmentLost
+from april.rollout.environment import CalledEnvironment, Environment, EnvironmentLost
 
 
 class NodeEnvironments:

@@ -24,6 +24,7 @@ from openrlhf.trainer.ppo_utils import samples_generator
 from openrlhf.trainer.ray import vllm_engine
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 
+from april.disk import as_json
 from april.engines.pool import EnginePool
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.finished_response import FinishedResponse
@@ -33,7 +34,6 @@ from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings
 from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
-from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.event_loop import EventLoop
 from april.rollout.sampling import FinishReason, SamplingParams

@@ -29,6 +29,7 @@ from skyrl.train.generators.base import (
 )
 from skyrl.train.generators.skyrl_gym_generator import SkyRLGymGenerator, TrajectoryOutput
 
+from april.disk import as_json
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.finished_response import FinishedResponse
 from april.integrations.prompts import DataloaderRows
@@ -37,7 +38,6 @@ from april.integrations.settings import Settings
 from april.integrations.skyrl.settings import check, params_of
 from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
-from april.rollout.disk import as_json
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Reward, Sample
 

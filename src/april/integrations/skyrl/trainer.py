@@ -16,10 +16,10 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
+from april.disk import as_json
 from april.integrations.settings import Settings
 from april.integrations.skyrl.generator import Generator, Prompts
 from april.integrations.skyrl.settings import check
-from april.rollout.disk import as_json
 
 STATE = "april.json"
 """The file of a checkpoint of SkyRL's that holds the buffer."""

@@ -13,9 +13,9 @@ from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.utils.async_utils import run
 
+from april.disk import as_json, write_whole
 from april.integrations.slime.rollouts import SlimeRollouts
 from april.integrations.slime.settings import check_settings
-from april.rollout.disk import as_json, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -37,6 +37,7 @@ from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample as SlimeSample
 from transformers import AutoConfig, GenerationConfig
 
+from april.disk import as_json
 from april.engines.servers.stream_interval import StreamInterval
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.slime.samples import differs, mark_unfinished, sampled, scored
@@ -44,7 +45,6 @@ from april.integrations.slime.servers import connect
 from april.integrations.slime.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
 from april.integrations.support_sets import SupportSets
-from april.rollout.disk import as_json
 from april.rollout.engine import Engine
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Group, Prompt, Reward, Sample

@@ -11,7 +11,7 @@ from typing import Any
 
 from slime.utils.types import Sample as SlimeSample
 
-from april.rollout.disk import as_json
+from april.disk import as_json
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Group, Prompt, Sample
 

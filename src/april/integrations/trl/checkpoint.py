@@ -11,8 +11,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from april.disk import write_whole
 from april.integrations.state_format import check_format, with_format
-from april.rollout.disk import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from typing import Any
 from april.environments.bridge import ChatBridge, TemplateError
 from april.environments.tools import schema_of
 from april.rollout.environment import EnvStep, Message, Observation, Said, Turn, fingerprint
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
+from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import Prompt, Sample
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.workers.rollout.replica import TokenOutput
 
 from april.rollout.environment import Environment, EnvStep, Observation, ObservationError, Said, TokenIds, Turn
-from april.rollout.episode_limits import EpisodeLimits
 from april.rollout.episodes import Episodes
+from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import Prompt, Sample
 
 log = logging.getLogger(__name__)

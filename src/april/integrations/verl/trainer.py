@@ -17,9 +17,9 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
+from april.disk import as_json, write_whole
 from april.integrations.verl.manager import AprilRolloutManager
 from april.integrations.verl.settings import MANAGER, SAMPLER, check_config
-from april.rollout.disk import as_json, write_whole
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from april.rollout.disk import as_json
+from april.disk import as_json
 
 
 def test_values_of_numpy_and_torch_are_saved_as_pythons() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from april.rollout.secrets import redact, redacted, references, resolved, secrets, without_secrets
+from april.secrets import redact, redacted, references, resolved, secrets, without_secrets
 
 
 def test_a_reference_stands_for_a_variable_wherever_it_is_nested() -> None:
