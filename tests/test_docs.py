@@ -86,9 +86,11 @@ def test_algorithms_and_corrections_are_listed_completely() -> None:
 
 @pytest.mark.parametrize("page", GUIDE, ids=ids(GUIDE))
 def test_names_in_code_type_exist(page: Path) -> None:
-    """A name with an underscore is in april's source; a file that is named is there."""
+    """Names with an underscore, and names of classes, are in april's source."""
     for span in spans(page):
         if match := re.fullmatch(r"(?:[a-z]+\.)?([a-z]+(?:_[a-z0-9]+)+)(?: = .+)?", span):
+            assert match[1] in source_words() | FOREIGN, span
+        elif match := re.match(r"([A-Z][a-z]+[A-Z]\w+)", span):
             assert match[1] in source_words() | FOREIGN, span
 
 
