@@ -119,9 +119,9 @@ def test_what_fits_is_said_before_anything_starts(raylets: Raylets, tmp_path: Pa
     said = ended(april("cluster", "check", recipe, "--model.device", "cpu", "--cluster.replicas", "auto"))
     assert "1 engines, each with 1 CPU" in said
     bfloat16 = ("--model.dtype", "bfloat16", "--learning-rate", "1e-3")
-    checked = april("cluster", "check", recipe, *bfloat16, "--cluster.placement", "with_trainer")
+    checked = april("cluster", "check", recipe, *bfloat16, "--cluster.placement", "trainer_only")
     said, _ = checked.communicate(timeout=GENEROUS)
-    assert 'left out by placement = "with_trainer"' in said
+    assert 'left out by placement = "trainer_only"' in said
     assert not raylets.engines()
 
 

@@ -16,7 +16,7 @@ NODES = [HOME, SMALL, LARGE]
         (Demand(1, 1), 4, "spread", ["large", "home", "small", "large"]),
         (Demand(1, 1), None, "spread", {"home": 2, "small": 1, "large": 5}),
         (Demand(1, 1), None, "exclude_trainer", {"small": 1, "large": 5}),
-        (Demand(1, 1), 3, "with_trainer", {"home": 2}),
+        (Demand(1, 1), 3, "trainer_only", {"home": 2}),
         (Demand(1, 2), None, "spread", {"home": 1, "large": 2}),
         (Demand(4, 0), None, "spread", {"home": 2, "small": 2, "large": 2}),
         (Demand(4, 1), None, "spread", {"home": 2, "small": 1, "large": 2}),
@@ -41,7 +41,7 @@ def test_a_node_that_is_avoided_gets_none() -> None:
 def test_engines_are_apart_from_every_node_that_trains_or_beside_it() -> None:
     training = {"home", "large"}
     assert set(place(NODES, Demand(1, 1), None, "exclude_trainer", training)) == {"small"}
-    assert set(place(NODES, Demand(1, 1), None, "with_trainer", training)) == training
+    assert set(place(NODES, Demand(1, 1), None, "trainer_only", training)) == training
 
 
 def test_ranks_are_packed_onto_the_first_ones_node_then_onto_those_with_most_room() -> None:

@@ -126,8 +126,8 @@ class Recipe:
         """Maximum number of samples that an engine decodes together, with `auto` resolved."""
         if self.engine.max_num_seqs != "auto":
             return self.engine.max_num_seqs
-        with_trainer = self.generates_inside or self.engine.own_process
-        on_gpu = self.model.on_gpu if with_trainer else self.gpus_per_engine > 0 and bool(visible_gpus())
+        trainer_only = self.generates_inside or self.engine.own_process
+        on_gpu = self.model.on_gpu if trainer_only else self.gpus_per_engine > 0 and bool(visible_gpus())
         return GPU_SLOTS if on_gpu else CPU_SLOTS
 
     @property

@@ -288,7 +288,7 @@ class ClusterSettings:
         replicas: Engines, each with a copy of the policy. auto: all that fit, including nodes that join later.
         cpus_per_replica: CPUs of an engine, all on one node; without GPUs also its number of threads.
         placement: Nodes that get engines: all, as evenly as there is room (spread); all but those that train
-            (exclude_trainer); only those that train (with_trainer).
+            (exclude_trainer); only those that train (trainer_only).
         rewards: Location of worker processes for rewards: the trainer's machine, or all nodes with
             rollout.reward_workers processes each. Their CPUs are not reserved.
         ranks: Location of the training ranks (trainer.processes): the machine of april train (driver), or, for all
@@ -302,7 +302,7 @@ class ClusterSettings:
     address: str = ""
     replicas: Positive[int] | Literal["auto"] = "auto"
     cpus_per_replica: Positive[int] = 1
-    placement: Literal["spread", "exclude_trainer", "with_trainer"] = "spread"
+    placement: Literal["spread", "exclude_trainer", "trainer_only"] = "spread"
     rewards: Literal["trainer", "nodes"] = "trainer"
     ranks: Literal["driver", "nodes"] = "driver"
     cpus_per_rank: Positive[int] = 1

@@ -7,12 +7,13 @@ for it; run this file with that environment's Python.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,11 @@ import ray  # noqa: E402
 import torch  # noqa: E402
 from openrlhf.trainer.ray import vllm_engine  # noqa: E402
 from openrlhf.utils.deepspeed import DeepspeedStrategy  # noqa: E402
+from ray.exceptions import RayError  # noqa: E402
 
-from april import Capacity, Chunk, EngineError  # noqa: E402
+from april import Capacity, EngineError, Group, Prompt, Sample, SamplingParams  # noqa: E402
+from april.engines.ray.actor_channel import ChannelActor  # noqa: E402
+from april.engines.stream_engine import StreamEngine, Tokens  # noqa: E402
 from april.integrations.openrlhf import PPOTrainer, Settings, install  # noqa: E402
 from april.integrations.openrlhf.settings import check  # noqa: E402
 from tests import tiny  # noqa: E402
@@ -295,32 +299,56 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: A
     assert "\n" not in str(caught.value)
 
 
-def test_engines_of_openrlhfs_own_are_named() -> None:
+async def test_engines_of_openrlhfs_own_are_named() -> None:
     from april.integrations.openrlhf.vllm_actor import replicas
 
     with pytest.raises(ValueError, match=r"--vllm.num_engines = 0: april generates"):
-        replicas([])
+        await replicas([])
     with pytest.raises(ValueError, match=r"start the run by `python -m april.integrations.openrlhf`"):
-        replicas([SimpleNamespace()])
+        await replicas([SimpleNamespace()])
 
 
-async def test_a_poll_that_fails_is_asked_again() -> None:
-    from ray.exceptions import RayError
+class BusyActor(ChannelActor):
+    """An actor in this process, which cannot be reached when it is first asked for chunks."""
 
-    from april.integrations.openrlhf.vllm_actor import RayReplica
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures = 1
+        self._engine = StreamEngine(self._stream, Capacity(1, 10))
 
-    answers: list[Any] = [RayError("the node is busy"), KeyError("a bug"), ([Chunk("0.0", [1], [-0.5], 0)], 1)]
+    async def _stream(self, sample: Sample) -> AsyncIterator[Tokens]:
+        yield [1], [-0.5]
 
-    async def april_poll() -> Any:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    async def april_open(self) -> tuple[int, Capacity]:
+        life = self._life + 1
+        await self._serve(self._engine, life)
+        return life, self._engine.capacity
 
-    actor = SimpleNamespace(april_poll=SimpleNamespace(remote=april_poll))
-    replica = RayReplica(actor, "vLLM engine 0", Capacity(1, 10))
+    async def channel_receive(self, life: int) -> list[Any] | None:
+        if self.failures:
+            self.failures -= 1
+            raise RayError("the node is busy")
+        return await super().channel_receive(life)
+
+
+async def test_an_actor_that_could_not_be_reached_is_connected_again() -> None:
+    from april.integrations.openrlhf.vllm_actor import replicas
+
+    class Remote:
+        def __init__(self, actor: Any) -> None:
+            self._actor = actor
+
+        def __getattr__(self, name: str) -> Any:
+            method = getattr(self._actor, name)
+            return SimpleNamespace(remote=lambda *arguments: asyncio.ensure_future(method(*arguments)))
+
+    (replica,) = await replicas([Remote(BusyActor())])
+    (sample,) = Group.start(0, Prompt((4, 5)), 1, SamplingParams(3), 0).samples
+    replica.submit(sample)
     with pytest.raises(EngineError, match="vLLM engine 0: the node is busy"):
         await replica.poll()
-    with pytest.raises(KeyError, match="a bug"):
-        await replica.poll()
-    assert [chunk.token_ids for chunk in await replica.poll()] == [[1]]
+    assert await replica.abandon() == []
+    await replica.refresh()
+    replica.submit(sample)
+    assert (await replica.poll())[0].token_ids.tolist() == [1]
+    await replica.close()

@@ -16,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from april.engines.channel import ChannelClosedError, Inbox
+from april.engines.engine_server import EngineServer
 
 PINGS = "health"
 """The concurrency group of an actor's `ping`: a thread and an event loop of its own."""
@@ -152,18 +153,28 @@ class ActorEnd:
 
 
 class ChannelActor:
-    """Base of actors at the far end of an `ActorChannel`. Each life has a new channel, so a trainer that lost the actor
-    and found it again receives nothing of the life before."""
+    """Base of actors that serve an engine over an `ActorChannel`. Each life has a new channel, so a trainer that lost
+    the actor and found it again receives nothing of the life before."""
 
-    _life = 0
-    _end: ActorEnd | None = None
+    def __init__(self) -> None:
+        self._life = 0
+        self._end: ActorEnd | None = None
+        self._changing_life = asyncio.Lock()
+        self._serving: asyncio.Task[None] | None = None
 
-    def _begin(self, life: int) -> ActorEnd:
-        """Begin a life and return its channel."""
-        if self._end is not None:
-            self._end.close()
-        self._life, self._end = life, ActorEnd()
-        return self._end
+    async def _serve(self, engine: Any, life: int) -> None:
+        """Begin a life, unless a later one has begun, with an empty `engine`."""
+        async with self._changing_life:
+            if life <= self._life:
+                return
+            if self._end is not None:
+                self._end.close()
+            self._life, self._end = life, ActorEnd()
+            if self._serving is not None:
+                await self._serving  # ends: its channel is closed
+            await engine.interrupt()
+            engine.forget()
+            self._serving = asyncio.create_task(EngineServer(engine, self._end).run(), name=f"life {life}")
 
     async def channel_send(self, life: int, number: int, messages: list[Any]) -> None:
         """Take messages of the trainer; `number` counts calls from 0 in each life."""

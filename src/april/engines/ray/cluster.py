@@ -150,7 +150,7 @@ class Cluster:
         where = {
             "spread": "no node",
             "exclude_trainer": "no node but those that train",
-            "with_trainer": "no node that trains",
+            "trainer_only": "no node that trains",
         }
         return f"{where[self._spec.placement]} has {self._spec.demand} free: april cluster check RECIPE says more"
 

@@ -11,7 +11,6 @@ import threading
 from typing import TYPE_CHECKING
 
 from april.engines.embedded.settings import EmbeddedSettings
-from april.engines.engine_server import EngineServer
 from april.engines.ray.actor_channel import ChannelActor
 from april.rollout.engine import Capacity
 
@@ -23,11 +22,10 @@ class EngineActor(ChannelActor):
     """Serves the engine that `settings` describe, which is loaded with its first life."""
 
     def __init__(self, settings: EmbeddedSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._engine: EmbeddedEngine | None = None
         self._loading = threading.Lock()
-        self._opening = asyncio.Lock()
-        self._serving: asyncio.Task[None] | None = None
 
     async def ping(self) -> int:
         """Return the life that it is in."""
@@ -36,14 +34,7 @@ class EngineActor(ChannelActor):
     async def open(self, life: int) -> Capacity:
         """Begin a life with an empty engine, and return the capacity."""
         engine = await asyncio.to_thread(self._load)
-        async with self._opening:
-            if life > self._life:
-                channel = self._begin(life)
-                if self._serving is not None:
-                    await self._serving  # ends: its channel is closed
-                await engine.interrupt()
-                engine.forget()
-                self._serving = asyncio.create_task(EngineServer(engine, channel).run(), name=f"life {life}")
+        await self._serve(engine, life)
         return engine.capacity
 
     def _load(self) -> EmbeddedEngine:

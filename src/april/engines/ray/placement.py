@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Placement = Literal["spread", "exclude_trainer", "with_trainer"]
+Placement = Literal["spread", "exclude_trainer", "trainer_only"]
 """Nodes that get engines: all; all but those that train; those alone."""
 
 
@@ -49,7 +49,7 @@ class Demand:
 
 def allowed(node: Node, placement: Placement, training: Container[str]) -> bool:
     """Whether a node may get engines. Those in `training` train."""
-    return {"spread": True, "exclude_trainer": node.id not in training, "with_trainer": node.id in training}[placement]
+    return {"spread": True, "exclude_trainer": node.id not in training, "trainer_only": node.id in training}[placement]
 
 
 def place(

@@ -79,7 +79,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     async def _set_up(self, settings: Settings) -> None:
         self.rows = DataloaderRows(self.prompts_dataloader, rows_of)
         self.adapter = RolloutAdapter(
-            EnginePool(list[Engine](replicas(self.vllm_engines))),
+            EnginePool(list[Engine](await replicas(self.vllm_engines))),
             params_of(self.args, settings),
             extra=map(self._encode_row, self.rows),
             reward=self._score,

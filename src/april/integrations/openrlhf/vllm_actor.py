@@ -1,23 +1,24 @@
 """OpenRLHF's vLLM actors as engines of april's.
 
-In the actor, every sample is a stream of vLLM's; in the trainer, an actor is a replica whose tokens come in batches.
+In the actor, every sample is a stream of vLLM's; in the trainer, an actor is a `RemoteEngine`.
 
 Invariants:
-- every token that the actor received of vLLM is handed out once, an interrupted request's too;
-- after an interrupt vLLM runs nothing for april, so weights change and engines sleep with nothing in flight;
-- a poll that is cancelled loses nothing: the next one gets what the actor answers.
+- every token that the actor received of vLLM is handed out once, also those of an interrupted request;
+- after an interrupt vLLM runs nothing for april, so weights change and engines sleep with nothing in flight.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Any
 
-import ray
 from openrlhf.trainer.ray import vllm_engine
 from ray.exceptions import RayActorError, RayError
 
+from april.engines.ray.actor_channel import ActorChannel, ChannelActor, reason_of
+from april.engines.remote import RemoteEngine
 from april.engines.replica import ReplicaGoneError
 from april.engines.stream_engine import StreamEngine, Tokens
 from april.rollout.engine import Capacity, Chunk, EngineError, KVPolicy
@@ -25,15 +26,16 @@ from april.rollout.trajectory import Sample
 
 
 def undecorated(actor: Any) -> Any:
-    """The class that `ray.remote` was put on."""
+    """Return the class that `ray.remote` was put on."""
     return actor.__ray_actor_class__
 
 
-class RolloutActor(undecorated(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
-    """OpenRLHF's actor, and what it holds as an engine: the methods that begin with `april_`."""
+class RolloutActor(undecorated(vllm_engine.RolloutRayActor), ChannelActor):  # type: ignore[misc]
+    """OpenRLHF's actor, which also serves its vLLM as an engine of april's."""
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        await super().__init__(*args, **kwargs)
+        await super().__init__(*args, **kwargs)  # type: ignore[misc]
+        ChannelActor.__init__(self)
         config = self.llm.vllm_config
         slots, context = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
         self._engine = StreamEngine(self._stream, Capacity(slots, context))
@@ -66,138 +68,68 @@ class RolloutActor(undecorated(vllm_engine.RolloutRayActor)):  # type: ignore[mi
             if part.finish_reason not in (None, "stop", "length"):
                 raise EngineError(f"vLLM ended the request: {part.finish_reason}")
 
-    async def april_capacity(self) -> Capacity:
-        return self._engine.capacity
-
-    async def april_submit(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            self._engine.submit(sample)
-
-    async def april_poll(self) -> tuple[list[Chunk], int]:
-        return await self._engine.poll(), self._engine.running
-
-    async def april_interrupt(self, sample_ids: Sequence[str] | None) -> list[Chunk]:
-        return await self._engine.interrupt(sample_ids)
-
-    async def april_update(self, version: int) -> None:
-        await self._engine.update_weights(version)
+    async def april_open(self) -> tuple[int, Capacity]:
+        """Begin a session with a trainer; return its number and the capacity."""
+        life = self._life + 1
+        await self._serve(self._engine, life)
+        return life, self._engine.capacity
 
 
-class RayReplica:
-    """A `RolloutActor`, seen from the trainer."""
+class RayReplica(RemoteEngine):
+    """The trainer's end of a `RolloutActor`. `refresh` connects to it."""
 
     on_update: KVPolicy = "recompute"
 
-    def __init__(self, actor: Any, name: str, capacity: Capacity) -> None:
-        self.capacity = capacity
+    def __init__(self, actor: Any, name: str) -> None:
+        super().__init__()
         self.name = name
-        self.running = 0
         self._actor = actor
-        self._version: int | None = None
-        self._new: list[Sample] = []
-        self._submitting: asyncio.Task[None] | None = None
-        self._polling: asyncio.Task[list[Chunk]] | None = None
-        self._held: list[Chunk] = []
-        """Came with the answer to an interrupt of others."""
-
-    def submit(self, sample: Sample) -> None:
-        self._new.append(sample)
-        if self._submitting is None:
-            self._submitting = asyncio.create_task(self._submit(), name=f"submit to {self.name}")
-
-    async def _submit(self) -> None:
-        """What came by the time that the loop gets here goes in one call."""
-        try:
-            while self._new:
-                new, self._new = self._new, []
-                await self._call("april_submit", new)
-        finally:
-            self._submitting = None
-
-    async def _submitted(self) -> None:
-        if self._submitting is not None:
-            await asyncio.shield(self._submitting)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await getattr(self._actor, method).remote(*arguments)
-        except RayError as error:
-            raise EngineError(f"{self.name}: {error}".splitlines()[0]) from error
-
-    async def _poll(self) -> list[Chunk]:
-        chunks: list[Chunk]
-        chunks, self.running = await self._call("april_poll")
-        return chunks
-
-    async def poll(self) -> list[Chunk]:
-        await self._submitted()
-        if not self._held:
-            self._held = await self._polled()
-        held, self._held = self._held, []
-        return held
-
-    async def _polled(self) -> list[Chunk]:
-        """Return the actor's answer; if the wait is cancelled, the next call returns it."""
-        if self._polling is None:
-            self._polling = asyncio.create_task(self._poll(), name=f"poll {self.name}")
-        polling = self._polling
-        try:
-            chunks = await asyncio.shield(polling)
-        except Exception:
-            self._polling = None  # the next call asks again
-            raise
-        self._polling = None
-        return chunks
-
-    async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        names = None if sample_ids is None else set(sample_ids)
-        await self._submitted()
-        rest: list[Chunk] = await self._call("april_interrupt", None if names is None else list(names))
-        if self._polling is not None:  # an interrupt wakes it
-            self._held += await self._polled()
-        chunks = [*self._held, *rest]
-        self._held = [chunk for chunk in chunks if names is not None and chunk.sample_id not in names]
-        return [chunk for chunk in chunks if names is None or chunk.sample_id in names]
-
-    async def abandon(self) -> list[Chunk]:
-        return await self.interrupt()
-
-    async def check(self) -> None:
-        await self._call("april_capacity")
 
     async def refresh(self) -> None:
         try:
-            await self.check()
-        except EngineError as error:
-            if isinstance(error.__cause__, RayActorError):
-                raise ReplicaGoneError(f"{self.name} is gone, and OpenRLHF starts none again") from error
-            raise
+            life, capacity = await self._actor.april_open.remote()
+        except RayActorError as error:
+            raise ReplicaGoneError(f"{self.name} is gone, and OpenRLHF starts none again") from error
+        except RayError as error:
+            raise EngineError(f"{self.name}: {reason_of(error)}") from error
+        self.capacity = capacity
+        self._connect(ActorChannel(self._actor, life, heartbeat=False))
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
-        """OpenRLHF has brought the weights there already."""
-        await self._call("april_update", version)
+    def _lost(self, reason: str) -> None:
+        super()._lost(f"{self.name}: {reason}")
 
-    def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """vLLM holds nothing of an interrupted request but what its prefix cache may have."""
+    async def check(self) -> None:
+        await self.ping()
+
+    async def abandon(self) -> list[Chunk]:
+        """Stop everything that the actor runs for april, if it can be reached, and return what had arrived."""
+        chunks: list[Chunk] = []
+        with suppress(EngineError):
+            chunks = await self.interrupt()
+        return chunks + await super().abandon()
+
+    def _remote_weights(self, weights: Any) -> None:
+        """OpenRLHF has brought the weights to the actor already."""
 
     async def close(self) -> None:
-        """The actor is OpenRLHF's."""
+        """End the session; the actor is OpenRLHF's."""
+        self._disconnect("it was closed")
 
 
-def replicas(actors: Sequence[Any]) -> list[RayReplica]:
-    """OpenRLHF's engines, which were made as `RolloutActor`s.
+async def replicas(actors: Sequence[Any]) -> list[RayReplica]:
+    """Connect to OpenRLHF's engines, which were made as `RolloutActor`s.
 
     Raises:
         ValueError: there are none, or they are others.
+        EngineError: one cannot be reached.
     """
     if not actors:
         raise ValueError("--vllm.num_engines = 0: april generates with OpenRLHF's vLLM engines; set it to 1 or more")
+    made = [RayReplica(actor, f"vLLM engine {index}") for index, actor in enumerate(actors)]
     try:
-        capacities = ray.get([actor.april_capacity.remote() for actor in actors])
+        await asyncio.gather(*(replica.refresh() for replica in made))
     except AttributeError:
         raise ValueError(
             "the vLLM engines are OpenRLHF's own: start the run by `python -m april.integrations.openrlhf`"
         ) from None
-    return [
-        RayReplica(actor, f"vLLM engine {i}", c) for i, (actor, c) in enumerate(zip(actors, capacities, strict=True))
-    ]
+    return made
