@@ -9,21 +9,21 @@ import threading
 
 import pytest
 
-from april.engines.ray.head import ask, give_back, head_hangs
+from april.engines.ray.head import call_head, head_hangs, release
 from april.rollout.engine import EngineError
 
 HANGING = """
 import asyncio, atexit, threading
-from april.engines.ray.head import ask, leave
+from april.engines.ray.head import call_head, exit_if_head_hangs
 from april.rollout.engine import EngineError
 
 never = threading.Event()
 atexit.register(never.wait)  # as Ray does while it is connected
 try:
-    asyncio.run(ask(never.wait, seconds=0.01))
+    asyncio.run(call_head(never.wait, seconds=0.01))
 except EngineError as error:
     print(error)
-leave(3)
+exit_if_head_hangs(3)
 """
 
 
@@ -31,19 +31,19 @@ def test_a_head_that_hangs_is_given_up_and_asked_briefly_from_then_on() -> None:
     answers = threading.Event()
 
     async def asks() -> None:
-        assert await ask(lambda: 7) == 7
+        assert await call_head(lambda: 7) == 7
         with pytest.raises(ZeroDivisionError):
-            await ask(lambda: 1 // 0)
+            await call_head(lambda: 1 // 0)
         given_back: list[int] = []
-        await give_back(given_back.append, 7)
+        await release(given_back.append, 7)
         assert given_back == [7]
         assert not head_hangs()
         with pytest.raises(EngineError, match=r"has not answered for 0\.01 s"):
-            await ask(answers.wait, seconds=0.01)
+            await call_head(answers.wait, seconds=0.01)
         assert head_hangs()
         with pytest.raises(EngineError, match="has not answered for 1 s"):
-            await ask(answers.wait, seconds=3600)
-        await give_back(answers.wait)  # not done, and nobody waits
+            await call_head(answers.wait, seconds=3600)
+        await release(answers.wait)  # not done, and nobody waits
 
     hanging = set(threading.enumerate())
     asyncio.run(asks())

@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from april import __version__
 from april.commands.failure import fail
 from april.config.error import ConfigError
-from april.engines.ray.head import leave
+from april.engines.ray.head import exit_if_head_hangs
 from april.extras import missing_package
 from april.training.stop import exit_status, status_of, unwind_on_signals
 
@@ -61,7 +61,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush
         status = status or exit_status(signal.SIGPIPE)
     sys.stdout.flush()
-    leave(status)
+    exit_if_head_hangs(status)
     raise SystemExit(status)
 
 

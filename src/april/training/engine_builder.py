@@ -118,10 +118,10 @@ async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[
     """Engines on the nodes of a cluster, as one pool."""
     from april.engines.ray.cluster import Cluster
     from april.engines.ray.driver import connected
-    from april.engines.ray.head import ask
+    from april.engines.ray.head import call_head
 
     await stack.enter_async_context(connected(recipe.cluster.address))
-    cluster = Cluster(await ask(engine_spec_of, recipe, logs))
+    cluster = Cluster(await call_head(engine_spec_of, recipe, logs))
     pool = await cluster.start(starting)
     watching = asyncio.create_task(cluster.watch(pool), name="watch of the cluster")
     stack.callback(watching.cancel)

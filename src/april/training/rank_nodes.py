@@ -19,7 +19,7 @@ from pathlib import Path
 from april.config.recipe import Recipe
 from april.engines.ray.actor_placement import ActorPlacement
 from april.engines.ray.driver import demand_of, disconnect, join
-from april.engines.ray.head import give_back
+from april.engines.ray.head import release
 from april.engines.ray.network_interface import interfaces
 from april.engines.ray.node_process import NodeProcess
 from april.engines.ray.node_requirements import NodeRequirements, marked
@@ -51,7 +51,7 @@ class RankNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run(give_back(disconnect))
+        asyncio.run(release(disconnect))
 
     @contextmanager
     def reserved(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[PlacedRanks]:
@@ -82,7 +82,7 @@ class RankNodes:
                     if process.lost:
                         self._placements.suspect(placement.node.id)
         finally:
-            asyncio.run(give_back(_end, placements))
+            asyncio.run(release(_end, placements))
 
 
 class PlacedRanks:

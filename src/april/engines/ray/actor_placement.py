@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from april.engines.ray.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
-from april.engines.ray.head import ask
+from april.engines.ray.head import call_head
 from april.engines.ray.nodes import answers
 from april.engines.ray.placement import Demand, Node
 from april.rollout.engine import EngineError
@@ -95,7 +95,7 @@ class ActorPlacement:
     async def reserved(self, seconds: float) -> bool:
         """Whether its resources are reserved within so long. Whoever waits may be cancelled: no thread waits on."""
         until = time.monotonic() + seconds
-        while not (found := await ask(self.group.wait, 1)) and time.monotonic() < until:
+        while not (found := await call_head(self.group.wait, 1)) and time.monotonic() < until:
             pass
         return bool(found)
 

@@ -20,7 +20,7 @@ from april.engines.pool import EnginePool
 from april.engines.ray.actor_placement import RESERVING, ActorPlacement
 from april.engines.ray.embedded_replica import EmbeddedReplica
 from april.engines.ray.engine_actor import EngineActor
-from april.engines.ray.head import ask
+from april.engines.ray.head import call_head
 from april.engines.ray.nodes import ANSWERING, SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.ray.placement import Demand, Node, Placement, place
 from april.engines.ray.server_actor import ServerActor, ServerSettings
@@ -136,7 +136,7 @@ class Cluster:
                 silent.add(node.id)
                 self._suspects[node.id] = now + SUSPECT
             log.info("%s: on node %s at %s", name, node.id[:8], node.address)
-            placement = await ask(ActorPlacement, node, _actor(spec.engine, name), spec.demand, name)
+            placement = await call_head(ActorPlacement, node, _actor(spec.engine, name), spec.demand, name)
             if not await placement.reserved(RESERVING):
                 await self._give_up(placement)
                 raise EngineError(f"the node at {node.address} has not reserved {spec.demand} in {RESERVING} s")
@@ -144,7 +144,7 @@ class Cluster:
 
     async def _give_up(self, placement: ActorPlacement) -> None:
         self._suspects[placement.node.id] = time.monotonic() + SUSPECT
-        await ask(placement.end)
+        await call_head(placement.end)
 
     def _no_room(self, nodes: list[Node]) -> str:
         where = {

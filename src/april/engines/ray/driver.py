@@ -17,7 +17,7 @@ from ray._private.grpc_utils import init_grpc_channel
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import AuthenticationError
 
-from april.engines.ray.head import HEAD_SILENCE, ask, give_back
+from april.engines.ray.head import HEAD_SILENCE, call_head, release
 from april.engines.ray.placement import Demand
 from april.rollout.engine import EngineError
 
@@ -60,7 +60,7 @@ def _log_raylets(data: dict[str, Any], **_: Any) -> None:
 
 async def join(address: str) -> None:
     """`connect`, with the time that a head may take."""
-    await ask(connect, address, seconds=CONNECTING)
+    await call_head(connect, address, seconds=CONNECTING)
     if threading.current_thread() is threading.main_thread():
         # Ray has put its own handler before this process's, and would abort it three seconds after a SIGTERM.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
@@ -78,7 +78,7 @@ async def connected(address: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await give_back(disconnect)
+        await release(disconnect)
 
 
 def _listening(address: str) -> str:

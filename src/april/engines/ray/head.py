@@ -1,10 +1,10 @@
-"""What is asked of the head of the Ray cluster, which may hang: Ray then waits without end.
+"""Calls that wait for the head of the Ray cluster, which may hang: Ray then waits without end.
 
 Invariants:
-- nobody waits for the head longer than `HEAD_SILENCE` seconds, or for what may take long until somebody else has done
-  so; and only briefly once it has been given up;
-- what cannot be given back, since the head hangs, keeps nobody either: Ray takes it once this process has ended;
-- a thread in which Ray still waits keeps nobody from going on, and a process that ends by `leave` from ending.
+- no caller waits for the head longer than `HEAD_SILENCE` seconds; once a call has been given up, later ones wait for
+  `BRIEFLY` seconds. Calls that may take long (`wait_for_head`) end when another call has been given up;
+- what cannot be released because the head hangs is left to Ray, which releases it after this process has ended;
+- a thread in which Ray still waits blocks neither the run nor, with `exit_if_head_hangs`, the end of the process.
 """
 
 from __future__ import annotations
@@ -23,48 +23,71 @@ from april.rollout.engine import EngineError
 HEAD_SILENCE = 20.0
 """Seconds that the head may take to answer."""
 BRIEFLY = 1.0
-"""Seconds that it may take where it hangs already."""
-GIVEN_UP = "given up: the head of the cluster hangs"
-"""The name of a thread in which Ray waits for it."""
+"""Seconds that a head may take that hangs already."""
 
 T = TypeVar("T")
 
+_given_up: list[threading.Thread] = []
+"""Threads of calls that were given up. Like Ray's connection to the head, they belong to the process."""
 
-async def ask(work: Callable[..., T], *args: object, seconds: float = HEAD_SILENCE) -> T:
-    """What `work(*args)` returns, which asks the head, in a thread of its own.
+
+def head_hangs() -> bool:
+    """Return whether a call that was given up still waits for the head."""
+    return any(thread.is_alive() for thread in _given_up)
+
+
+async def call_head(work: Callable[..., T], *args: object, seconds: float = HEAD_SILENCE) -> T:
+    """Return the result of `work(*args)`, which waits for the head, computed in a thread of its own.
 
     Raises:
-        EngineError: the head does not answer.
+        EngineError: the head does not answer in time; the call is given up.
     """
-    answer, thread = _begun(work, *args)
+    answer, thread = _started(work, *args)
     seconds = BRIEFLY if head_hangs() else seconds
     try:
         async with asyncio.timeout(seconds):
             return await asyncio.wrap_future(answer)
     except TimeoutError:
-        if answer.done():  # it is the work's own
+        if answer.done():  # raised by the work itself
             raise
-        thread.name = GIVEN_UP
+        _given_up.append(thread)
         raise _silent(seconds) from None
 
 
-def await_patiently(work: Callable[..., T], *args: object) -> T:
-    """What `work(*args)` returns, however long that takes a head that answers. For a thread that may wait.
+def wait_for_head(work: Callable[..., T], *args: object) -> T:
+    """Return the result of `work(*args)`, however long a head that answers takes. Blocks the calling thread.
 
     Raises:
-        EngineError: the head has been given up meanwhile.
+        EngineError: another call has been given up meanwhile.
     """
-    answer, _ = _begun(work, *args)
+    answer, _ = _started(work, *args)
     while not wait((answer,), timeout=BRIEFLY).done:
         if head_hangs():
             raise _silent(HEAD_SILENCE)
     return answer.result()
 
 
-def _begun(work: Callable[..., T], *args: object) -> tuple[Future[T], threading.Thread]:
-    """`work(*args)` in a thread that keeps no process from ending, and what will be its result."""
+async def release(work: Callable[..., object], *args: object) -> None:
+    """Run `work(*args)`, which ends something that this process has on the cluster; do nothing if the head hangs."""
+    with suppress(EngineError):
+        await call_head(work, *args)
+
+
+def exit_if_head_hangs(status: int) -> None:
+    """End this process at once if a call still waits for the head.
+
+    Ray's exit handlers would wait for the head too, so a normal exit would never end.
+    """
+    if head_hangs():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _started(work: Callable[..., T], *args: object) -> tuple[Future[T], threading.Thread]:
+    """Start `work(*args)` in a daemon thread; return its future result and the thread."""
     answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()  # so that whoever no longer waits does not disturb the thread
+    answer.set_running_or_notify_cancel()  # a caller that is cancelled must not cancel the future under the thread
 
     def run() -> None:
         try:
@@ -72,29 +95,10 @@ def _begun(work: Callable[..., T], *args: object) -> tuple[Future[T], threading.
         except BaseException as error:
             answer.set_exception(error)
 
-    thread = threading.Thread(target=run, name="asks the head of the cluster", daemon=True)
+    thread = threading.Thread(target=run, name="call of the cluster's head", daemon=True)
     thread.start()
     return answer, thread
 
 
 def _silent(seconds: float) -> EngineError:
     return EngineError(f"the head of the Ray cluster has not answered for {seconds:g} s")
-
-
-async def give_back(work: Callable[..., object], *args: object) -> None:
-    """`work(*args)`, which ends what this process has on the cluster; not done where the head hangs."""
-    with suppress(EngineError):
-        await ask(work, *args)
-
-
-def head_hangs() -> bool:
-    """Whether Ray still waits for a head that was given up."""
-    return any(thread.name == GIVEN_UP for thread in threading.enumerate())
-
-
-def leave(status: int) -> None:
-    """End this process at once where Ray, which waits for a head that hangs, would keep it from ending."""
-    if head_hangs():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)

@@ -20,7 +20,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from april.engines.ray.actor_channel import BEAT, PINGS, STARTING, ping, reason_of
-from april.engines.ray.head import ask, give_back
+from april.engines.ray.head import call_head, release
 from april.engines.ray.nodes import alive_nodes, answers
 from april.engines.ray.placement import Node
 from april.rollout.engine import EngineError
@@ -164,7 +164,7 @@ class NodeCalls:
         if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
             del self._callers[caller.node.id]
             log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
-            await ask(caller.end)
+            await call_head(caller.end)
 
     async def _look(self) -> None:
         """Use the nodes that there are."""
@@ -178,7 +178,7 @@ class NodeCalls:
             self._looked = time.monotonic()
 
     async def close(self) -> None:
-        await give_back(self.end)
+        await release(self.end)
 
     def end(self) -> None:
         for caller in self._callers.values():

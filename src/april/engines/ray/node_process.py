@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from april.engines.ray.actor_channel import BEAT, PINGS, SILENCE, reason_of
 from april.engines.ray.actor_placement import ActorPlacement
-from april.engines.ray.head import give_back
+from april.engines.ray.head import release
 
 
 class NodeProcess:
@@ -55,7 +55,7 @@ class NodeProcess:
                 ray.get(self._placement.actor.kill.remote(), timeout=SILENCE)
             if self.returncode is None:
                 self.returncode = -signal.SIGKILL
-        asyncio.run(give_back(self._placement.end))
+        asyncio.run(release(self._placement.end))
         self._watching.join()
 
     def wait(self) -> int:

@@ -9,7 +9,7 @@ import ray
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.state import available_resources_per_node
 
-from april.engines.ray.head import ask
+from april.engines.ray.head import call_head
 from april.engines.ray.placement import Node
 
 ANSWERING = 8.0
@@ -54,7 +54,7 @@ async def alive_nodes() -> list[Node]:
     Raises:
         EngineError: the head does not answer.
     """
-    return await ask(nodes_now)
+    return await call_head(nodes_now)
 
 
 def answers(node: Node) -> bool:

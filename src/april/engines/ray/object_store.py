@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from april.engines.ray.head import await_patiently
+from april.engines.ray.head import wait_for_head
 from april.engines.weight_transfer import TensorSource
 
 BUCKET = 1 << 28
@@ -81,9 +81,9 @@ class ObjectStore:
             size += data.nbytes
             total += data.nbytes
             if size >= BUCKET:
-                refs.append(await_patiently(ray.put, bucket))
+                refs.append(wait_for_head(ray.put, bucket))
                 bucket, size = [], 0
-        return StoredWeights([*refs, await_patiently(ray.put, bucket)], total)
+        return StoredWeights([*refs, wait_for_head(ray.put, bucket)], total)
 
     def withdraw(self) -> None:
         """What is in the store stays as it is."""

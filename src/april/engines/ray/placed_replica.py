@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from april.engines.ray.actor_placement import ActorPlacement
-from april.engines.ray.head import give_back
+from april.engines.ray.head import release
 
 
 class PlacedReplica:
@@ -65,4 +65,4 @@ class PlacedReplica:
         if self._opening is not None:
             self._opening.cancel()
         if self.placement is not None:
-            await give_back(self.placement.end)
+            await release(self.placement.end)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from april.engines.ray.actor_placement import RESERVING, ActorPlacement
-from april.engines.ray.head import ask, give_back
+from april.engines.ray.head import call_head, release
 from april.engines.ray.nodes import SUSPECT, WATCH, alive_nodes, answers, home
 from april.engines.ray.placement import Demand, Node, pack
 from april.engines.ray.process_actor import ProcessActor, ProcessSettings
@@ -94,14 +94,14 @@ class ProcessPlacements:
         """Sites on these nodes; none if something is in the way, which is noted."""
         named, actor = enumerate(nodes, 1), (ProcessActor, [settings])
         placements = await asyncio.gather(
-            *(ask(ActorPlacement, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
+            *(call_head(ActorPlacement, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
         )
         found = ["stopped"]
         try:
             found = await asyncio.gather(*(self._problem(placement) for placement in placements))
         finally:
             if any(found):
-                await asyncio.gather(*(give_back(placement.end) for placement in placements))
+                await asyncio.gather(*(release(placement.end) for placement in placements))
         if not any(found):
             return placements
         for placement, problem in zip(placements, found, strict=True):
