@@ -1,4 +1,4 @@
-"""A trainer and its parts, made from a recipe."""
+"""Builder of a trainer and its parts. In training, only this module and `distributed.py` take a recipe apart."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def train(
     clock: Callable[[], float] = time.perf_counter,
     signals: StopSignals | None = None,
 ) -> dict[str, Any] | None:
-    """Run a recipe, as `open_trainer` makes it and `Trainer.run` says."""
+    """Build the trainer of a recipe and run it; see `open_trainer` and `Trainer.run`."""
     async with open_trainer(recipe, resume, progress, clock, signals) as trainer:
         return await trainer.run()
 
@@ -72,17 +72,17 @@ async def open_trainer(
     clock: Callable[[], float] = time.perf_counter,
     signals: StopSignals | None = None,
 ) -> AsyncIterator[Trainer]:
-    """The trainer of a run from the policy that the recipe names to a trained one, with everything it needs open.
+    """Open the trainer of a run and all its parts; they are closed after the block.
 
     Args:
         recipe: a checked recipe.
-        resume: go on with the run in the recipe's directory, from its newest checkpoint and its journal.
-        progress: shows the run while it goes on; nothing is shown if None.
-        clock: seconds that only ever grow.
-        signals: how a user stops the run.
+        resume: resume the run in the recipe's directory from its newest checkpoint and its journal.
+        progress: display of the run's progress; None for no display.
+        clock: monotonic clock in seconds.
+        signals: requests of the user to stop or to save.
 
     Raises:
-        ConfigError: the recipe does not fit its model or its task.
+        ConfigError: the recipe does not match its model or its task.
         CheckpointError, JournalError: the run cannot be resumed.
     """
     directory, training, reporting = Path(recipe.reporting.output), recipe.training, recipe.reporting
@@ -100,8 +100,8 @@ async def open_trainer(
             learner, tokenizer = stack.enter_context(open_distributed_learner(recipe, directory, checkpoint))
         else:
             learner, tokenizer = _learner(recipe, directory, checkpoint)
-        _say_what_is_clipped(recipe)
-        _say_what_is_not_kept(recipe)
+        _warn_of_clipping(recipe)
+        _warn_of_redacted_secrets(recipe)
         limit = _prompt_limit(recipe, learner)
         environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
         usable = build_prompts(recipe, task, tokenizer, environment)
@@ -121,7 +121,7 @@ async def open_trainer(
         if isinstance(learner, DistributedLearner):
             engine = stack.enter_context(learner.generating(engine))
         room = room_for_prompt(recipe.rollout.max_response_length, engine.capacity.context_length)
-        if limit is None or room < limit:  # the engine allows less than the model does
+        if limit is None or room < limit:  # the engine's context is shorter than the model's
             prompts, evaluated = usable.to_train_on(room), usable.held_out(room)
         episodes = stack.enter_context(environment.episodes(engine.capacity.context_length)) if environment else None
         scheduler = _scheduler(recipe, learner, engine, prompts, rewards, journal, progress, episodes)
@@ -196,7 +196,7 @@ def build_prompts(recipe: Recipe, task: Task, tokenizer: Any, environment: Envir
 
 
 def carries_signal(group: Group) -> bool:
-    """Whether dynamic sampling keeps a group."""
+    """Whether dynamic sampling keeps a group: its rewards differ."""
     rewards = torch.tensor([[sample.reward for sample in group.samples]], dtype=torch.float64)
     return bool(informative_groups(rewards))
 
@@ -209,7 +209,7 @@ def _task(recipe: Recipe) -> Task:
 
 
 def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[Learner, Any]:
-    """The learner, and the tokenizer of its policy."""
+    """Return the learner and the policy's tokenizer."""
     if checkpoint:
         check_checkpoint_of(recipe, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
@@ -217,7 +217,7 @@ def _learner(recipe: Recipe, directory: Path, checkpoint: Path | None) -> tuple[
     return LocalLearner(model, recipe, tokenizer, directory), tokenizer
 
 
-def _say_what_is_clipped(recipe: Recipe) -> None:
+def _warn_of_clipping(recipe: Recipe) -> None:
     objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
     if recipe.rollout.partial_rollout and objective.clips_older_policies:
         log.warning(
@@ -230,7 +230,7 @@ def _say_what_is_clipped(recipe: Recipe) -> None:
         )
 
 
-def _say_what_is_not_kept(recipe: Recipe) -> None:
+def _warn_of_redacted_secrets(recipe: Recipe) -> None:
     given, kept = texts(recipe.to_dict(), ""), texts(recipe.redacted(), "")
     if hidden := dict.fromkeys(name for (name, value), (_, other) in zip(given, kept, strict=True) if value != other):
         log.warning(
@@ -241,7 +241,8 @@ def _say_what_is_not_kept(recipe: Recipe) -> None:
 
 
 def _prompt_limit(recipe: Recipe, learner: Learner) -> int | None:
-    """Tokens a prompt may have: what the context has room for beside a full response, or less by the recipe."""
+    """Return the maximum number of prompt tokens: the context minus a full response, or less if the recipe limits
+    it."""
     rollout, asked, known = recipe.rollout, recipe.engine.context_length, learner.context_length
     if asked and known and asked > known and recipe.engine.engine == "embedded":
         raise ConfigError(f"engine.context_length = {asked}, but the model was configured for {known}: lower it")

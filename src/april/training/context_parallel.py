@@ -1,12 +1,14 @@
-"""A packed row whose tokens are dealt out over ranks: context parallelism, for responses that are long for one rank.
+"""Context parallelism: the tokens of a packed row are distributed over ranks, for responses too long for one rank.
 
-Each rank runs the layers over its share of the tokens. Attention alone needs all tokens of a sequence: there the ranks
-exchange tokens for heads, so that each has all tokens of some heads, and back (Ulysses, arXiv 2309.14509).
+Each rank runs the layers on its share of the tokens. Attention needs all tokens of a sequence: before it, ranks
+exchange tokens for heads, so that each rank has all tokens of some heads, and afterwards back (Ulysses, arXiv
+2309.14509).
 
 Invariants:
-- the ranks of a group are given the same batch, and compute the same scores and the same loss of it;
-- so every gradient, summed over the group, is as many times that of the loss as the group has ranks: the trunk's by the
-  backward of `ContextParallel.whole`, the head's because each rank computes it. Whoever sums gradients divides by that.
+- the ranks of a group receive the same batch, and compute the same log-probabilities and the same loss;
+- every gradient summed over the group is therefore the loss's gradient times the group's size: for the trunk because of
+  the backward pass of `ContextParallel.whole`, for the head because each rank computes it. The code that sums gradients
+  over ranks has to divide by the group's size.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ContextParallel:
-    """This rank's place among those that share a row.
+    """The ranks that share a row, as one of them sees them.
 
     Args:
-        group: their process group.
-        rank: this one's number in it.
-        size: how many they are.
+        group: process group of these ranks.
+        rank: this rank's number in the group.
+        size: number of ranks of the group.
     """
 
     group: Any
@@ -37,34 +39,35 @@ class ContextParallel:
     size: int
 
     def own(self, row: Tensor) -> Tensor:
-        """This rank's tokens of `row`, [1, tokens]; their number is a multiple of `size`."""
+        """Return this rank's tokens of `row`, [1, tokens]; the number of tokens is a multiple of `size`."""
         return row.chunk(self.size, 1)[self.rank]
 
     def whole(self, own: Tensor) -> Tensor:
-        """All tokens, of what each rank has of them: [tokens / size, D] to [tokens, D]."""
+        """Gather the tokens of all ranks: [tokens / size, D] to [tokens, D]."""
         whole: Tensor = _Whole.apply(own, self)  # type: ignore[no-untyped-call]
         return whole
 
     def heads(self, tensor: Tensor) -> Tensor:
-        """Some tokens of all heads for all tokens of some: [1, H, T / size, D] to [1, H / size, T, D]."""
+        """Exchange some tokens of all heads for all tokens of some heads: [1, H, T / size, D] to [1, H / size, T,
+        D]."""
         _, heads, tokens, width = tensor.shape
         parts = self._exchange(tensor[0].reshape(self.size, heads // self.size, tokens, width))
         return parts.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, width)
 
     def tokens(self, tensor: Tensor) -> Tensor:
-        """Back: [1, T, H / size, D] to [1, T / size, H, D]."""
+        """Reverse `heads`: [1, T, H / size, D] to [1, T / size, H, D]."""
         _, tokens, heads, width = tensor.shape
         parts = self._exchange(tensor[0].reshape(self.size, tokens // self.size, heads, width))
         return parts.transpose(0, 1).reshape(1, tokens // self.size, self.size * heads, width)
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Part i of [size, ...] to rank i, for one of each."""
+        """Send part i of [size, ...] to rank i; return the parts received."""
         exchanged: Tensor = _Exchange.apply(parts, self.group)  # type: ignore[no-untyped-call]
         return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank's part i goes to rank i; what comes back in the backward pass goes the other way."""
+    """All-to-all of parts; its backward pass is the same exchange of gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -80,7 +83,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Gathers tokens. Backward: the sum over ranks of a gradient that is the same on each."""
+    """All-gather of tokens. Its backward pass multiplies by the group's size: all ranks have equal gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, context: ContextParallel) -> Tensor:
@@ -100,7 +103,7 @@ _current: ContextVar[ContextParallel | None] = ContextVar("context", default=Non
 
 @contextmanager
 def context_parallel(context: ContextParallel | None) -> Iterator[None]:
-    """Inside, packed rows are shared by the ranks of `context`; by none if it is None."""
+    """Distribute packed rows over the ranks of `context` inside; not at all if it is None."""
     token = _current.set(context)
     try:
         yield
@@ -109,5 +112,5 @@ def context_parallel(context: ContextParallel | None) -> Iterator[None]:
 
 
 def current_context_parallel() -> ContextParallel | None:
-    """The ranks that share packed rows here."""
+    """Return the ranks that share packed rows in the current block."""
     return _current.get()

@@ -1,6 +1,6 @@
-"""The engine that generates for a run, built as its recipe says.
+"""Builder of a run's engine.
 
-Invariant: servers that april starts end with the run, however it ends.
+Invariant: servers that april starts end with the run, however that ends.
 """
 
 from __future__ import annotations
@@ -47,12 +47,14 @@ async def open_engine(
     starting: Callable[[str], None] = log.info,
     beside_trainer: bool = False,
 ) -> AsyncIterator[Engine]:
-    """The engine that the recipe names, ready; closed afterwards.
+    """Open the recipe's engine; it is closed after the block.
 
-    With `beside_trainer` the embedded engine's KV cache takes what april's own trainer leaves of the device; the needs
-    of other trainers are unknown, and the cache takes the engine's own default beside them.
-
-    `starting` is told about every second which servers have been starting for how long, and where their logs are.
+    Args:
+        model: model for an embedded engine in this process.
+        directory: the run's directory, for logs of servers.
+        starting: called about every second with a message about servers that are still starting.
+        beside_trainer: size the embedded engine's KV cache by the memory that april's own trainer leaves. The memory
+            needed by other trainers is unknown, so the cache has the engine's default size with them.
     """
     settings = recipe.engine
     async with AsyncExitStack() as stack:
@@ -72,7 +74,7 @@ async def open_engine(
 
 
 def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine:
-    """Return the recipe's engine on `model`, in this process; see `open_engine`."""
+    """Return the recipe's embedded engine on `model`, in this process; see `open_engine`."""
     from april.engines.embedded import EmbeddedEngine
 
     settings, device = recipe.engine, next(model.parameters()).device
@@ -84,7 +86,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         prefill_chunk=settings.prefill_chunk,
         on_update=settings.kv_policy,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
-        stop_token_ids=(),  # a recipe names them for each sample, and calibration wants none
+        stop_token_ids=(),  # samples have their own, and calibration must not stop
     )
 
 
@@ -98,7 +100,7 @@ async def _own_process(recipe: Recipe) -> Engine:
 
 
 def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSettings:
-    """The embedded engine of a recipe, to work outside of this process."""
+    """Return the settings of the recipe's embedded engine for another process."""
     settings = recipe.engine
     return EmbeddedSettings(
         model=str(Path(recipe.model.path).expanduser()),
@@ -115,7 +117,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
 
 
 async def _on_cluster(recipe: Recipe, stack: AsyncExitStack, starting: Callable[[str], None], logs: Path) -> Engine:
-    """Engines on the nodes of a cluster, as one pool."""
+    """Start engines on the nodes of a cluster, as one pool."""
     from april.engines.ray.cluster import Cluster
     from april.engines.ray.driver import connected
     from april.engines.ray.head import call_head
@@ -155,7 +157,7 @@ def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
 
 
 def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> ServerSettings:
-    """The server of a recipe, to be started on nodes."""
+    """Return the settings of the recipe's servers for nodes."""
     from april.engines.ray.server_actor import ServerSettings
 
     settings = recipe.engine
@@ -192,7 +194,7 @@ def _in_process(recipe: Recipe) -> Engine:
 
 
 async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]) -> Engine:
-    """Running servers by their URLs, or servers started here, as one pool: any of them may die and come back."""
+    """Connect to servers by their URLs, or start servers here, as one pool whose members may die and come back."""
     try:
         from april.engines.pool import EnginePool
         from april.engines.servers.stream_reader import StreamReader, processes_for
@@ -225,7 +227,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
 async def _connected(
     settings: EngineSettings, url: str, key: str | None, process: Server | None = None
 ) -> ServerEngine:
-    """Connected to a server of the recipe's kind; `process` is it, if april started it on this machine."""
+    """Connect to a server of the recipe's kind; `process` is its process if april started it on this machine."""
     from april.engines.servers.sglang import connect_sglang
     from april.engines.servers.vllm import connect_vllm
 
@@ -238,7 +240,7 @@ async def _connected(
 async def _started(
     recipe: Recipe, directory: Path, stack: AsyncExitStack, starting: Callable[[str], None]
 ) -> list[Any]:
-    """The servers that april starts, all at the same time."""
+    """Start the recipe's servers concurrently."""
     from april.engines.servers.launch import Launch, launch_sglang, launch_vllm
 
     settings = recipe.engine
@@ -270,10 +272,10 @@ async def _started(
 
 
 def _require_same_nccl(python: str) -> None:
-    """See that servers of another environment have the trainer's version of nccl, which connects to no other version.
+    """Check that servers of another Python environment have the trainer's NCCL version; others do not connect.
 
     Raises:
-        ConfigError: they have another version.
+        ConfigError: the versions differ.
     """
     from april.engines.servers.installed import SAME_NCCL, installed, installed_in, nccl_versions
 
@@ -285,7 +287,7 @@ def _require_same_nccl(python: str) -> None:
 
 
 async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack: AsyncExitStack) -> list[T]:
-    """Enter all at the same time, onto `stack`; if one fails, those still at it are stopped."""
+    """Enter all contexts concurrently, onto `stack`; if one fails, cancel the others."""
     try:
         async with asyncio.TaskGroup() as group:
             entering = [group.create_task(stack.enter_async_context(context)) for context in contexts]

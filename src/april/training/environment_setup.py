@@ -1,4 +1,4 @@
-"""A recipe's environment: where its episodes live, and how turns become tokens."""
+"""Setup of a run's environments: their processes, and the encoding of turns as tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from april.tasks.task import ChatTemplate, TaskSpec
 log = logging.getLogger(__name__)
 
 MOST = 8
-"""Worker processes of a machine, where the recipe does not say."""
+"""Maximum of the default number of worker processes per machine."""
 
 
 class EnvironmentSetup:
@@ -42,8 +42,8 @@ class EnvironmentSetup:
         on_nodes: run environments on the nodes of a cluster.
 
     Attributes:
-        chat_template: how prompts are encoded, so that turns can be put behind them.
-        template_arguments: what the chat template is given beside a prompt.
+        chat_template: use of the chat template for prompts, such that turns can be appended.
+        template_arguments: arguments of the chat template.
 
     Raises:
         ConfigError: the environment cannot be made, or turns cannot be bridged with this tokenizer.
@@ -76,7 +76,7 @@ class EnvironmentSetup:
 
     @contextmanager
     def episodes(self, context_length: int) -> Iterator[Episodes]:
-        """The episodes of a run; their processes end with the block."""
+        """Open the episodes of a run; their worker processes end with the block."""
         own, limits = self._settings, self._limits
         make: Callable[[], Environment] = self._source
         if own.workers == 0:
@@ -84,7 +84,7 @@ class EnvironmentSetup:
         elif self._on_nodes:
             from april.engines.ray.node_environments import NodeEnvironments
 
-            # A node that cannot import it says so in its own words, as worker processes do.
+            # Pickled here: a node that cannot import the environment reports that itself, as worker processes do.
             with closing(NodeEnvironments(partial(_host, pickle.dumps(make), own))) as nodes:
                 yield Episodes(nodes, self._bridge, context_length, limits, row)
         else:
@@ -93,7 +93,7 @@ class EnvironmentSetup:
 
 
 def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: EnvironmentSetup | None) -> Encoder:
-    """The encoder of a recipe's prompts, so that an environment's turns can follow them.
+    """Return the encoder of prompts; with an environment, turns can be appended to them.
 
     Raises:
         ConfigError: the chat template does not know one of the recipe's arguments.
@@ -108,10 +108,10 @@ def prompt_encoder(task: TaskSpec, tokenizer: Any, environment: EnvironmentSetup
 
 
 def environment_source(own: EnvironmentSettings) -> EnvironmentSource:
-    """What makes the recipe's environments, here and wherever it is unpickled.
+    """Return the picklable factory of the recipe's environments.
 
     Raises:
-        ConfigError: none can be made.
+        ConfigError: no environment can be made.
     """
     try:
         return EnvironmentSource(EnvironmentSpec(own.path, own.tools, resolved(own.params, os.environ), os.getcwd()))
@@ -120,18 +120,18 @@ def environment_source(own: EnvironmentSettings) -> EnvironmentSource:
 
 
 def _workers(make: Callable[[], Environment] | bytes, own: EnvironmentSettings) -> EnvironmentWorkers:
-    """Processes on this machine."""
+    """Start worker processes on this machine."""
     workers = own.workers or min(os.cpu_count() or 1, MOST)
     return EnvironmentWorkers(make, workers, -(-own.concurrency // workers), own.env)
 
 
 def _host(make: bytes, own: EnvironmentSettings) -> EnvironmentHost:
-    """On a node: its environments."""
+    """Start worker processes on a node; called there."""
     return EnvironmentHost(_workers(make, own))
 
 
 def row(prompt: Prompt) -> dict[str, Any]:
-    """What an environment's `reset` is told of a problem: its record, flat."""
+    """Return the argument of an environment's `reset`: the problem's record, flattened."""
     problem = prompt.metadata
     return {
         **problem.get("metadata", {}),

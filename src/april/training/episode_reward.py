@@ -1,4 +1,4 @@
-"""What an episode is rewarded with: what its environment gave, turn by turn, with or without the task's own reward."""
+"""Reward of an episode: the sum of its environment's rewards, optionally plus the task's reward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from april.training.task_reward import TaskRewards
 
 
 class EpisodeRewards:
-    """Rewards of episodes; takes the place of a task's `TaskRewards`.
+    """Reward function for episodes, used instead of `TaskRewards`.
 
-    The reward's `info` is what the environment said with its last answer, and how many turns it answered.
+    The reward's `info` is the info of the environment's last step and the number of turns.
 
     Args:
-        task: the task's own reward, which is added; None for the environment's alone.
+        task: the task's reward, which is added; None for only the environment's rewards.
     """
 
     scope: Literal["sample"] = "sample"
@@ -39,7 +39,7 @@ class EpisodeRewards:
         return Reward(given, {**info, "turns": sample.turns})
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
-        """The rewards of complete groups, for evaluation."""
+        """Return the rewards of complete groups, for evaluation."""
         return [[(await self(group.prompt, sample)).value for sample in group.samples] for group in groups]
 
     async def __aenter__(self) -> EpisodeRewards:

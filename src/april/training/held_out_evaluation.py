@@ -1,8 +1,8 @@
-"""What the policy does on held-out problems.
+"""Evaluation of the policy on held-out problems.
 
 Invariants:
-- the same problems get the same seeds each time, so two evaluations differ by the policy alone;
-- evaluation goes past the buffer: it changes nothing that is trained on.
+- the same problems have the same seeds each time, so two evaluations differ only by the policy;
+- evaluation does not use the rollout buffer, so it does not influence training.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class HeldOutEvaluation:
     """Samples responses to held-out prompts and scores them.
 
     Args:
-        scheduler: whose engine samples.
-        rewards: the task's.
-        prompts: see `held_out`; with none there is nothing to evaluate.
-        samples: of each prompt.
-        sampling: how tokens are drawn.
-        correct: whether a response with this reward is correct; None where the task does not say.
+        scheduler: scheduler with the engine to use.
+        rewards: reward function.
+        prompts: held-out prompts; no evaluation without them.
+        samples: number of samples per prompt.
+        sampling: sampling parameters.
+        correct: whether a response with a given reward is correct; None if the task does not define it.
     """
 
     scheduler: RolloutScheduler
@@ -43,8 +43,8 @@ class HeldOutEvaluation:
     correct: Callable[[float], bool] | None = None
 
     async def run(self) -> tuple[dict[str, float], list[Group]]:
-        """The mean reward of the policy that the engine has, its accuracy where the task defines one, and the groups
-        it sampled, with their rewards."""
+        """Evaluate the engine's policy; return its mean reward, its accuracy if the task defines it, and the groups
+        with their rewards."""
         groups = await self.scheduler.evaluate(self.prompts, self.samples, self.sampling)
         rewards = np.array(await self.rewards.score_groups(groups))
         for group, own in zip(groups, rewards.tolist(), strict=True):
@@ -63,7 +63,7 @@ def held_out(
     on_bad_record: BadRecords = "raise",
     on_overlong: BadRecords = "skip",
 ) -> list[Prompt]:
-    """Encode the task's held-out problems; prompts that cannot be used stop the run or are left out.
+    """Encode the task's held-out problems; unusable prompts raise an error or are skipped.
 
     Raises:
         ValueError: see `Inspection.settle`.

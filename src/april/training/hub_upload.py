@@ -1,8 +1,8 @@
-"""A run's newest checkpoint on the Hugging Face hub, with a card that says how it was trained.
+"""Upload of a run's newest checkpoint to the Hugging Face hub, with a model card.
 
 Invariants:
-- what is uploaded is the model directory and the card: no optimizer, no rollouts, no journal, no path of this machine;
-- a figure on the card is one of the run's `metrics.jsonl`, of the steps before the checkpoint.
+- only the model directory and the card are uploaded: no optimizer, rollouts, journal or local paths;
+- every figure on the card comes from the run's `metrics.jsonl`, from steps up to the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from april.tasks.hub import HUB_NAME
 from april.training.resume import newest_checkpoint, saved_recipe
 
 KEPT = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files of a checkpoint that are the model's and the tokenizer's,"""
+"""Patterns of a checkpoint's files that are uploaded,"""
 OWN = ("april.json", "manifest.json", "training/*", "adapter/*")
-"""but for these."""
+"""except these."""
 SECTIONS = ("model", "task", "rollout", "algorithm", "training", "lora")
-"""What of a recipe the card shows."""
+"""Sections of the recipe on the card."""
 
 
 def push_to_hub(run: Path, name: str, private: bool = True) -> str:
-    """Upload the run's newest checkpoint to the model repository `name`, `owner/name`; its address.
+    """Upload the run's newest checkpoint to the model repository `name` ("owner/name") and return its URL.
 
     Raises:
-        ConfigError: the run has no checkpoint, `name` is none of the hub's, or the hub refuses.
+        ConfigError: the run has no checkpoint, `name` is not valid, or the hub refuses.
     """
     if not HUB_NAME.fullmatch(name):
         raise ConfigError(f"{name!r}: name a repository of the hub, owner/name")
@@ -58,7 +58,7 @@ def _upload(checkpoint: Path, card: str, name: str, private: bool) -> str:
 
 
 def model_card(run: Path, checkpoint: Path) -> str:
-    """Markdown with the head that the hub reads."""
+    """Return the model card: Markdown with the hub's metadata."""
     from huggingface_hub import ModelCardData
 
     recipe, step = saved_recipe(run), int(checkpoint.name.rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""How much of a device the embedded engine's KV cache may take beside the trainer.
+"""Memory budget of the embedded engine's KV cache on the trainer's device.
 
 The trainer's parameters and optimizer state are allocated before the engine is built, so generation may
 use the memory that is free then. If the cache is kept during training, the memory of a training step is subtracted.

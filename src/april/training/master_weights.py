@@ -24,8 +24,8 @@ class MasterWeights:
     """Master weights of `modules`, whose parameters are cast to `dtype` in place.
 
     Args:
-        modules: trained modules; parameters that need no gradient are cast and get no master.
-        dtype: type to compute in.
+        modules: trained modules; parameters without gradient are cast and get no master.
+        dtype: compute type.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), dtype: torch.dtype = torch.float32) -> None:
@@ -48,13 +48,14 @@ class MasterWeights:
 
     @torch.no_grad()
     def write(self) -> None:
-        """Bring the modules' parameters up to their masters."""
+        """Copy the masters to the modules' parameters."""
         if self._masters:
             torch._foreach_copy_(list(self._masters), list(self._masters.values()))
 
     @contextmanager
     def exposed(self) -> Iterator[None]:
-        """Inside, the modules' parameters are their masters, for code that casts what it loads to their type."""
+        """Make the modules' parameters their masters inside, for code that casts loaded tensors to the parameters'
+        type."""
         rounded = {parameter: parameter.data for parameter in self._masters}
         for parameter, master in self._masters.items():
             parameter.data = master
@@ -67,7 +68,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _collect(self, parameter: Tensor) -> None:
-        """Add a parameter's gradient to its master's: sums of micro-batches lose small addends in bfloat16."""
+        """Add a parameter's gradient to its master's: in bfloat16, sums over micro-batches would lose small addends."""
         gradient, parameter.grad = parameter.grad, None
         master = self._masters[parameter]
         assert gradient is not None

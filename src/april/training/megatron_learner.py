@@ -1,8 +1,8 @@
-"""The learner of several ranks that compute the policy by Megatron-Core.
+"""Learner of several ranks that compute the policy with Megatron-Core.
 
-Invariants: as of `sharded.ShardedLearner`, of which it is one, but:
+Invariants of `sharded.ShardedLearner`, with two differences:
 - parameters, gradients and moments are divided among the ranks of a team, and every team has all of them;
-- a rank that has nothing to compute computes nothing: between teams only gradients are summed, at the end of an update.
+- ranks without a micro-batch skip the pass: teams communicate only to sum gradients, at the end of an update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from april.training.sharded import ShardedLearner
 from april.training.sharded_files import opened, stored, write
 
 POLICY = "policy_optimizer.model"
-"""What names of moments begin with."""
+"""Prefix of the names of moments."""
 
 
 class MegatronLearner(ShardedLearner):
@@ -49,7 +49,7 @@ class MegatronLearner(ShardedLearner):
         if self.reference is not None:
             frozen = self.reference.model
             self.reference = MegatronPolicy(frozen, self.ranks, whole.temperature, dtype=self.dtype, trains=False)
-        self.model.to("meta")  # from here on it says what the policy is, and no more
+        self.model.to("meta")  # keeps only configuration, names and shapes
 
     def _adamw(self, module: Any) -> torch.optim.AdamW:
         return LocalLearner._adamw(self, module)
@@ -59,7 +59,7 @@ class MegatronLearner(ShardedLearner):
 
     @contextmanager
     def packed(self) -> Iterator[None]:
-        """Megatron's own layers take no packed rows, so none are packed here."""
+        """Do not pack: Megatron's layers do not support packed rows here."""
         yield
 
     def gradient(self, batch: Batch) -> UpdateSums:
@@ -77,7 +77,7 @@ class MegatronLearner(ShardedLearner):
         return norm
 
     def _counts(self) -> Iterator[tuple[str, int]]:
-        """By Megatron's names, each of which may stand for several of transformers' parameters."""
+        """Yield Megatron's names, each of which may stand for several of transformers' parameters."""
         for name in self.policy.tasks:
             yield name, sum(self._tensors[own].numel() for own in self.policy.names(name))
 
@@ -101,7 +101,7 @@ class MegatronLearner(ShardedLearner):
         write(directory / TRAINING, "state", self.state(), rank, self._state_tensor())
 
     def state(self) -> dict[str, Tensor]:
-        """As a learner has it that holds everything whole, but for the values of what is divided."""
+        """Return the state's names and shapes as of one process; tensors of divided parameters have no values."""
         held = {"random": torch.get_rng_state()}
         if self.reference is not None:
             own = {name: self._tensors[tensor] for name, tensor in self._stands_for.items()} | self._kept
@@ -112,7 +112,7 @@ class MegatronLearner(ShardedLearner):
         return held
 
     def _state_tensor(self) -> Callable[[str], Tensor]:
-        """What gives each tensor of the state by its name."""
+        """Return a function that returns each tensor of the state by name."""
         keys = ("step", "exp_avg", "exp_avg_sq")
         of_key = {key: self.policy.translated(self._moment(key)) for key in keys[1:]}
         frozen = self.reference.translated(lambda own: own) if self.reference is not None else None
@@ -159,10 +159,10 @@ class MegatronLearner(ShardedLearner):
 
 @torch.no_grad()
 def check_computation(policy: MegatronPolicy, whole: PolicyModel, device: torch.device) -> None:
-    """See that Megatron computes of the policy what transformers computes.
+    """Check that Megatron computes the same log-probabilities as transformers.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: they differ.
     """
     batch, dtype = probe(whole.model), next(policy.module.parameters()).dtype
     for found, expected in zip(policy(batch.rows([0], device)), whole(batch), strict=True):

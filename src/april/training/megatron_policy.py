@@ -1,9 +1,9 @@
-"""A policy that Megatron-Core computes, its layers and its vocabulary divided among ranks; Megatron-Bridge translates.
+"""Policy computed by Megatron-Core, with layers and vocabulary divided among ranks; Megatron-Bridge converts weights.
 
 Invariants:
-- outside, everything has the names and the shapes that transformers gives it: weights, optimizer's moments, files; so a
-  checkpoint belongs to no backend and to no number of ranks;
-- all that is translated is gathered or scattered parameter by parameter, by all ranks in the same order.
+- weights, moments and files have transformers' names and shapes outside this class, so checkpoints are independent of
+  backend and number of ranks;
+- conversions gather or scatter one parameter at a time, and all ranks convert in the same order.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ NEEDS_CUDA = (
     *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
     *("persist_layer_norm", "apply_rope_fusion", "cross_entropy_loss_fusion"),
 )
-"""Settings of a provider that ask for CUDA's kernels."""
+"""Settings of a model provider that need CUDA kernels."""
 PARTIAL = ("q_layernorm", "k_layernorm")
-"""Parameters that each rank has whole, but uses for its own heads alone."""
+"""Parameters that are whole on each rank, which uses them only for its own heads: their gradients have to be summed."""
 
 
 class MegatronPolicy(nn.Module):
-    """What `forward.PolicyModel` computes, by Megatron.
+    """`forward.PolicyModel` computed by Megatron.
 
     Args:
-        model: the policy, of transformers, whole and in the machine's memory; it stays as it is.
-        ranks: all of them; those that have the same tokens divide the layers.
-        temperature: what logits are divided by; positive.
-        recompute: whether layers compute their activations again in the backward pass.
-        dtype: type to compute in. A trained policy keeps its parameters in the model's type as well (`masters`).
+        model: transformers' model of the policy, whole and in main memory; it is not changed.
+        ranks: process groups; the ranks of a team divide the layers.
+        temperature: divisor of logits; positive.
+        recompute: recompute activations of layers in the backward pass.
+        dtype: compute type. A trained policy also has master weights in the model's type (`masters`).
         trains: whether parameters require gradients.
 
     Raises:
@@ -73,13 +73,13 @@ class MegatronPolicy(nn.Module):
         self._bridge = get_model_bridge(type(model), hf_config=config)
         tasks = self._bridge.build_conversion_tasks(config, [self.module])
         self.tasks: dict[str, Any] = {task.param_name: task for task in tasks}
-        """How each of Megatron's parameters is translated, by its name."""
+        """Conversion of each of Megatron's parameters, by its name."""
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        """Of transformers' parameters, whole."""
+        """Shapes of transformers' whole parameters."""
         self.load(dict(model.named_parameters()).__getitem__, self.masters.of)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""
+        """Return log p and entropy (nats) of each token under the policy, [B, T - 1] each, 0 outside the mask."""
         rows, length = batch.input_ids.shape
         positions = torch.arange(length, device=batch.input_ids.device).expand(rows, -1)
         hidden = None  # Transformer Engine's attention is causal by itself
@@ -105,20 +105,20 @@ class MegatronPolicy(nn.Module):
         return first, max(0, min(held, self.vocabulary - first))
 
     def parameter(self, name: str) -> Tensor:
-        """A parameter of Megatron's, as far as this rank has it."""
+        """Return this rank's part of a parameter of Megatron's."""
         own: Tensor = self.tasks[name].param_weight
         return own
 
     def names(self, name: str) -> list[str]:
-        """What transformers calls the parts of a parameter of Megatron's."""
+        """Return transformers' names of the parts of a parameter of Megatron's."""
         known = self.tasks[name].mapping.hf_param
         return [known] if isinstance(known, str) else list(known.values())
 
     def whole(self, name: str, part: Tensor) -> dict[str, Tensor]:
-        """A parameter of Megatron's, or what has its shape, as transformers has it; every rank has to ask for it.
+        """Convert a parameter of Megatron's, or a tensor of its shape, to transformers' whole tensors, on every rank.
 
         Args:
-            part: what this rank has of it.
+            part: this rank's part of the parameter or tensor. All ranks have to call this.
         """
         task = self.tasks[name]
         found = task.mapping.megatron_to_hf(part.detach(), task.megatron_module)
@@ -126,10 +126,10 @@ class MegatronPolicy(nn.Module):
         return {own: tensor[: self.shapes[own][0]] for own, tensor in found.items()}  # without padding
 
     def translated(self, part_of: Callable[[Tensor], Tensor]) -> Callable[[str], Tensor]:
-        """What gives a tensor of transformers by its name; every rank has to ask for the same ones in the same order.
+        """Return a function that returns transformers' tensors by name; all ranks call it for the same names in order.
 
         Args:
-            part_of: what this rank has, of a parameter of Megatron's.
+            part_of: maps a parameter of Megatron's to this rank's part of the tensor to convert.
         """
         origin = {own: name for name in self.tasks for own in self.names(name)}
         waiting: dict[str, Tensor] = {}
@@ -147,8 +147,8 @@ class MegatronPolicy(nn.Module):
         """Fill this rank's parts of all parameters.
 
         Args:
-            tensor: gives a whole tensor by the name that transformers has for it.
-            part_of: what is filled, of a parameter of Megatron's: itself, or what has its shape.
+            tensor: returns a whole tensor by transformers' name.
+            part_of: maps a parameter of Megatron's to the tensor of its shape to fill; by default the parameter itself.
         """
         with self.masters.exposed():
             for name, task in self.tasks.items():
@@ -161,7 +161,7 @@ class MegatronPolicy(nn.Module):
 
     @torch.no_grad()
     def reduce_gradient(self) -> None:
-        """Sum up the gradients of the ranks that had other tokens, and of those that used other heads."""
+        """Sum gradients over ranks with other tokens, and those of `PARTIAL` parameters over ranks with other heads."""
         others = parallel_state.get_data_parallel_group()
         for name, parameter in self.module.named_parameters():
             own = self.masters.of(parameter)
@@ -173,7 +173,7 @@ class MegatronPolicy(nn.Module):
 
     @torch.no_grad()
     def squared_norm(self) -> float:
-        """Of the whole gradient, once it is reduced."""
+        """Return the squared norm of the whole gradient, after `reduce_gradient`."""
         counts = dist.get_rank(self.group) == 0
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in self.module.parameters():
@@ -186,16 +186,16 @@ class MegatronPolicy(nn.Module):
 
 
 def _initialize(ranks: Ranks) -> None:
-    """Megatron's groups: of neighbours, which divide layers, and of those that have other tokens."""
+    """Create Megatron's process groups: tensor parallel in a team, data parallel over teams."""
     if parallel_state.is_initialized():
         return
     parallel_state.initialize_model_parallel(ranks.team_size)
     if ranks.device.type == "cuda":
-        tensor_parallel.model_parallel_cuda_manual_seed(0)  # of dropout, which there is none of
+        tensor_parallel.model_parallel_cuda_manual_seed(0)  # Megatron needs it, although there is no dropout
 
 
 def _built(config: Any, ranks: Ranks, dtype: torch.dtype, recompute: bool) -> Any:
-    """Megatron's model with the sizes that a configuration of transformers says, and with any weights."""
+    """Return Megatron's model for a transformers configuration, with arbitrary weights."""
     try:
         provider: Any = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Whether a run fits devices of a given size, phase by phase, and what to change first if it does not."""
+"""Comparison of a run's memory plan with its devices, by phase, with advice if it does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ESTIMATED = ("activations", "logits", "attention")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the fullest device holds in a phase of a step, in bytes by part."""
+    """Memory of the fullest device in a phase of a step, in bytes by part."""
 
     name: str
     parts: dict[str, int]
@@ -35,20 +35,20 @@ class Phase:
 
     @property
     def fixed(self) -> int:
-        """What smaller micro-batches do not make smaller."""
+        """Bytes that do not depend on the size of micro-batches."""
         return sum(size for name, size in self.parts.items() if name not in ESTIMATED)
 
 
 def phases(plan: MemoryPlan, recipe: Recipe) -> list[Phase]:
     """Return generation, training and weight update, each on the device that holds most in it.
 
-    The KV cache counts as kv_cache_gb says, or as one sample of full length: samples wait when it is full.
+    The KV cache counts with the size of `kv_cache_gb`, or of one sample of full length: samples wait if it is full.
     """
     resident = {name: plan.rank[name] for name in RESIDENT if name in plan.rank}
     weights = {"engine's weights": plan.first["engine's weights"]}
     length = recipe.engine.context_length or recipe.rollout.max_response_length
     cache = {"KV cache": int(recipe.engine.kv_cache_gb * 1e9) if recipe.engine.kv_cache_gb else length * plan.token}
-    # An engine that computes with the trainer's own parameters is sent none.
+    # An engine that computes with the trainer's own parameters receives no weights.
     bucket = {} if recipe.generates_inside and not weights["engine's weights"] else {"bucket": _bucket_bytes(recipe)}
     generation = {**weights, "pass": plan.engine_pass, **cache}
     if not recipe.generates_inside:
@@ -66,7 +66,7 @@ def _bucket_bytes(recipe: Recipe) -> int:
 
 
 def verdict(plan: MemoryPlan, recipe: Recipe, memory: float) -> Iterator[str]:
-    """Yield a line for each phase: how much of `memory` bytes it takes, and what to change first if it does not fit."""
+    """Yield a line for each phase: its share of `memory` bytes, and the setting to change first if it does not fit."""
     room = memory * USABLE
     yield f"of {memory / 1e9:.0f} GB, {room / 1e9:.1f} GB to plan with:"
     for phase in phases(plan, recipe):
@@ -100,7 +100,7 @@ def first_change(recipe: Recipe, phase: str, room: float) -> str:
 
 
 def _changes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Settings that take less memory, the one that costs least first; each changes `recipe`."""
+    """Yield changes of `recipe` that save memory, the cheapest first."""
     engine, training, trainer = recipe.engine, recipe.training, recipe.trainer
 
     def setting(owner: object, name: str, value: object) -> Callable[[], None]:
@@ -126,7 +126,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def check_memory(recipe: Recipe, memory: float) -> None:
-    """Compare a run with its devices of `memory` bytes before anything is loaded, and warn where estimates exceed it.
+    """Compare a run's memory plan with devices of `memory` bytes before anything is loaded; warn if estimates exceed
+    it.
 
     Raises:
         ConfigError: a phase does not fit whatever the micro-batches are.

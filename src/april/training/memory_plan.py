@@ -1,8 +1,8 @@
-"""What a rank will hold, by part, told from the recipe and the model's configuration before anything is loaded.
+"""Memory plan of a run by part, from the recipe and the model's configuration, before anything is loaded.
 
-Parameters are counted on the model's own modules, and activations on a forward pass through its trunk with tensors that
-have shapes and no values. So an architecture is not guessed at; what a kernel keeps for itself and what an allocator
-wastes are not in it.
+Parameters are counted on the model's modules, and activations in a forward pass of its trunk with tensors that have
+shapes but no values. So the plan is right for every architecture, except for workspaces of kernels and waste of the
+allocator, which it does not contain.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from april.training.model_parallel import check_layout, layers_of, plans
 from april.training.policy import trunk_of
 
 RESIDENT = ("parameters", "rounded copy", "optimizer")
-"""Parts of a rank that it holds between training steps as well."""
+"""Parts of a rank's memory that exist between training steps, too."""
 STATE = (*RESIDENT, "gradients")
-"""Parts of a rank that the machine's memory holds where the trainer is offloaded."""
+"""Parts of a rank's memory that are in main memory with `cpu_offload`."""
 ATTENTION = 8
-"""Tensors of the size of a layer's queries that attention's backward pass holds: queries, outputs, keys and values of
-all query heads, and their gradients."""
+"""Tensors of the size of a layer's queries in attention's backward pass: queries, outputs, keys and values of all query
+heads, and their gradients."""
 MOMENTS = 2
-"""Of AdamW, for each parameter."""
+"""Moments of AdamW per parameter."""
 LOGITS = 3
-"""Times that a chunk of logits is held in float32 while its gradient is computed."""
+"""Copies of a chunk of logits in float32 while its gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,31 +44,31 @@ class MemoryPlan:
     """Bytes by part."""
 
     rank: dict[str, int]
-    """Of each rank."""
+    """Memory of each rank."""
     first: dict[str, int]
-    """Of each rank that generates, or of an engine's own devices, beside that."""
+    """Additional memory of each rank that generates, or memory of an engine's own devices."""
     parameters: int
-    """The policy's, a number."""
+    """Number of the policy's parameters."""
     token: int
-    """Keys and values of one token on an engine's device."""
+    """KV cache of one token on an engine's device."""
     engine_pass: int
-    """What a forward pass of the engine holds for a moment."""
+    """Temporary memory of the engine's forward pass."""
     host: dict[str, int] = field(default_factory=dict)
-    """Of each rank, in the machine's memory in the place of a GPU's."""
+    """Memory of each rank in main memory instead of on a GPU."""
     experts: str = ""
-    """How the experts of a layer are computed; empty without experts."""
+    """Implementation of a layer's experts; empty without experts."""
 
     @property
     def transient_bytes(self) -> int:
-        """What a rank holds during a training step alone."""
+        """Memory of a rank that exists only during a training step."""
         return sum(size for name, size in self.rank.items() if name not in RESIDENT)
 
 
 def plan_memory(recipe: Recipe) -> MemoryPlan:
-    """What the recipe's run will hold.
+    """Return the memory plan of the recipe's run.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, or does not go with the layout.
+        ConfigError: the model's configuration cannot be read, or does not match the layout.
     """
     training, engine, trainer = recipe.training, recipe.engine, recipe.trainer
     check_layout(recipe.trainer, recipe.model.path)
@@ -91,7 +91,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         attention = "eager" if unfused else None  # which holds the scores of every pair of tokens
         part = _model(recipe.model, trainer.tensor_parallel, getattr(torch, recipe.compute_dtype), attention)
         text = part.config.get_text_config()
-        width = text.intermediate_size if unfused else 0  # held once more beside what the MLP multiplies
+        width = text.intermediate_size if unfused else 0  # one more copy than transformers keeps
         activations = _activations(part, recipe, computed, len(names), width)
         cache = _cache_bytes(model.config.get_text_config(), computed)
     objective = build_objective(recipe.algorithm, recipe.rollout.max_response_length)
@@ -115,7 +115,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         "activations": activations // trainer.context_parallel,
         "logits": logits,
         "head's gradient": head_gradient,
-        # A layer's backward pass comes after the head's, which has let go of its own by then.
+        # A layer's backward pass runs after the head's, whose memory is free by then.
         "attention": max(0, _attention_bytes(text, recipe, computed) - logits - head_gradient),
     }
     host = {name: rank.pop(name) for name in STATE if rank[name]} if trainer.cpu_offload else {}
@@ -137,21 +137,21 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
 
 
 def _holders(trainer: TrainerSettings) -> int:
-    """Ranks that hold a copy of the policy together."""
+    """Return the number of ranks that share a copy of the policy."""
     if trainer.backend == "megatron":
         return trainer.tensor_parallel  # the others hold copies
     return trainer.processes // trainer.policy_replicas if trainer.sharded else 1
 
 
 def _matrices(model: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """What Megatron divides, as `plans` says it: all matrices of the layers."""
+    """Return Megatron's division in the format of `plans`: all matrices of the layers."""
     return {name: "colwise" for name, parameter in model.named_parameters() if parameter.dim() > 1}, {}
 
 
 def _sizes(
     model: Any, holders: int, tensor: int, expert: int, matrices: dict[str, str], experts: dict[str, str]
 ) -> dict[str, tuple[int, int]]:
-    """Of each parameter: how much of it a rank holds, and how much while its layer computes; numbers."""
+    """Return each parameter's number of elements on a rank, and its number while its layer computes."""
     layers = tuple(f"{name}." for name in layers_of(model))
     sizes = {}
     for name, parameter in model.named_parameters():
@@ -168,7 +168,7 @@ def _sizes(
 
 
 def table(plan: MemoryPlan, recipe: Recipe) -> Iterator[str]:
-    """The plan, line by line."""
+    """Yield the lines of the plan's table."""
     trainer, devices = recipe.trainer, max(recipe.gpus_per_engine, 1)
     layout = ("policy_replicas", "context_parallel", "tensor_parallel", "expert_parallel")
     named = "".join(f", {name} = {size}" for name in layout if (size := getattr(trainer, name)) > 1)
@@ -208,11 +208,11 @@ def _unreadable(path: str, error: Exception) -> ConfigError:
 def _model(
     settings: ModelSettings, parts: int = 1, dtype: torch.dtype | None = None, attention: str | None = None
 ) -> Any:
-    """The policy without values, or what one of so many ranks that divide its matrices computes with.
+    """Return the policy without values, or one rank's share of it if `parts` ranks divide its matrices.
 
     Args:
-        dtype: in the place of the recipe's own; a mixture of experts has bfloat16 then, or its kernels have no shapes.
-        attention: how transformers is to compute it; by a kernel that holds no scores if None.
+        dtype: overrides the recipe's type; a mixture of experts uses bfloat16 then, as its kernels need it.
+        attention: transformers' attention implementation; None for a kernel that does not materialise scores.
     """
     config = _configuration(settings.path)
     try:
@@ -228,10 +228,10 @@ def _model(
 
 
 def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, more: int) -> int:
-    """Bytes that a micro-batch keeps for its backward pass; of a layer that is recomputed, while it is.
+    """Return the activation bytes of a micro-batch for its backward pass; with checkpointing, those of one layer.
 
     Args:
-        more: numbers that a layer keeps of a token beside what transformers keeps.
+        more: elements per token and layer in addition to those that transformers keeps.
     """
     length = min(recipe.rollout.max_response_length, recipe.training.max_tokens_per_micro_batch)
     ids = torch.zeros(max(recipe.training.max_tokens_per_micro_batch // length, 1), length, dtype=torch.long)
@@ -249,7 +249,7 @@ def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, m
 
 
 def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
-    """Bytes that a forward pass keeps beside the parameters, but for what is recomputed; and its hidden states."""
+    """Return the bytes that a forward pass saves for the backward pass, without parameters, and its hidden states."""
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -263,14 +263,14 @@ def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
 
 
 def _attention_bytes(config: Any, recipe: Recipe, computed: int) -> int:
-    """Of a layer of what a rank computes with: its part of the heads, and of the tokens of a micro-batch."""
+    """Return the bytes of a layer's attention on a rank: its heads, and its tokens of a micro-batch."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     tokens = recipe.training.max_tokens_per_micro_batch // recipe.trainer.context_parallel
     return int(ATTENTION * tokens * config.num_attention_heads * size * computed)
 
 
 def active_parameters(settings: ModelSettings) -> int:
-    """Return how many parameters each token is multiplied with: the layers, of experts its own, and the head."""
+    """Return the number of parameters used per token: the layers with the token's experts only, and the head."""
     config = _configuration(settings.path).get_text_config()
     experts = next((found for name in EXPERTS if (found := getattr(config, name, None))), 0)
     share = config.num_experts_per_tok / experts if experts else 1.0
@@ -283,12 +283,12 @@ def active_parameters(settings: ModelSettings) -> int:
 
 
 def pass_bytes(recipe: Recipe) -> int:
-    """Return what a forward pass of the recipe's embedded engine holds for a moment."""
+    """Return the temporary memory of a forward pass of the recipe's embedded engine."""
     return _pass_bytes(_configuration(recipe.model.path).get_text_config(), recipe)
 
 
 def _pass_bytes(config: Any, recipe: Recipe) -> int:
-    """Logits of all samples, and a layer's activations of their tokens and of a piece of a prompt."""
+    """Return the bytes of all samples' logits, and of a layer's activations for their tokens and a prefill chunk."""
     computed = getattr(torch, recipe.compute_dtype).itemsize
     width = 6 * config.hidden_size + 3 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     logits = LOGITS * 4 * recipe.slots * config.vocab_size
@@ -296,7 +296,7 @@ def _pass_bytes(config: Any, recipe: Recipe) -> int:
 
 
 def _cache_bytes(config: Any, computed: int) -> int:
-    """Keys and values of one token."""
+    """Return the KV-cache bytes of one token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * size * computed)
