@@ -1,13 +1,12 @@
-"""Layers that several ranks compute together, by the plans that transformers has for an architecture.
+"""Tensor and expert parallelism, by transformers' plans for an architecture.
 
-Tensor parallelism gives each of some ranks a part of every matrix of a layer, heads of attention and columns of the
-MLP, and sums what they compute. Expert parallelism gives each of some ranks whole experts, and sends tokens to them and
-back.
+With tensor parallelism each rank has a part of every matrix of a layer (heads of attention, columns of the MLP), and
+the ranks sum their results. With expert parallelism each rank has whole experts, and tokens are sent to them and back.
 
 Invariants:
-- ranks that divide matrices are given the same tokens; those that divide experts alone may have tokens of their own;
-- what no plan divides (norms, routers, the embedding, the head) is sharded like everything where nothing is divided;
-- a part is a run of rows or columns, or whole experts: so who writes files knows where each lies.
+- ranks that divide matrices receive the same tokens; ranks that divide only experts may have different tokens;
+- parameters that no plan divides (norms, routers, embedding, head) are sharded as without model parallelism;
+- a part is a range of rows or columns, or whole experts, so its place in a file is known.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from april.engines.pretrained import EXPERTS
 from april.training.ranks import Ranks
 
 STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
-"""Those of a tensor parallel plan that are known here."""
+"""Supported styles of tensor-parallel plans."""
 DISPATCH = "ep_dispatch_experts"
 
 
 def divide(model: Any, ranks: Ranks) -> list[nn.Module]:
-    """Divide the layers of `model`, whole until here and the same on all ranks, in place, and return its experts.
+    """Divide the layers of `model` in place, and return its experts.
 
     Args:
-        model: of transformers, with or without a head.
+        model: a transformers model with or without a head, whole and equal on all ranks.
     """
     if ranks.tensor is None:
         return []
-    # Older versions of transformers, as an environment with vLLM may have, lack them.
+    # Imported here: older versions of transformers, which an environment with vLLM may have, lack these modules.
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -51,12 +50,12 @@ def divide(model: Any, ranks: Ranks) -> list[nn.Module]:
 
 
 def layers_of(model: nn.Module) -> list[str]:
-    """The names of a model's layers."""
+    """Return the names of a model's layers."""
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[str, str]]:
-    """Which modules and parameters of the layers are divided, by name: as matrices, and as experts."""
+    """Return the styles of the layers' divided modules and parameters, by name: of matrices, and of experts."""
     layers = tuple(f"{name}." for name in layers_of(model))
     experts = model._expand_parallel_plan(model.ep_plan) if expert > 1 else {}
     matrices = model._expand_parallel_plan(model.tp_plan) if tensor > 1 else {}
@@ -66,7 +65,7 @@ def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[st
 
 
 def check_layout(trainer: TrainerSettings, path: str) -> None:
-    """Check that the policy's layers can be divided as `trainer` says, from the model's configuration alone.
+    """Check that the policy's layers can be divided by `trainer`, from the model's configuration alone.
 
     Args:
         path: path or hub name of the model.
@@ -86,7 +85,7 @@ def check_layout(trainer: TrainerSettings, path: str) -> None:
     try:
         config: Any = AutoConfig.from_pretrained(str(Path(path).expanduser()), trust_remote_code=False)
     except (OSError, ValueError):
-        return  # who loads the policy says it
+        return  # loading the policy reports the error
     sharing = {"context_parallel": context, "tensor_parallel": tensor}
     named = " · ".join(name for name, size in sharing.items() if size > 1)
     for name in ("num_attention_heads", "num_key_value_heads"):

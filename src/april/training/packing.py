@@ -1,12 +1,12 @@
-"""Sequences one after another in a single row, so that no layer computes padding.
+"""Packing: concatenated sequences in a single row, so that no layer computes padding.
 
-Attention alone needs to know where a sequence begins and ends. It is one call of a kernel for packed sequences where
-the device has one (GPUs in half precision), and elsewhere one call for each run of sequences of like length, padded to
-one another where that costs little.
+Only attention needs the sequences' boundaries. It is one call of a kernel for packed sequences if the device has one
+(GPUs in half precision), and otherwise one call for each run of sequences of similar length, padded if that costs
+little.
 
 Invariants:
-- no token attends to another sequence than its own;
-- a model computes packed what it computes of each sequence alone, or is not packed (`can_pack`).
+- no token attends to another sequence;
+- a model is packed only if it computes the same as for each sequence alone (`can_pack`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 IMPLEMENTATION = "april_packed"
 
 PADDING_SHARE = 8
-"""Sequences share a call of attention if at most one in this many of its tokens is padding."""
+"""Sequences share an attention call if at most one token in this many is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Padded:
-    """Consecutive sequences, tokens `start` to `stop`, that share a call of attention.
+    """Consecutive sequences, tokens `start` to `stop`, that share an attention call.
 
-    `padded` [sequences · longest] picks the tokens of a padded batch, `packed` [tokens] picks from it what is no
-    padding; both None where all lengths are equal.
+    `padded` [sequences · longest] indexes the tokens of a padded batch, and `packed` [tokens] indexes the tokens
+    without padding in it; both are None if all lengths are equal.
     """
 
     start: int
@@ -52,11 +52,11 @@ class _Padded:
 
 
 class Packing:
-    """Where the sequences of a packed row begin and end.
+    """Boundaries of the sequences in a packed row.
 
     Args:
-        lengths: of the sequences; sorted ones need the fewest calls.
-        context: the ranks that share the row; None if it is whole here.
+        lengths: lengths of the sequences; sorted lengths need the fewest attention calls.
+        context: ranks that share the row; None if this rank has the whole row.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, context: ContextParallel | None = None) -> None:
@@ -77,7 +77,7 @@ class Packing:
     ) -> Tensor:
         """Causal attention within each sequence: [1, heads, tokens, size] to [1, tokens, heads, size]."""
         if torch.is_autocast_enabled(query.device.type):
-            # Autocast does not know the kernels, and rotary embeddings are float32 under it.
+            # Autocast does not cast inputs of the kernels, and computes rotary embeddings in float32.
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -124,7 +124,7 @@ def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Padded]:
 
 
 def _batch(tokens: Tensor, run: _Padded) -> Tensor:
-    """The run's [sequences, heads, longest, size] of [tokens, heads, size]."""
+    """Return a run as [sequences, heads, longest, size], from [tokens, heads, size]."""
     own = tokens[run.start : run.stop]
     picked = own if run.padded is None else own.index_select(0, run.padded)
     return picked.reshape(run.sequences, run.longest, *picked.shape[1:]).transpose(1, 2)
@@ -152,13 +152,13 @@ def _dispatch(
     return out if context is None else context.tokens(out), None
 
 
-# No mask function is registered beside it: transformers then builds no masks.
+# Without a registered mask function, transformers builds no masks.
 AttentionInterface.register(IMPLEMENTATION, _dispatch)
 
 
 @contextmanager
 def packed_attention(*models: Any) -> Iterator[None]:
-    """Inside, the models attend within the sequences of a packed row, and only that."""
+    """Make the models' attention work on packed rows inside."""
     before = [model.config._attn_implementation for model in models]
     for model in models:
         model.set_attn_implementation(IMPLEMENTATION)
@@ -175,7 +175,7 @@ def attends_packed(model: Any) -> bool:
 
 
 def can_pack(model: Any) -> bool:
-    """Whether packed sequences leave the results of `model` as they are, within its windows and beyond."""
+    """Whether `model` has the same results for packed sequences, within its attention windows and beyond."""
     trunk = trunk_of(model)
 
     def alone(ids: Tensor) -> Tensor:

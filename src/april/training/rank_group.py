@@ -2,10 +2,10 @@
 
 Invariants:
 - all ranks run, or none: `run` returns after every rank has ended;
-- the first rank has time to save what it was collecting before it is killed.
+- the first rank has time to save unfinished rollouts before it is killed.
 
 `run` has three phases: watch the ranks until one of them ends; wait until the others have ended by themselves, up to
-`GRACE_SECONDS`; kill the rest. `exit_status` and `cause` then say what follows.
+`GRACE_SECONDS`; kill the rest. Afterwards `exit_status` and `cause` are valid.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RankGroup:
 
     @property
     def cause(self) -> RankProcess:
-        """The rank whose end made the others end, as far as their states tell."""
+        """The rank whose end most likely made the other ranks end."""
 
         def order(rank: RankProcess) -> tuple[bool, bool, int]:
             stopped = rank is self._leader and self._leader_lost

@@ -1,4 +1,4 @@
-"""Starts the processes of all ranks: the first rank on this machine, the others beside it or on nodes of a cluster."""
+"""Start of the processes of all ranks: the first rank on this machine, the others here or on nodes of a cluster."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RankLauncher:
         payload = json.dumps({"recipe": self._recipe.to_dict(), "resume": resume})
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="april-ranks-")))
-            meeting_point = placed.of_first if placed else {RENDEZVOUS: f"file://{folder / 'store'}"}
+            meeting_point = placed.leader_environment if placed else {RENDEZVOUS: f"file://{folder / 'store'}"}
             ranks: list[RankProcess] = []
             for number in range(self._recipe.trainer.processes):
                 if placed and number > 0:
@@ -87,7 +87,7 @@ class RankLauncher:
         required = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(here)}
         defaults = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // here))}
         if placed:
-            defaults |= placed.network
+            defaults |= placed.leader_defaults
         elif sys.platform == "linux" and self._engines_are_here:
             defaults["GLOO_SOCKET_IFNAME"] = "lo"  # no other machine has to reach the ranks
         return {**defaults, **os.environ, **required}

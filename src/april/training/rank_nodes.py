@@ -1,9 +1,9 @@
-"""The ranks of a run that are on nodes of its cluster: all but the first one, which is where `april train` is.
+"""Ranks on nodes of a cluster: all but the first rank, which runs on the machine of `april train`.
 
 Invariants:
-- they are programs as those that start on one machine are, and report as those do;
-- they meet at the address of the first rank's node, on a port that is new at each start;
-- none starts before every node has shown that it has what the run needs, the run's directory among it.
+- these ranks run the same program, and send the same reports, as ranks on one machine;
+- their rendezvous is at the address of the first rank's node, on a new port at each start;
+- no rank starts before every node has been checked for the model, the packages and the run's directory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODULE = "april.commands.rank"
 
 
 class RankNodes:
-    """Those of one run, each time that its ranks start. While the block lasts this process is a driver of the cluster.
+    """Reserves nodes for the ranks of one run, at each start. Inside the block this process is a driver of the cluster.
 
     Raises:
         EngineError: no cluster answers.
@@ -55,14 +55,15 @@ class RankNodes:
 
     @contextmanager
     def reserved(self, waits: Callable[[str], bool], stopped: Callable[[], bool]) -> Iterator[PlacedRanks]:
-        """Nodes with room for all ranks.
+        """Reserve nodes with room for all ranks.
 
         Args:
-            waits: told every second why there are none; whether to wait on.
-            stopped: asked every second; whether to give up at once.
+            waits: called every second with the reason why nodes are missing; returns whether to keep waiting.
+            stopped: called every second; returns whether to give up.
 
         Raises:
-            EngineError: there are none, and nobody waits, or it was stopped, or the run's directory cannot be written.
+            EngineError: there are no nodes and `waits` returned False, `stopped` returned True, or a node cannot write
+                the run's directory.
         """
         with marked(self._directory) as marker:
             settings = ProcessSettings(
@@ -86,7 +87,7 @@ class RankNodes:
 
 
 class PlacedRanks:
-    """The ranks of one start.
+    """Ranks of one start, and the nodes reserved for them.
 
     Args:
         placements: of ranks 1 and so on.
@@ -103,21 +104,21 @@ class PlacedRanks:
         self._logs = logs
 
     @property
-    def of_first(self) -> dict[str, str]:
-        """Environment variables of the first rank."""
+    def leader_environment(self) -> dict[str, str]:
+        """Environment variables for the first rank."""
         nodes = " ".join(sorted({placement.node.id for placement in self._placements}))
         return {RENDEZVOUS: self._url, LISTENER: str(self.listener), NODES: nodes}
 
     @property
-    def network(self) -> dict[str, str]:
-        """Environment variables of the first rank, if the user has not set them."""
+    def leader_defaults(self) -> dict[str, str]:
+        """Defaults of environment variables for the first rank; the user's values take precedence."""
         return interfaces(self._address)
 
-    def start(self, number: int, told: str) -> NodeProcess:
-        """Start a rank; `told` is what it reads."""
+    def start(self, number: int, payload: str) -> NodeProcess:
+        """Start a rank; it reads `payload` from its standard input."""
         place = {"RANK": number, "WORLD_SIZE": 1 + len(self._placements), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
         environment = {RENDEZVOUS: self._url, ON_NODE: "1"} | {name: str(value) for name, value in place.items()}
-        process = NodeProcess(self._placements[number - 1], environment, told, self._logs / f"rank-{number}.log")
+        process = NodeProcess(self._placements[number - 1], environment, payload, self._logs / f"rank-{number}.log")
         self.processes.append(process)
         return process
 
@@ -137,11 +138,11 @@ def _end(placements: list[ActorPlacement]) -> None:
 
 
 def demand_of_rank(recipe: Recipe) -> Demand:
-    """What a rank takes of a node of the cluster that this process is connected to."""
+    """Return a rank's demand for CPUs and GPUs; this process must be connected to the cluster."""
     return demand_of(recipe.cluster.cpus_per_rank, 0 if recipe.model.device == "cpu" else "auto")
 
 
 def model_of(recipe: Recipe) -> str:
-    """The policy that ranks load, as nodes know it: a directory, or a hub name."""
+    """Return the policy's absolute path, or its hub name."""
     path = Path(recipe.model.path).expanduser()
     return str(path.absolute()) if path.is_dir() else str(path)

@@ -66,13 +66,13 @@ def write(
     parts: Parts | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write this rank's rows of `tensors`, which all ranks name alike; they are whole once every rank has returned.
+    """Write this rank's rows of `tensors`; the files are complete once every rank has returned.
 
     Args:
-        directory: is there already, on a disk that all ranks share.
-        stem: files are called `<stem>.safetensors`, or by number with an index beside them, as transformers does.
-        tensors: sharded ones as DTensors; others are the same on all ranks, and rank 0 writes them.
-        make: gives what is written in the place of each, one after the other, of its shape, type and placement.
+        directory: existing directory on a disk that all ranks share.
+        stem: files are called `<stem>.safetensors`, or are numbered and have an index, as in transformers.
+        tensors: tensors by names that are equal on all ranks: DTensors, or equal tensors that rank 0 writes.
+        make: returns, by name and in order, the tensor to write, of the same shape, type and placement.
         dtype: what floating point numbers are written as; as they are if None.
         parts: what files call the parts of a tensor, instead of its name.
     """
@@ -120,7 +120,7 @@ def read(directory: Path, stem: str, tensors: Mapping[str, Tensor]) -> None:
 
 
 def stored(directory: Path, stem: str) -> dict[str, Path]:
-    """The files of each tensor, by name; none if nothing was written under `stem`.
+    """Return the file of each tensor, by name; empty if nothing was written under `stem`.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -136,7 +136,7 @@ def stored(directory: Path, stem: str) -> dict[str, Path]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """A file of tensors, to be read.
+    """Open a file of tensors for reading.
 
     Raises:
         CheckpointError: it cannot be.
@@ -186,12 +186,12 @@ def _file(
 
 
 def _own_rows(tensor: Tensor, rank: int) -> Iterator[tuple[int, Tensor]]:
-    """The bytes of `tensor` that this rank writes, as (offset, contiguous tensor)."""
+    """Yield the parts of `tensor` that this rank writes, as (offset in bytes, contiguous tensor)."""
     local, place = _local(tensor), _place(tensor)
     if not local.numel() or not _writes(tensor, rank):
         return
     local = local.detach().contiguous()
-    # The innermost dimensions that are whole lie in one piece; what is before them is gone through one by one.
+    # Inner dimensions that are whole are contiguous in the file; iterate over the dimensions before them.
     inner = local.dim()
     while inner > 0 and local.shape[inner - 1] == tensor.shape[inner - 1]:
         inner -= 1

@@ -1,9 +1,9 @@
-"""What a model's tensors are called, and cut into, where they are stored, if not as transformers computes with them.
+"""Names and parts under which a model's tensors are stored, if they differ from those that transformers computes with.
 
-Of a mixture of experts transformers computes with one tensor of all experts' gates and projections, where files on the
-hub, and engines that load them, have a matrix for each.
+For a mixture of experts, transformers computes with one tensor of all experts' gates and projections, while files on
+the hub, and engines that load them, have one matrix per expert.
 
-Invariant: the parts of a tensor lie in it one after the other and are all of it; who writes one writes the others.
+Invariant: a tensor is the concatenation of its parts, which are written together.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from april.training.lora import plain_name
 
 Parts = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""Of each tensor that is stored otherwise, by its name: names and shapes of its parts, in their order."""
+"""Names and shapes of the parts, in order, of each tensor that is stored in parts, by its name."""
 
 
 def stored_parts(model: Any) -> Parts:
-    """The parts of the tensors of `model`, of transformers, as far as they are made by cutting alone."""
+    """Return the parts of the tensors of a transformers model that are stored as slices."""
     found = {}
     for adapted, parameter in model.named_parameters():
         name = plain_name(adapted)
@@ -32,7 +32,7 @@ def stored_parts(model: Any) -> Parts:
 
 
 def _parts(model: Any, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-    """Found by having transformers cut up a tensor that numbers its rows."""
+    """Return the parts of a tensor, found by converting a tensor of row numbers with transformers."""
     rows = torch.arange(torch.Size(shape[:-1]).numel()).reshape(*shape[:-1], 1)
     cut = revert_weight_conversion(model, {name: rows})
     parts = dict(sorted(cut.items(), key=lambda part: int(part[1].flatten()[0])))
@@ -42,7 +42,7 @@ def _parts(model: Any, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[
 
 
 def cut(tensors: Iterable[tuple[str, Tensor]], parts: Parts) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors under the names, and in the parts, that they are stored in."""
+    """Yield the parts of whole tensors under their stored names."""
     for name, tensor in tensors:
         if name not in parts:
             yield name, tensor

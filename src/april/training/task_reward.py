@@ -1,4 +1,4 @@
-"""A task's scorer as the scheduler's reward function: tokens become text here and nowhere else."""
+"""Reward function of the scheduler from a task's scorer. Responses are decoded to text only here."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class TaskRewards:
     """Scores samples with a task's scorer, in worker processes or in this one. An async context manager.
 
     Args:
-        on_nodes: worker processes are on the nodes of a cluster, to which this process is connected before the first
+        on_nodes: worker processes run on the nodes of a cluster, to which this process is connected before the first
             call.
 
     Attributes:
-        failures: calls that failed so far, by the name of the exception: TimeoutError, WorkerDied, MemoryError, what
-            the function raised; those of evaluations included.
+        failures: number of failed calls so far, including evaluations, by the exception's name: TimeoutError,
+            WorkerDied, MemoryError, or an exception of the reward function.
     """
 
     def __init__(self, scorer: Scorer, tokenizer: Any, settings: RolloutSettings, on_nodes: bool = False) -> None:
@@ -56,11 +56,11 @@ class TaskRewards:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a worker process."""
+        """Number of calls that wait for a worker process."""
         return 0 if self._workers is None else self._workers.waiting
 
     async def __call__(self, prompt: Prompt, samples: Sample | Sequence[Sample]) -> Any:
-        """The reward of a sample, or of each sample of a group."""
+        """Return the reward of a sample, or of each sample of a group."""
         several = not isinstance(samples, Sample)
         rewards = await self.score(prompt, samples if several else [samples])  # type: ignore[arg-type, list-item]
         return rewards if several else rewards[0]
@@ -87,9 +87,9 @@ class TaskRewards:
             raise
 
     async def _own(self, scorer: SpecScorer, problem: Problem, response: str, length: int) -> Reward:
-        """Score one response by april's own scorers; a response on which these do not end scores 0.
+        """Score one response by april's own scorers; the reward is 0 if they time out or die.
 
-        What the policy writes must not end a run, whatever `on_reward_error` is.
+        A response must never end a run, for any `on_reward_error`.
         """
         try:
             [reward] = await self._call(problem, [response], [length], None, "own")
@@ -107,7 +107,8 @@ class TaskRewards:
             return scorer.zero()
 
     def take_unjudged(self) -> int:
-        """Responses since the last call that got 0 because april's own scorers did not end on them."""
+        """Return the number of responses since the last call with reward 0 because april's own scorers did not
+        finish."""
         unjudged, self._unjudged = self._unjudged, 0
         return unjudged
 
@@ -117,7 +118,8 @@ class TaskRewards:
         return rewards
 
     async def _in_this_process(self, *args: Any) -> list[Reward]:
-        """In a thread; what is async goes on in the event loop of such functions, where it ends at its time limit."""
+        """Score in a thread; async reward functions run in their own event loop and are cancelled at their time
+        limit."""
         try:
             found: Any = await self._threads.call(self._begin, args, self._time_limit)
         except LateError:
@@ -133,7 +135,7 @@ class TaskRewards:
         return rewards
 
     def _begin(self, *args: Any) -> list[Reward] | Future[list[Reward]]:
-        """In a thread: the rewards, or what will be when async functions have gone on in their loop."""
+        """Return the rewards, or a future of async functions' rewards; called in a thread."""
         if not isinstance(self.scorer, SpecScorer):
             return self.scorer(*args)
         found = self.scorer.begin(*args)
@@ -143,10 +145,10 @@ class TaskRewards:
         return f"the reward function ran past its time limit of {self._time_limit:g} s (rollout.reward_timeout)"
 
     async def _loop_answers(self) -> None:
-        """Make sure that no async function blocks the others.
+        """Check that no async reward function blocks the event loop.
 
         Raises:
-            HangingError: one does.
+            HangingError: a function blocks it.
         """
         try:
             async with time_limit(self._time_limit):
@@ -158,7 +160,7 @@ class TaskRewards:
             ) from None
 
     def _count(self, problem: Problem, error: Exception) -> None:
-        """Count a failure. Failures that do not stop the run are logged: the first of a kind, the 10th, the 100th."""
+        """Count a failure. Failures that do not stop the run are logged: the first of a kind, the 10th, the 100th, …"""
         kind = type(error).__name__
         self.failures[kind] += 1
         times = self.failures[kind]
@@ -172,11 +174,10 @@ class TaskRewards:
             )
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
-        """The rewards of complete groups, for evaluation.
+        """Return the rewards of complete groups, for evaluation; samples whose reward function fails have reward 0.
 
         Raises:
-            RewardError: the reward function failed and `on_reward_error` is "raise"; else such samples score 0. So
-                many calls hang that none can be computed any more.
+            RewardError: the reward function failed and `on_reward_error` is "raise", or too many calls hang.
         """
         return list(await asyncio.gather(*map(self._score_group, groups)))
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 log = logging.getLogger(__name__)
 
 ELEMENTS = 128
-"""Elements of each tensor that are compared, evenly spread."""
+"""Number of compared elements per tensor, evenly spread."""
 TENSORS = 64
-"""Tensors that are compared, evenly spread over the layers."""
+"""Number of compared tensors, evenly spread over the layers."""
 FEW = 0.05
 """Share of changed parameters below which a run warns."""
 
@@ -27,7 +27,7 @@ class UpdateShare:
     """Compares a sample of the parameters before and after each update.
 
     Args:
-        parameters: what the optimizer updates; of sharded ones, this rank's rows.
+        parameters: tensors that the optimizer updates; of sharded tensors, this rank's rows are compared.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -41,7 +41,7 @@ class UpdateShare:
 
     @contextmanager
     def of(self) -> Iterator[None]:
-        """Count what the update inside changes, of the parameters that have a gradient other than 0."""
+        """Count how many elements with non-zero gradient the update inside changes."""
         before = self._values(lambda own: own)
         meant = self._values(lambda own: torch.zeros_like(own) if own.grad is None else own.grad) != 0
         yield
@@ -80,6 +80,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `size`, evenly spread."""
+    """Return at most `most` of the numbers below `size`, evenly spread."""
     count = min(size, most)
     return [k * size // count for k in range(count)]

@@ -1,4 +1,4 @@
-"""How much of its GPUs' peak training reaches, where the peak is known."""
+"""Model FLOP utilisation (MFU) of training, on GPUs with a known peak."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from april.training.memory_plan import active_parameters
 PEAKS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2250e12, "mi300x": 1307e12}
 """FLOP/s in dense bfloat16 by the vendors' data sheets, of the SXM, HGX and OAM modules."""
 SMALLER = re.compile(r"pcie|nvl", re.IGNORECASE)
-"""In the names of cards of the same generation with another peak."""
+"""Pattern in the names of cards of the same generation with a lower peak."""
 TRAINING = 6
-"""FLOP for each parameter and token of a forward and a backward pass."""
+"""FLOP per parameter and token of a forward and a backward pass."""
 
 
 def peak_of(name: str) -> float | None:
@@ -28,19 +28,19 @@ def peak_of(name: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Of the GPUs that train.
+    """Utilisation of the GPUs that train.
 
     Args:
-        parameters: those that a token is multiplied with.
-        peak: FLOP/s of all GPUs that train.
+        parameters: number of parameters used per token.
+        peak: FLOP/s of all GPUs that train together.
     """
 
     parameters: int
     peak: float
 
     def of(self, step: RolloutBatch, seconds: float) -> dict[str, float]:
-        """Metrics of a training step: `mfu` counts 6 FLOP for each parameter and token of prompts and responses, once;
-        neither attention nor passes that are repeated are in it."""
+        """Return metrics of a training step. `mfu` counts 6 FLOP per parameter and token of prompts and responses;
+        attention and repeated passes are not counted."""
         samples = [sample for group in step.groups for sample in group.samples]
         tokens = sum(len(sample.prompt_ids) + sample.length for sample in samples)
         rate = tokens / seconds if seconds > 0 else 0.0
@@ -48,7 +48,7 @@ class Utilisation:
 
 
 def build_utilisation(model: ModelSettings, devices: DeviceMap | None) -> Utilisation | None:
-    """Return what `mfu` needs; None where a GPU that trains is not known, or none trains."""
+    """Return the utilisation of the GPUs that train; None without GPUs, or if the peak of one is not known."""
     peaks = [peak_of(gpu.name) for gpu in devices.training] if devices else []
     known = [peak for peak in peaks if peak is not None]
     if not known or len(known) < len(peaks):

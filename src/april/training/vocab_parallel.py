@@ -1,9 +1,9 @@
-"""Log-probabilities and entropy where each of some ranks has the logits of a part of the vocabulary.
+"""Log-probabilities and entropy with the vocabulary divided among ranks.
 
 Invariants:
-- what leaves a reduction is the same on all ranks, and all that follows it is computed on each of them from the same
-  numbers; so the gradient of a loss that all of them compute is right without reducing it again;
-- logits are held for a chunk of positions, and computed again in the backward pass.
+- results of a reduction are equal on all ranks, and all ranks compute the same loss from them, so gradients need no
+  further reduction;
+- logits exist for one chunk of positions at a time, and are recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy (nats) under softmax(logits / temperature), [N] each, float32, on every rank.
+    """Return log p(target) and entropy (nats) under softmax(logits / temperature), [N] each, float32, on every rank.
 
     Args:
-        head: this rank's logits of hidden states, [n, D] to [n, columns], padding of the vocabulary at the end.
-        hidden: last hidden states, [N, D], the same on all ranks.
+        head: computes this rank's logits, [n, D] to [n, columns], with the vocabulary's padding at the end.
+        hidden: last hidden states, [N, D], equal on all ranks.
         targets: token ids, [N].
-        columns: the first token id of this rank's logits, and how many of them are no padding.
-        group: the ranks that divide the vocabulary.
+        columns: first token id of this rank's logits, and number of logits without padding.
+        group: process group of the ranks that divide the vocabulary.
         temperature: positive.
         chunk_size: positions whose logits are held at a time; None keeps them under `CHUNK_ELEMENTS`.
     """
@@ -65,14 +65,14 @@ def _scores(
 
 
 class _Scores(torch.autograd.Function):
-    """Of a chunk of logits, of which each rank has its columns; all of them compute the same loss of the result."""
+    """Scores of a chunk of logits divided by columns; all ranks compute the same loss from the result."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, columns: tuple[int, int], group: Any, temperature: float
     ) -> tuple[Tensor, Tensor]:
         first, count = columns
-        # Overwritten in place until it is log p: a chunk is held once, and once more for its exponential.
+        # In place, so that a chunk is held twice at most: its log-probabilities and their exponentials.
         shifted = logits.to(torch.float32, copy=True).div_(temperature)
         shifted[:, count:] = torch.finfo(torch.float32).min
         largest = shifted.amax(-1, keepdim=True)
