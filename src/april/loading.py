@@ -1,7 +1,7 @@
-"""The user's own names: `my_rewards.py:score`, `package.module:NAME`.
+"""Loads objects of the user's code by name: `my_rewards.py:score`, `package.module:NAME`.
 
 Invariants:
-- rewards, environments and tools are found in one way, and an error names the setting;
+- rewards, environments and tools are looked up in one way, and an error names the setting;
 - loading a file twice, in one process or in two, gives the same module.
 """
 
@@ -21,7 +21,7 @@ def load_object(setting: str, path: str, folder: Path | None = None) -> Any:
     """Return the object at `FILE.py:NAME` or `package.module:NAME`.
 
     Files, modules and their imports are searched for in `folder`, then in the current directory. A recipe's names of
-    files beside it are absolute by then (`april.config.paths`).
+    neighbouring files are absolute by then (`april.config.paths`).
 
     Args:
         setting: setting that holds `path`, for messages.

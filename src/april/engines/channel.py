@@ -15,7 +15,7 @@ from april.rollout.engine import EngineError
 
 
 class ChannelClosedError(EngineError):
-    """The channel is closed, and everything that arrived on it has been received. The message says why it closed."""
+    """The channel is closed, and everything that arrived on it has been received. The message gives the reason."""
 
 
 class Channel(Protocol):

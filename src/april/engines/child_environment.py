@@ -1,6 +1,6 @@
 """The environment of processes that a rank starts and that are no ranks themselves: servers, engines, readers.
 
-Invariant: none of them takes itself for a rank of the trainer's job, or meets at the store of its launcher.
+Invariant: none of them acts as a rank of the trainer's job, or connects to the store of its launcher.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ LAUNCHER = frozenset(
         *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     )
 )
-"""Variables by which torchrun and other launchers tell a process its rank."""
+"""Variables in which torchrun and other launchers pass a process its rank."""
 ELASTIC = "TORCHELASTIC_"
 
 
 def inherited(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """This process's environment without what a launcher of ranks has set."""
+    """Return this process's environment without the variables of a launcher of ranks."""
     return {name: value for name, value in environment.items() if name not in LAUNCHER and not name.startswith(ELASTIC)}

@@ -1,10 +1,9 @@
-"""Chunks on their way from an engine to whoever polls it.
+"""Queue of chunks between an engine and its consumer.
 
 Invariants:
-- a chunk comes out once, and chunks come out in the order in which they went in, those of a sample that is taken by
-  name before the others;
+- every chunk leaves the queue once, in the order of arrival; a sample that is taken by name overtakes other samples;
 - a reader that falls behind makes writers wait, and never loses a chunk;
-- while the queue is drained, nobody waits for a reader.
+- in a `drain` block no writer waits for the reader.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class ChunkQueue:
     """A queue of chunks with one reader, who takes everything at once, or everything of some samples.
 
     Args:
-        backlog: chunks kept for a slow reader before writers that ask for room have to wait.
+        backlog: chunks kept for a slow reader before writers have to wait for `space`.
 
     Attributes:
         full: writers have to wait for `space`.
@@ -46,7 +45,7 @@ class ChunkQueue:
             self._look()
 
     def take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
-        """What is queued, of the named samples if some are named."""
+        """Remove and return the queued chunks of the named samples, or of all samples."""
         taken, left = parted(self._chunks, sample_ids)
         self._chunks = left
         self._look()
@@ -59,11 +58,11 @@ class ChunkQueue:
             await self._arrived.wait()
 
     def wake(self) -> None:
-        """Let the reader see that something else has changed."""
+        """Wake the reader without a chunk."""
         self._arrived.set()
 
     def _look(self) -> None:
-        """See whether writers have to wait."""
+        """Update whether writers have to wait."""
         self.full = len(self._chunks) >= self._backlog and not self._draining
         if self.full:
             self._space.clear()
@@ -86,7 +85,7 @@ class ChunkQueue:
 
 
 def parted(chunks: list[Chunk], sample_ids: Container[str] | None) -> tuple[list[Chunk], list[Chunk]]:
-    """The chunks of the named samples, of all if none are named, and the others."""
+    """Split chunks into those of the named samples, or all if none are named, and the rest."""
     if sample_ids is None:
         return chunks, []
     named = [chunk for chunk in chunks if chunk.sample_id in sample_ids]

@@ -15,7 +15,7 @@ from april.engines.channel import ChannelClosedError
 
 HEADER = struct.Struct("<I")
 READ_AHEAD = 2**20
-"""Bytes that are read before somebody receives them."""
+"""Bytes that are read ahead of `receive`."""
 
 
 class Connection:

@@ -64,7 +64,7 @@ class EngineServer:
                 self._received(await self._channel.receive())
         except ChannelClosedError:
             pass
-        except Exception as error:  # whatever it is, the other end waits for answers
+        except Exception as error:  # any error: the other end waits for answers
             self._channel.send(("failed", reason_of(error)))
         finally:
             generating.cancel()
@@ -77,7 +77,7 @@ class EngineServer:
                 self._submitted.clear()
                 while self._in_flight:
                     await self._send_next()
-        except Exception as error:  # whatever it is, the other end waits for chunks
+        except Exception as error:  # any error: the other end waits for chunks
             self._channel.send(("failed", reason_of(error)))
 
     async def _send_next(self) -> None:

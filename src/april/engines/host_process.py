@@ -2,7 +2,7 @@
 
 Invariants:
 - the process outlives neither `close` nor the process that started it: it ends when its connection closes;
-- what it logs is logged here.
+- its log records are logged in this process.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class EngineLoader(Protocol):
 
 
 class LogHandler(logging.Handler):
-    """Sends what is logged to the other process."""
+    """Sends log records to the other process."""
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.INFO)

@@ -3,8 +3,8 @@
 Process 0 leads: it has the scheduler. The others follow: each generates on its own engine as it is ordered.
 
 Invariants:
-- all engines go on in rounds. A round takes orders to every process and brings back what came of them, in the order of
-  ranks, so what the scheduler sees depends on no clock: the same job samples the same tokens again;
+- all engines work in rounds. A round sends an order to every process and gathers the replies in the order of ranks, so
+  the scheduler's input depends on no clock: the same job samples the same tokens again;
 - in a round each engine polls until it has handed out something of a sample that is unfinished, or has none left;
 - a sample is in flight on one engine at most.
 """
@@ -30,7 +30,7 @@ AFFINITY = 0.25
 
 @dataclass(slots=True)
 class JobOrder:
-    """What one process is to do: samples to forget and to submit, and then the rest."""
+    """An order to one process: samples to forget and to submit, followed by one action."""
 
     what: Literal["poll", "interrupt", "update", "over", "failed"]
     forget: list[list[str] | None] = field(default_factory=list)
@@ -43,7 +43,7 @@ class JobOrder:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of an order, and how full the engine is; its capacity shrinks where memory runs out."""
+    """Result of an order, with the engine's load and capacity, which shrinks if memory runs out."""
 
     chunks: list[Chunk]
     running: int
@@ -112,7 +112,7 @@ def ended(chunk: Chunk) -> bool:
 
 
 class JobMember:
-    """One process's engine, as the leader knows it; its fields are those of a pool's member."""
+    """The leader's record of one process's engine, with the fields of a pool's member."""
 
     place, ready, reason, losses = "", True, "", 0
 
@@ -234,7 +234,7 @@ class JobEngine:
         return self._round
 
     async def _finish(self, task: asyncio.Task[None]) -> None:
-        """Wait for a round. It cannot be called back: if the wait is cancelled, what it brings is kept."""
+        """Wait for a round, which cannot be cancelled: if the wait is, its chunks are kept for the next call."""
         try:
             await asyncio.shield(task)
         finally:

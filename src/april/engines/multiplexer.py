@@ -63,7 +63,7 @@ class Multiplexer:
         self._connection.send(message)
 
     def release(self, number: int) -> None:
-        """Tell the other end that a channel was closed here."""
+        """Close the other end of a channel that was closed here."""
         if self._channels.pop(number, None) is not None:
             self.send(("close", number))
 

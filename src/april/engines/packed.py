@@ -1,4 +1,4 @@
-"""Chunks as a few arrays, to go from one process to another without an object for every token."""
+"""Chunks packed into a few arrays, to be sent to another process without an object for every token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pack(chunks: Sequence[Chunk]) -> PackedChunks:
 
 
 def unpack(packed: PackedChunks) -> list[Chunk]:
-    """The chunks, their tokens as slices of the arrays."""
+    """Return the chunks; their tokens are slices of the arrays."""
     token_ids, logprobs, errors = packed.token_ids, packed.logprobs, packed.errors
     ends = pairwise(accumulate(packed.counts, initial=0))
     places = zip(packed.sample_ids, ends, packed.versions, packed.finishes, strict=True)

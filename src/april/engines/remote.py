@@ -5,8 +5,8 @@
 Invariants:
 - every chunk that arrived is handed out exactly once, also if the engine dies;
 - nothing waits for ever: the death of the engine, or a hang, ends every wait for it with an `EngineError`;
-- the engine never sends more than `window` chunks that have not been handed out, but for those of an interrupt: a
-  consumer that falls behind makes the engine wait (back-pressure), and never delays the answer to a call.
+- except in an interrupt, the engine never sends more than `window` chunks that have not been handed out: a consumer
+  that falls behind makes the engine wait (back-pressure), and never delays the answer to a call.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RemoteEngine:
         self._in_flight: set[str] = set()
         self._queue = ChunkQueue()
         self._unacknowledged = 0
-        """Chunks that were handed out, or dropped, since the engine was last told."""
+        """Chunks that were handed out or dropped, and not acknowledged to the engine yet."""
         self._down: str | None = "it has not been started yet"
         """Why the engine does not work; None while it does."""
         self._channel: Channel
@@ -112,14 +112,14 @@ class RemoteEngine:
         return len(self._queue) + self._unacknowledged >= self.window
 
     def _acknowledge(self, count: int) -> None:
-        """Let the engine send as many more chunks, once it is worth a message."""
+        """Allow the engine to send more chunks. Acknowledgements are collected: each is a message."""
         self._unacknowledged += count
         if self._unacknowledged >= max(1, self.window // 8) and self._down is None:
             self._channel.send(("handed out", self._unacknowledged))
             self._unacknowledged = 0
 
     def _lost(self, reason: str) -> None:
-        """The engine is gone. What has arrived is still handed out."""
+        """End the session: the engine is gone. Chunks that have arrived are still handed out."""
         if self._down is None:
             self._down = reason
             self._rpc.fail(reason)
@@ -127,7 +127,7 @@ class RemoteEngine:
             self._queue.wake()
 
     def _hung(self, reason: str) -> None:
-        """The engine does not answer."""
+        """Handle an engine that does not answer. Subclasses kill it."""
         self._lost(reason)
 
     def _require_alive(self) -> None:
@@ -194,7 +194,7 @@ class RemoteEngine:
         return chunks
 
     async def abandon(self) -> list[Chunk]:
-        """End the session without a word to the engine, and return what had arrived."""
+        """End the session without a message to the engine; return the chunks that had arrived."""
         self._disconnect("it was given up")
         chunks = self._take()
         self._in_flight.clear()
@@ -206,14 +206,14 @@ class RemoteEngine:
         self._require_alive()
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Go over to policy `version`. `_remote_weights` says in which form weights are accepted."""
+        """Change to policy `version`. The form of `weights` depends on the class; see `_remote_weights`."""
         if self._in_flight:
             raise EngineError("weights change only while nothing is in flight: interrupt first")
         await self._call("update_weights", version, self._remote_weights(weights), limit=LOADING_SECONDS)
         self.version = version
 
     def _remote_weights(self, weights: Any) -> Any:
-        """Return what is sent for `weights`: None, or a `RemoteWeights`.
+        """Return the message for `weights`: None, or a `RemoteWeights`.
 
         Raises:
             ValueError: there are no weights there.

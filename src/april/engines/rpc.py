@@ -1,7 +1,7 @@
 """Remote procedure calls over a channel.
 
 Invariant: every call ends, with its result or with an error once the server is gone or has left the call unanswered for
-too long. A server that leaves a call unanswered counts as hung, also if the caller was cancelled meanwhile.
+too long. A server that leaves a call unanswered counts as hung, also if the caller has been cancelled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RpcClient:
             limit: seconds after which a server that has not answered counts as hung.
 
         Raises:
-            EngineError: the call failed, or the server is gone; the message says why.
+            EngineError: the call failed, or the server is gone; the message gives the reason.
         """
         loop = asyncio.get_running_loop()
         number, result = next(self._numbers), loop.create_future()

@@ -61,7 +61,7 @@ class EngineProcess(RemoteEngine):
             environment: more variables of the process.
 
         Raises:
-            EngineError: it cannot be started, or refuses the model; the message says why.
+            EngineError: it cannot be started, or cannot load the model; the message gives the reason.
         """
         engine = cls(await HostProcess.start(NAME, environment), settings.on_update)
         try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from april.engines.embedded.engine import EmbeddedEngine
 
 SHARE_OF_OWN_GPU = 0.8
-"""Share of the memory beside the parameters; the rest is for activations and logits of a forward pass."""
+"""Share of the memory that the parameters leave free; the rest is for activations and logits of a forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class EmbeddedSettings:
         )
 
     def budget(self, device: torch.device) -> int | None:
-        """Return the memory for keys and values: on a GPU, which this process has to itself, most of what is free."""
+        """Return the memory for keys and values; on a GPU, which this process does not share, most of what is free."""
         from april.engines.device_memory import free_bytes
 
         if self.kv_cache_bytes is None and device.type == "cuda":

@@ -1,9 +1,8 @@
-"""A place on a cluster for one engine or rank: the resources that are kept for it on a node, and the actor that works
-there.
+"""Placement of one engine or rank on a cluster: its reserved resources on a node, and its actor.
 
 Invariants:
-- resources are kept as long as the site is there, also while its actor is started again after a crash;
-- an actor that hangs is found out whenever it does: while Ray starts it, while it loads its model, and later.
+- resources stay reserved until `end`, also while the actor is restarted after a crash;
+- a hang is detected at any time: while Ray starts the actor, while the actor loads its model, and later.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from april.engines.ray.placement import Demand, Node
 from april.rollout.engine import EngineError
 
 RESERVING = 30
-"""Seconds that a node may take to reserve what is asked of it. One that takes longer hangs, or has gone."""
+"""Seconds that a node may take to reserve resources. A node that takes longer hangs, or has left."""
 
 
 class ActorPlacement:
-    """Made on `node`; Ray starts the actor there. It ends with the run, however that ends, since the run's process owns
-    it.
+    """Reserves resources on `node`, where Ray starts the actor. The run's process owns both, so both end with the run.
 
     Args:
-        actor: its class, which has `ping` and `open`, and what it is made from.
-        again: Ray starts it again when it crashes.
+        actor: class of the actor, with methods `ping` and `open`, and its constructor arguments.
+        again: Ray restarts the actor when it crashes.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class ActorPlacement:
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, 0),
         ).remote(*arguments)
         self._started_at: float | None = time.monotonic()
-        """When Ray began to start it; None once it has answered."""
+        """When Ray began to start the actor; None once the actor has answered."""
 
     async def alive(self) -> bool:
-        """Whether it works, or is being started by Ray: not so if it hangs, or Ray has given it up."""
+        """Return whether the actor works or is being started by Ray; False if it hangs, or Ray has given it up."""
         try:
             await ping(self.actor)
             self._started_at = None
@@ -74,10 +72,10 @@ class ActorPlacement:
         return starting and await asyncio.to_thread(answers, self.node)
 
     async def open(self, life: int) -> Any:
-        """Begin a life of the actor, and return what it answers once it has loaded its model.
+        """Begin a life of the actor, and return its answer once it has loaded its model.
 
         Raises:
-            EngineError: it died, or hangs.
+            EngineError: the actor died, or hangs.
         """
         opening = asyncio.ensure_future(self.actor.open.remote(life))
         try:
@@ -93,14 +91,14 @@ class ActorPlacement:
         return answer
 
     async def reserved(self, seconds: float) -> bool:
-        """Whether its resources are reserved within so long. Whoever waits may be cancelled: no thread waits on."""
+        """Wait for the reservation; return whether it was made in time. If cancelled, no thread keeps waiting."""
         until = time.monotonic() + seconds
         while not (found := await call_head(self.group.wait, 1)) and time.monotonic() < until:
             pass
         return bool(found)
 
     def end(self) -> None:
-        """Give everything back."""
+        """Kill the actor and release its resources."""
         with suppress(RayError, ValueError):
             ray.kill(self.actor)
         with suppress(RayError, ValueError):

@@ -2,8 +2,8 @@
 
 Invariants:
 - engines end with the run that started them;
-- a node that joins is looked at within `WATCH` seconds;
-- a head that does not answer stops the run within `head.HEAD_SILENCE` seconds, with what is on disk.
+- a node that joins is used within `WATCH` seconds;
+- a head that does not answer stops the run within `head.HEAD_SILENCE` seconds; the journal is on disk.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class EngineSpec:
     """The engines of a run.
 
     Args:
-        replicas: how many; None: as many as there is room for, also on nodes that join.
-        connect: to a server by its address, if engines are servers.
+        replicas: number of engines; None: all that fit, also on nodes that join.
+        connect: connects to a server by its address, if engines are servers.
         outage_limit: seconds to wait with no engine ready.
-        training: nodes on which ranks of the trainer are, beside that of this process.
+        training: further nodes with ranks of the trainer; this process's node is always one.
     """
 
     engine: EmbeddedSettings | ServerSettings
@@ -55,7 +55,7 @@ class EngineSpec:
 
 
 class Cluster:
-    """Engines on the cluster that this process is connected to."""
+    """Places the engines of a run on the cluster that this process is connected to."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._training = spec.training | {home()}
@@ -66,13 +66,13 @@ class Cluster:
         self._pool: EnginePool | None = None
 
     async def start(self, on_status: Callable[[str], None]) -> EnginePool:
-        """A pool of engines that are ready.
+        """Start the engines and return a pool of them.
 
         Args:
-            on_status: what is being waited for, about every second.
+            on_status: called about every second with the engines that are still starting.
 
         Raises:
-            EngineError: no node has room, or an engine cannot be started; the message says why.
+            EngineError: no node has room, or an engine cannot be started; the message gives the reason.
         """
         nodes, spec = await alive_nodes(), self._spec
         placed = place(nodes, spec.demand, spec.replicas, spec.placement, self._training)
@@ -89,7 +89,7 @@ class Cluster:
                 ):
                     on_status(f"starting {left} of {len(replicas)} engines, {time.monotonic() - began:.0f} s")
                     await asyncio.wait(opening, timeout=1.0, return_when=asyncio.FIRST_EXCEPTION)
-                    await alive_nodes()  # the head may hang meanwhile
+                    await alive_nodes()  # detects a head that hangs during the start
         except BaseException as failed:
             await asyncio.gather(*(replica.close() for replica in replicas))
             if isinstance(failed, ExceptionGroup):
@@ -111,17 +111,17 @@ class Cluster:
         return EmbeddedReplica(name, on_update, capacity, self._place_actor, self._opened)
 
     async def _place_actor(self, name: str, before: ActorPlacement | None) -> ActorPlacement:
-        """The site that an engine had, if its actor works or will again; else a new one.
+        """Return the former placement of an engine if its actor works or restarts, otherwise a new one.
 
         Raises:
-            EngineError: there is no room.
+            EngineError: no node has room.
         """
         nodes, spec = await alive_nodes(), self._spec
         if before is not None:
             if before.node.id in {node.id for node in nodes} and await before.alive():
                 return before
             await self._give_up(before)
-        async with self._placing:  # what one takes is not free for the next
+        async with self._placing:  # concurrent placements would count the same resources
             nodes, now = await alive_nodes(), time.monotonic()
             suspects = {id for id, until in self._suspects.items() if until > now}
             where = spec.demand, 1, spec.placement, self._training
@@ -181,10 +181,10 @@ class Cluster:
             if self._spec.replicas is None:
                 new = [node for node in nodes if node.id in joined]
                 room = len(place(new, self._spec.demand, None, self._spec.placement, self._training))
-                for _ in range(room - sum(not member.ready for member in pool.members)):  # the lost ones come first
+                for _ in range(room - sum(not member.ready for member in pool.members)):  # lost engines come first
                     pool.add(self._replica(pool.members[0].replica.capacity))
 
 
 def _actor(engine: EmbeddedSettings | ServerSettings, name: str) -> tuple[type, list[Any]]:
-    """What hosts an engine, and what it is made from."""
+    """Return the actor class that hosts an engine, and its constructor arguments."""
     return (ServerActor, [engine, name]) if isinstance(engine, ServerSettings) else (EngineActor, [engine])

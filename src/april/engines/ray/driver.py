@@ -29,7 +29,7 @@ TOKEN = "put that of the cluster into RAY_AUTH_TOKEN, or the file's name into RA
 
 
 def demand_of(cpus: int, gpus: int | Literal["auto"]) -> Demand:
-    """What an engine or a rank takes on the cluster that this process is connected to."""
+    """Return the resources of an engine or a rank on the cluster that this process is connected to."""
     return Demand(cpus, int("GPU" in ray.cluster_resources()) if gpus == "auto" else gpus)
 
 
@@ -37,7 +37,7 @@ def connect(address: str) -> None:
     """Make this process a driver of the cluster at `address`, "auto" or host:port.
 
     Raises:
-        EngineError: no cluster answers there, or it asks for another token.
+        EngineError: no cluster answers there, or it requires another token.
     """
     head = _listening(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "april"}
@@ -53,21 +53,20 @@ def connect(address: str) -> None:
 
 
 def _log_raylets(data: dict[str, Any], **_: Any) -> None:
-    """What raylets tell a driver, as at length of each worker that dies: for the log of libraries, not for the console
-    that Ray prints it on."""
+    """Log messages of raylets, such as long ones about each worker that dies. Ray would print them on the console."""
     raylets.warning("%s", "\n".join(data["lines"]))
 
 
 async def join(address: str) -> None:
-    """`connect`, with the time that a head may take."""
+    """`connect`, with a time limit for the head."""
     await call_head(connect, address, seconds=CONNECTING)
     if threading.current_thread() is threading.main_thread():
-        # Ray has put its own handler before this process's, and would abort it three seconds after a SIGTERM.
+        # Ray's own handler replaced this process's, and would abort the process three seconds after a SIGTERM.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def disconnect() -> None:
-    """End what this process has started on the cluster."""
+    """End everything that this process has started on the cluster."""
     ray.shutdown()
 
 
@@ -82,7 +81,7 @@ async def connected(address: str) -> AsyncIterator[None]:
 
 
 def _listening(address: str) -> str:
-    """The head's host and port, where something listens: Ray itself would ask for minutes."""
+    """Return the head's host and port if something listens there; Ray itself would retry for minutes."""
     try:
         head: str | None = canonicalize_bootstrap_address(address)
     except ConnectionError:
@@ -98,7 +97,7 @@ def _listening(address: str) -> str:
 
 
 def _require_entry(address: str, head: str) -> None:
-    """See that what listens is a head that lets this process in, which Ray itself would ask for half a minute."""
+    """Check that the listener is a head that admits this process; Ray itself would retry for half a minute."""
     with closing(init_grpc_channel(head)) as channel:
         try:
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=HEAD_SILENCE)

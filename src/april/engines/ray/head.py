@@ -58,7 +58,7 @@ def wait_for_head(work: Callable[..., T], *args: object) -> T:
     """Return the result of `work(*args)`, however long a head that answers takes. Blocks the calling thread.
 
     Raises:
-        EngineError: another call has been given up meanwhile.
+        EngineError: another call has been given up.
     """
     answer, _ = _started(work, *args)
     while not wait((answer,), timeout=BRIEFLY).done:

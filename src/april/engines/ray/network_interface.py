@@ -1,4 +1,4 @@
-"""The network interface that processes on several machines meet over: the one that has their node's address."""
+"""The network interface of ranks on several machines: the interface with their node's address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIOCGIFADDR = 0x8915
 
 
 def interfaces(address: str) -> dict[str, str]:
-    """Environment variables that tell gloo and nccl to listen there alone; none where that cannot be found out.
+    """Return environment variables that restrict gloo and nccl to that interface; none if it is unknown.
 
     Args:
         address: of this machine, as Ray's nodes know one another.

@@ -1,10 +1,10 @@
-"""Calls of one function on the nodes of a cluster: each on the node with the fewest under way.
+"""Calls of one function on the nodes of a cluster, each on the node with the fewest calls in flight.
 
 Invariants:
-- each call ends once, with what the function returned or raised; one whose node dies or hangs is made again on another,
-  so the function must not mind;
-- a call that is given up here is cancelled there;
-- a node that joins gets calls within `LOOK` seconds of the next one.
+- each call ends once, with the function's result or exception; a call whose node dies or hangs is repeated on another
+  node, so the function must be idempotent;
+- a call that is cancelled here is cancelled on its node;
+- a node that joins gets calls at most `LOOK` seconds after the next call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from april.rollout.engine import EngineError
 log = logging.getLogger(__name__)
 
 LOOK = 5.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two queries of the nodes."""
 PATIENCE = 600.0
 """Seconds that a call waits for a node that answers."""
 
@@ -36,7 +36,7 @@ Function = Callable[..., Awaitable[Any]]
 
 
 class CallActor:
-    """Makes the calls of a node; `make` gives the function there."""
+    """Runs the calls of a node; `make` returns the function there."""
 
     def __init__(self, make: Callable[[], Function]) -> None:
         self._make = make
@@ -56,11 +56,11 @@ class LostError(Exception):
 
 
 class NodeCaller:
-    """The calls of one node.
+    """Calls on one node.
 
     Attributes:
-        load: what is under way there, and whatever else is kept there.
-        lost: the node is gone, or hangs, or its calls have ended.
+        load: calls in flight on the node, plus environments that live there.
+        lost: the node is gone or hangs, or the caller was ended.
     """
 
     def __init__(self, node: Node, make: Callable[[], Function]) -> None:
@@ -74,10 +74,10 @@ class NodeCaller:
         self._made_at = time.monotonic()
 
     async def call(self, *args: Any) -> Any:
-        """What the function returns or raises.
+        """Return the function's result, or raise its exception.
 
         Raises:
-            LostError: the node is gone, or hangs; so it is for whoever else waits for it.
+            LostError: the node is gone, or hangs; its other calls end as well.
         """
         called = self._actor.call.remote(*args)
         answer = asyncio.ensure_future(called)
@@ -128,7 +128,7 @@ class NodeCalls:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a node: they wait on it."""
+        """Calls that wait for a node; none, since calls queue on their node."""
         return 0
 
     async def __call__(self, *args: Any) -> Any:
@@ -146,10 +146,10 @@ class NodeCalls:
                 await self.lose(caller, lost)
 
     async def least_loaded(self) -> NodeCaller:
-        """A node that answers.
+        """Return the node with the lowest load.
 
         Raises:
-            EngineError: there is none.
+            EngineError: no node answers.
         """
         given_up = time.monotonic() + PATIENCE
         while time.monotonic() < given_up:
@@ -160,14 +160,14 @@ class NodeCalls:
         raise EngineError(f"no node of the cluster has answered for {PATIENCE:g} s")
 
     async def lose(self, caller: NodeCaller, lost: LostError) -> None:
-        """Make no more calls there."""
+        """Make no more calls on a node."""
         if self._callers.get(caller.node.id) is caller:  # another one may have taken its place
             del self._callers[caller.node.id]
             log.warning("calls on the node at %s are made elsewhere: %s", caller.node.address, lost)
             await call_head(caller.end)
 
     async def _look(self) -> None:
-        """Use the nodes that there are."""
+        """Update the list of nodes."""
         async with self._looking:
             if time.monotonic() - self._looked < LOOK and self._callers:
                 return

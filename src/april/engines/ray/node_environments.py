@@ -1,10 +1,10 @@
-"""Environments on the nodes of a cluster: each lives on one node, from its first call to its last.
+"""Environments on the nodes of a cluster. Each environment lives on one node.
 
 Invariants:
-- a new environment goes to the node with the fewest; a node that joins gets some;
-- an environment whose node dies or hangs is lost (`EnvironmentLost`), and found to be by the call that waits for it, or
-  by its next one; whoever runs the episode makes a new one, which goes to another node;
-- a call that takes too long costs what it costs on one machine: the process in which the environment lives.
+- a new environment is placed on the node with the lowest load, also on nodes that join;
+- an environment whose node dies or hangs is lost: the pending call, or the next one, raises `EnvironmentLost`. The
+  episode then makes a new environment, on another node;
+- a call that exceeds its time limit kills the environment's process, as on one machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A program on a node, seen from here much as `subprocess.Popen` shows one that runs here.
+"""A program on a node, with the interface of `subprocess.Popen`.
 
-Invariant: it has a return code as soon as it has ended, and within `SILENCE + BEAT` seconds of the last answer of its
-actor.
+Invariant: the return code is set as soon as the program has ended, or `SILENCE + BEAT` seconds after the last answer of
+its actor.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from april.engines.ray.head import release
 
 
 class NodeProcess:
-    """Started at once. `kill` gives its place back.
+    """A program that is started at once. `kill` releases its resources.
 
     Args:
         placement: where; it hosts a process, and has been opened.
         environment, told, log: as of `ProcessActor.start`.
 
     Attributes:
-        line: the descriptor from which what it reports is read.
-        returncode: as of `Popen`; that of SIGKILL, too, if it was lost.
-        lost: how it was lost, if its actor or its node was.
+        line: descriptor from which the program's reports are read.
+        returncode: as of `Popen`; -SIGKILL if the program was lost.
+        lost: reason, if its actor or its node was lost.
     """
 
     def __init__(self, placement: ActorPlacement, environment: Mapping[str, str], told: str, log: Path) -> None:
@@ -49,7 +49,7 @@ class NodeProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """End it, and give its place back. Nothing is heard of it any more."""
+        """Kill the program and release its resources. No more reports are read."""
         if self.returncode is None:
             with suppress(RayError):
                 ray.get(self._placement.actor.kill.remote(), timeout=SILENCE)
@@ -59,7 +59,7 @@ class NodeProcess:
         self._watching.join()
 
     def wait(self) -> int:
-        """The return code of one that was killed."""
+        """Return the return code of a program that was killed."""
         assert self.returncode is not None
         return self.returncode
 
@@ -85,7 +85,7 @@ class NodeProcess:
             self.lost = f"on the node at {self._placement.node.address}: {reason}"
 
     def _get(self, answer: ray.ObjectRef[Any]) -> Any:
-        """An answer of the actor, however long that takes, as long as its heart beats."""
+        """Wait for an answer of the actor for as long as it answers heartbeats."""
         while not ray.wait([answer], timeout=BEAT)[0]:
             ray.get(self._placement.actor.ping.options(concurrency_group=PINGS).remote(), timeout=SILENCE)
         return ray.get(answer)

@@ -1,4 +1,4 @@
-"""What of a run fits onto a cluster, and what does not: seen before anything of it is started."""
+"""Check, before a run starts, which of its ranks and engines fit onto a cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from april.engines.ray.nodes import nodes_now
 from april.engines.ray.placement import Demand, Node, allowed, pack, place, without
 
 LOOK = 60.0
-"""Seconds that a node may take to answer: it starts a process for it."""
+"""Seconds that a node may take to answer; it starts a process first."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """A node, the ranks and engines that it gets, and what keeps it from them.
+    """The ranks and engines that a node gets, and the reasons why it gets no more.
 
     Args:
         environments: what keeps it from having environments, if it shall have some.
@@ -51,7 +51,7 @@ def _missing(requirements: NodeRequirements) -> str:
 async def check(
     spec: EngineSpec, home: str, weights: int, ranks: RankSpec | None = None, environment: bytes | None = None
 ) -> list[NodeReport]:
-    """A finding for each node.
+    """Return a report for each node.
 
     Args:
         home: the trainer's node.
@@ -123,7 +123,7 @@ async def _problem(requirements: NodeRequirements, node: Node) -> str:
 
 
 def lines_of(findings: list[NodeReport], spec: EngineSpec, home: str, ranks: RankSpec | None = None) -> Iterator[str]:
-    """What a person reads: a line for each node, and one that says whether it is enough."""
+    """Yield the lines of the report: one for each node, and a verdict."""
     heading = f"{'ranks':>7}" if ranks else ""
     yield f"{'node':<10}{'address':<18}{'CPUs free':>10}{'GPUs free':>11}{heading}{'engines':>9}"
     for found in findings:
@@ -151,7 +151,7 @@ def lines_of(findings: list[NodeReport], spec: EngineSpec, home: str, ranks: Ran
 
 
 def missing(findings: list[NodeReport], spec: EngineSpec, ranks: RankSpec | None = None) -> bool:
-    """Whether ranks or engines that the recipe asks for do not fit, or a node can have no environments."""
+    """Return whether ranks or engines of the recipe do not fit, or a node cannot host environments."""
     if any(found.environments for found in findings):
         return True
     few = sum(found.engines for found in findings) < (spec.replicas or 1)

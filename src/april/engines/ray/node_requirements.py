@@ -1,4 +1,4 @@
-"""What a run needs on a node, seen there before anything of it is started."""
+"""Requirements of a run on a node, checked there before the run starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from april.rollout.engine import EngineError
 
 @dataclass(frozen=True, slots=True)
 class NodeRequirements:
-    """What a node must have.
+    """Requirements of a node.
 
     Args:
         model: a directory, or a hub name; empty if the node needs none.
@@ -32,7 +32,7 @@ class NodeRequirements:
     version: str = __version__
 
     def missing(self) -> str:
-        """Of these, what this machine lacks, with the remedy; empty if nothing."""
+        """Return the first requirement that this machine does not meet, with the remedy; empty if it meets all."""
         if self.version != __version__:
             return f"it has april {__version__}, the trainer's is {self.version}: install the same"
         if Path(self.model).is_absolute() and not Path(self.model).is_dir():

@@ -1,4 +1,4 @@
-"""The nodes of the cluster that this process is connected to, as Ray and as they themselves say."""
+"""The nodes of the cluster that this process is connected to, as reported by Ray and by the nodes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from april.engines.ray.head import call_head
 from april.engines.ray.placement import Node
 
 ANSWERING = 8.0
-"""Seconds that a node may take to answer, before it is asked for an engine."""
+"""Seconds that a node may take to answer before an engine is placed on it."""
 
 WATCH = 1.0
-"""Seconds between two looks at the nodes."""
+"""Seconds between two queries of the nodes."""
 SUSPECT = 90.0
-"""Seconds that a node is avoided on which something hung. Ray itself takes a little over a minute to call it dead."""
+"""Seconds for which a node is avoided after a hang. Ray itself takes a little over a minute to declare it dead."""
 
 
 def home() -> str:
-    """The node that this process is connected by."""
+    """Return the id of the node that this process is connected through."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def home_address() -> str:
-    """The address of that node, by which others know it."""
+    """Return the address of that node."""
     return str(ray.util.get_node_ip_address())
 
 
 def nodes_now() -> list[Node]:
-    """The nodes that Ray calls alive, with what is free on them."""
+    """Return the nodes that Ray counts as alive, with their free resources."""
     free = available_resources_per_node()
     return [
         Node(
@@ -58,8 +58,8 @@ async def alive_nodes() -> list[Node]:
 
 
 def answers(node: Node) -> bool:
-    """Whether a node's raylet answers. Ray reserves on one node after the other, so one that hangs and is asked for an
-    engine would hold up all others until Ray calls it dead."""
+    """Return whether a node's raylet answers. Ray reserves resources on one node after the other, so a reservation on a
+    node that hangs would block all others until Ray declares the node dead."""
     with closing(init_grpc_channel(f"{node.address}:{node.port}")) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:

@@ -1,8 +1,8 @@
-"""New weights through Ray's object store: put once, however many engines go over; each node fetches them once, and the
-engines on it read them in place.
+"""Weight transfer through Ray's object store: weights are put once for all engines; each node fetches them once,
+and its engines read them in place.
 
-Invariant: what is in the store stays there as long as an engine may still be asked to take it up: as long as somebody
-holds the `StoredWeights`.
+Invariant: weights stay in the store as long as an engine may be given them: as long as their `StoredWeights` is
+referenced.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from april.engines.ray.head import wait_for_head
 from april.engines.weight_transfer import TensorSource
 
 BUCKET = 1 << 28
-"""Bytes that are put together, at least, but for the last ones."""
+"""Minimum bytes of a bucket, except for the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Packed:
 
     def tensor(self) -> Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is in memory that cannot be written to, and nobody does
+            warnings.simplefilter("ignore")  # the memory is read-only, and so is its use
             return torch.from_numpy(self.data).view(getattr(torch, self.dtype)).reshape(self.shape)
 
 
@@ -48,7 +48,7 @@ class StoredWeights:
     size: int = 0
 
     async def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors by their names, once they are on this node."""
+        """Return all tensors with their names, once they are on this node."""
         buckets: list[list[Packed]] = await asyncio.gather(*self.buckets)
         return ((packed.name, packed.tensor()) for bucket in buckets for packed in bucket)
 
@@ -58,7 +58,7 @@ class ObjectStore:
 
     Args:
         source: gives the policy's tensors.
-        dtype: what engines compute in; what is put is of this type.
+        dtype: compute type of the engines; weights are stored in it.
     """
 
     def __init__(self, source: TensorSource, dtype: torch.dtype) -> None:
@@ -86,4 +86,4 @@ class ObjectStore:
         return StoredWeights([*refs, wait_for_head(ray.put, bucket)], total)
 
     def withdraw(self) -> None:
-        """What is in the store stays as it is."""
+        """Nothing to do: the stored weights are a copy."""

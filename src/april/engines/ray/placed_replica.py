@@ -1,6 +1,6 @@
-"""What replicas on a cluster have in common: a placement, and how they come to one.
+"""Base of replicas on a cluster: how they are placed on a node, and placed again.
 
-Invariant: it stays where it is while its actor can come back there, and goes to another node when it cannot.
+Invariant: a replica stays on its node as long as its actor can restart there, and is moved to another node otherwise.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from april.engines.ray.head import release
 
 
 class PlacedReplica:
-    """The base of replicas whose work an actor does; `open` says what to do with what its new life is opened with.
+    """Base of replicas whose work is done by an actor; `_open` connects to a new life of it.
 
     Args:
-        place: gives it a placement: the one that it had, or another one if nothing works there any more.
-        opened: called when it can be given weights.
+        place: returns the former placement if its actor works, or else a new one.
+        opened: called when the replica is ready for weights.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class PlacedReplica:
 
     @property
     def place(self) -> str:
-        """The address of its node."""
+        """Return the address of its node."""
         return self.placement.node.address if self.placement is not None else ""
 
     async def refresh(self) -> None:
-        """Begin a new life. It may be cancelled and called again: a model that is being loaded goes on loading."""
+        """Begin a new life. If cancelled and called again, it waits for the same model to load."""
         if self._opening is None:
             self._opening = asyncio.create_task(self._begin(), name=f"open {self.name}")
         opening = self._opening
@@ -57,11 +57,11 @@ class PlacedReplica:
         self._opened()
 
     async def _open(self, placement: ActorPlacement, answer: Any) -> None:
-        """Take up the life that `site` has begun; `answer` is what its actor says of it."""
+        """Connect to the life that the actor of `placement` has begun; `answer` is the result of its `open`."""
         raise NotImplementedError
 
     async def _leave(self) -> None:
-        """Give its place back, for good."""
+        """Release its placement."""
         if self._opening is not None:
             self._opening.cancel()
         if self.placement is not None:

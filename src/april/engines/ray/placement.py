@@ -1,4 +1,4 @@
-"""Which nodes of a cluster get how many engines and ranks. Nothing here knows of Ray.
+"""Which nodes of a cluster get how many engines and ranks. Independent of Ray.
 
 Invariants:
 - an engine's or a rank's GPUs and CPUs are all on one node;
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Placement = Literal["spread", "exclude_trainer", "trainer_only"]
-"""Nodes that get engines: all; all but those that train; those alone."""
+"""Nodes that get engines: all; all but the trainer's; only the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node and what is free on it."""
+    """A node and its free resources."""
 
     id: str
     address: str
@@ -32,13 +32,13 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an engine or a rank takes."""
+    """Resources of an engine or a rank."""
 
     cpus: int
     gpus: int
 
     def room(self, node: Node) -> int:
-        """How many fit onto what is free on a node."""
+        """Return how many fit onto the free resources of a node."""
         each = [(node.cpus, self.cpus), (node.gpus, self.gpus)]
         return min(int(free / needed + 1e-6) for free, needed in each if needed)
 
@@ -48,7 +48,7 @@ class Demand:
 
 
 def allowed(node: Node, placement: Placement, training: Container[str]) -> bool:
-    """Whether a node may get engines. Those in `training` train."""
+    """Return whether a node may get engines; nodes in `training` have ranks of the trainer."""
     return {"spread": True, "exclude_trainer": node.id not in training, "trainer_only": node.id in training}[placement]
 
 
@@ -60,9 +60,9 @@ def place(
     training: Container[str],
     avoid: Container[str] = (),
 ) -> list[str]:
-    """The node of each of `count` engines, of as many as fit if None; fewer where there is no room for all.
+    """Return the node of each of `count` engines, or of all that fit if None; fewer if there is no room for all.
 
-    Each goes to the node that has got the fewest, and among those to the one with the most room left.
+    Each engine is placed on the node with the fewest engines, on ties on the node with the most room left.
 
     Args:
         training: nodes that train.
@@ -79,12 +79,12 @@ def place(
 
 
 def pack(nodes: Sequence[Node], demand: Demand, count: int, home: str, avoid: Container[str] = ()) -> list[str]:
-    """The node of each of `count` ranks, neighbours together; fewer where there is no room for all.
+    """Return the node of each of `count` ranks, neighbours together; fewer if there is no room for all.
 
     The first rank's node is filled first, then those with the most room.
 
     Args:
-        home: the first rank's node, which is beside them.
+        home: node of the first rank, which is not counted.
         avoid: nodes that get none.
     """
     able = [node for node in nodes if node.id not in avoid]
@@ -93,7 +93,7 @@ def pack(nodes: Sequence[Node], demand: Demand, count: int, home: str, avoid: Co
 
 
 def without(nodes: Sequence[Node], demand: Demand, placed: Sequence[str]) -> list[Node]:
-    """The nodes as they are once something takes `demand` on each of `placed`."""
+    """Return the nodes with `demand` subtracted on each of `placed`."""
     times = Counter(placed)
     return [
         replace(node, cpus=node.cpus - times[node.id] * demand.cpus, gpus=node.gpus - times[node.id] * demand.gpus)

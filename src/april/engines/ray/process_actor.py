@@ -1,7 +1,7 @@
-"""What runs on a node for a rank of the trainer: an actor that starts a program there, and hands on what it reports.
+"""An actor on a node that runs a program, such as a rank of the trainer, and forwards its reports.
 
 Invariants:
-- the program ends with its actor, however that ends: its line breaks;
+- the program ends with its actor, however that ends, because its pipe breaks;
 - `ping` is answered as long as the actor's process and its node run.
 """
 
@@ -26,10 +26,10 @@ class ProcessSettings:
     """A Python program that runs on a node.
 
     Args:
-        module: what `python -m` is given there.
+        module: run by `python -m`.
         requirements: what the node must have.
-        directory: where it is started, if that is there.
-        line: the environment variable that holds the descriptor on which it reports.
+        directory: working directory, if it exists on the node.
+        line: environment variable for the descriptor that the program writes reports to.
     """
 
     module: str
@@ -48,20 +48,20 @@ class ProcessActor:
         self._line: int
 
     async def ping(self) -> int:
-        """The life that it is in."""
+        """Return the life that it is in."""
         return self._life
 
     async def open(self, life: int) -> str:
-        """What the node lacks; nothing is started yet."""
+        """Return the unmet requirements of the node; nothing is started yet."""
         self._life = life
         return await asyncio.to_thread(self._settings.requirements.missing)
 
     async def start(self, environment: Mapping[str, str], told: str, log: Path) -> None:
-        """Start the program. What it says is appended to `log`.
+        """Start the program. Its output is appended to `log`.
 
         Args:
             environment: variables on top of the node's own.
-            told: what it reads from its standard input.
+            told: the program's standard input.
 
         Raises:
             OSError: it cannot be started, or the log not be written.
@@ -89,7 +89,7 @@ class ProcessActor:
         self._process.stdin.close()
 
     async def read(self) -> tuple[bytes, int | None]:
-        """What it has reported since, once there is something; at its end nothing, and its exit status."""
+        """Wait for the next report; at the program's end return no data and the exit status."""
         data = await asyncio.to_thread(os.read, self._line, 1 << 16)
         return data, None if data else await asyncio.to_thread(self._process.wait)
 

@@ -1,6 +1,6 @@
-"""Sites for programs that need one another: all of them, or none.
+"""Placements for programs that need one another: all of them, or none.
 
-Invariant: none is taken unless there is one for each, with all that the program requirements.
+Invariant: no placement is kept unless every program has one, on a node that meets its requirements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessPlacements:
-    """Those of one run, which may need new ones again and again.
+    """Placements of one run, which are taken anew at each restart.
 
     Args:
         demand: what each program takes.
@@ -42,14 +42,14 @@ class ProcessPlacements:
         waits: Callable[[str], bool],
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[ActorPlacement]:
-        """A placement for each of `count` programs, opened.
+        """Return a placement for each of `count` programs, opened.
 
         Args:
-            waits: told every `WATCH` seconds why there are none; whether to wait on.
-            stopped: asked as often, also while nodes are reserved and opened; whether to give up at once.
+            waits: called every `WATCH` seconds with the reason of the wait; returns whether to keep waiting.
+            stopped: called as often, also during reservations; returns whether to give up at once.
 
         Raises:
-            EngineError: there are none, and nobody waits, or it was stopped; the message says why.
+            EngineError: there are none and `waits` returned False, or `stopped` returned True.
         """
         taking = asyncio.ensure_future(self._take(count, settings, waits))
         while not (await asyncio.wait([taking], timeout=WATCH))[0]:
@@ -78,7 +78,7 @@ class ProcessPlacements:
                 why = "; ".join([*unfit.values(), why])
                 if not waits(why):
                     raise EngineError(f"{why}: april cluster check RECIPE says more")
-                if time.monotonic() - asked > SUSPECT:  # to ask a node starts a process on it
+                if time.monotonic() - asked > SUSPECT:  # each check starts a process on the node
                     unfit.clear()
                     asked = time.monotonic()
             await asyncio.sleep(WATCH)
@@ -91,7 +91,7 @@ class ProcessPlacements:
     async def _opened(
         self, nodes: Sequence[Node], settings: ProcessSettings, unfit: dict[str, str]
     ) -> list[ActorPlacement]:
-        """Sites on these nodes; none if something is in the way, which is noted."""
+        """Return placements on these nodes; none if a node is unfit, which is recorded in `unfit`."""
         named, actor = enumerate(nodes, 1), (ProcessActor, [settings])
         placements = await asyncio.gather(
             *(call_head(ActorPlacement, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)

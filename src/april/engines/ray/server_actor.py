@@ -1,9 +1,9 @@
-"""What runs on a node for a server: an actor that keeps vLLM or SGLang running there as a process of its own.
+"""An actor on a node that keeps a vLLM or SGLang server running there as a process of its own.
 
 Invariants:
 - the server ends with its actor, however that ends;
 - `ping` is answered while the server starts, as long as the actor's process and its node run;
-- each `open` ends with a server that answers, or with the reason: one that has died, or hangs, is started anew.
+- each `open` ends with a server that answers, or raises: a server that has died or hangs is restarted.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from april.engines.servers.launch import Launch, Server, launch_sglang, launch_v
 from april.rollout.engine import KVPolicy
 
 ANSWERING = 10.0
-"""Seconds that a server may take to say that it is well."""
+"""Seconds that a server may take to answer a health check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """A server that is started on a node. Paths are those of the node.
+    """A server to start on a node. Paths refer to the node's file system.
 
     Args:
         arguments: options of the server.
-        max_num_seqs, context_length: what it is expected to hold until it has said so.
+        max_num_seqs, context_length: expected capacity, until the server has reported its own.
         on_update: as of `ServerEngine`.
         log_dir: the log is `log_dir/NAME.log`; in the run's directory, if the nodes share that.
-        api_key: what it asks clients for.
-        broadcast: able to take weights over a process group (vLLM).
+        api_key: required of clients.
+        broadcast: weights are sent over a process group (vLLM).
     """
 
     kind: Literal["vllm", "sglang"]
@@ -63,7 +63,7 @@ class ServerActor:
         self._server: Server | None = None
 
     async def ping(self) -> int:
-        """The life that it is in."""
+        """Return the life that it is in."""
         return self._life
 
     async def open(self, life: int) -> str:

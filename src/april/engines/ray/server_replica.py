@@ -1,7 +1,7 @@
 """A server on a node of a cluster, as one replica of a pool: driven over HTTP, wherever it is.
 
-Invariant: a node that dies or hangs is found out within `SILENCE` seconds of a health check, a server alone within what
-the pool allows one.
+Invariant: a node that dies or hangs is detected within `SILENCE` seconds of a health check, a server alone within the
+pool's time limit of a health check.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class ServerReplica(PlacedReplica, WrappedEngine):
     """A server that an actor keeps running. `refresh` starts it, and connects to it.
 
     Args:
-        connect: to a server by its address.
-        capacity: what it is expected to hold until it has said so.
+        connect: connects to a server by its address.
+        capacity: expected capacity, until the server has reported its own.
         place, opened: see `PlacedReplica`.
     """
 
@@ -60,7 +60,7 @@ class ServerReplica(PlacedReplica, WrappedEngine):
         self.engine, self._connected = engine, True
 
     async def check(self) -> None:
-        """See that its node, its actor and its server answer, and that it holds the weights it was last given."""
+        """Check that its node, its actor and its server answer, and that it holds the weights it was last given."""
         if self.placement is None or not self._connected:
             raise EngineError("it has not been started yet")
         try:

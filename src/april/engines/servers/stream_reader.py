@@ -5,7 +5,7 @@ process that holds the connections of several servers, parses and checks their e
 server's `Requests` are an engine there, and `RemoteRequests` here. Weights, health checks and everything else about a
 server stay in the driver.
 
-Invariants: those of `RemoteEngine`, and
+Invariants, in addition to `RemoteEngine`'s:
 - a consumer that falls behind leaves its server's streams unread, and no other server's;
 - when a reader dies, or hangs and is killed, the engines whose streams it read fail as engines do. Their `refresh`
   starts it again, after at most `restarts` deaths in a row.
@@ -36,13 +36,13 @@ from april.rollout.gc_tuning import raise_gc_thresholds
 log = logging.getLogger(__name__)
 
 STREAMS_HERE = 1024
-"""Streams that the driver reads itself: reading those of a few replicas costs less than a process."""
+"""Streams that the driver reads itself: the streams of a few replicas cost less than a process."""
 STREAMS_EACH = 4096
 """Streams that a process reads: at 60 tokens/s each, half of what a core reads."""
 
 
 def processes_for(streams: int, cores: int) -> int:
-    """Return how many processes should read so many streams; 0: the driver itself."""
+    """Return the number of processes to read `streams` streams; 0: the driver reads them."""
     return 0 if streams <= STREAMS_HERE else max(1, min(-(-streams // STREAMS_EACH), cores - 1))
 
 

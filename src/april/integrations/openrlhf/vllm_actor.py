@@ -3,7 +3,7 @@
 In the actor, every sample is a stream of vLLM's; in the trainer, an actor is a `RemoteEngine`.
 
 Invariants:
-- every token that the actor received of vLLM is handed out once, also those of an interrupted request;
+- every token that the actor received from vLLM is handed out once, also after an interrupt;
 - after an interrupt vLLM runs nothing for april, so weights change and engines sleep with nothing in flight.
 """
 
@@ -102,7 +102,7 @@ class RayReplica(RemoteEngine):
         await self.ping()
 
     async def abandon(self) -> list[Chunk]:
-        """Stop everything that the actor runs for april, if it can be reached, and return what had arrived."""
+        """Stop everything that the actor runs for april, if it can be reached; return the chunks that had arrived."""
         chunks: list[Chunk] = []
         with suppress(EngineError):
             chunks = await self.interrupt()
