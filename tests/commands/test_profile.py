@@ -123,7 +123,7 @@ def profile(lengths: list[int], gain: float, truncated: int = 0, occupancy: floa
         (profile([10, 20, 400], 1.5), "Worth it: N' = 12,288 is expected to bring 1.50 times"),
         (profile([99, 100, 101], 1.0), r"Not worth it: \+0% .* lengths hardly vary: the 99th percentile is 1.01 times"),
         (profile([10, 400, 400], 1.04, truncated=2), "Not worth it: .* 67% of the responses reach the budget"),
-        (profile([10, 20, 400], 1.02, occupancy=0.95), "Not worth it: .* 95% of the slots at work as it is"),
+        (profile([10, 20, 400], 1.02, occupancy=0.95), "Not worth it: .* 95% of the slots already decode"),
         (profile([10, 20, 400], 1.02), "Not worth it: .* empty slots cost little"),
     ],
 )

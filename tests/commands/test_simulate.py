@@ -220,7 +220,7 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
         (("--gpus", "0"), "--gpus 0: must be positive"),
         (("--model.path", "someone/some-model"), "shape of this model is not known: name a directory"),
         (("--workload", "light", "--lengths-from", "run"), "--workload and --lengths-from: choose one"),
-        (("--lengths-from", "nowhere"), "nowhere: no recipe.json of a run there"),
+        (("--lengths-from", "nowhere"), "nowhere: no recipe.json of a run in this directory"),
         (("--cost-model", "c.json", "--price", "2"), "are those of GPUs: name them by --hardware"),
         (("--gpus", "1"), "131 GB for its part of the trainer's state and does not fit a h100"),
         (("--gpus", "1", "--engine", "vllm", "--overlap", "True"), "overlap takes a GPU for engines and one for"),

@@ -28,9 +28,9 @@ from april.simulation.plan import (
     arms,
     cut_off,
     explore,
+    overlapping_rate,
     quantiles,
     recommended,
-    trained_beside,
     workload_of,
 )
 from april.simulation.price import price
@@ -284,7 +284,7 @@ class _Hardware:
 
             def measure(training_gpus: int) -> float:
                 cluster = self.cluster(training_gpus)
-                rate = trained_beside(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up, turns)
+                rate = overlapping_rate(self.recipe, lengths, cluster, self.options.steps, self.options.warm_up, turns)
                 say(f"{training_gpus} of {self.gpus} GPUs train: {rate:,.0f} tokens/s trained on")
                 return rate
 

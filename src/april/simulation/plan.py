@@ -1,7 +1,7 @@
-"""What a recipe would do on a cluster: settings of N' tried in virtual time, and the one to take.
+"""Simulation of a recipe on a cluster with several values of N', and the recommended setting.
 
-The setting recommended is the least stale one that reaches `GOOD_ENOUGH` of the best rate, once each rate is divided by
-the steps that its staleness takes (`price`).
+The recommended setting is the least stale one that reaches `GOOD_ENOUGH` of the best rate, after each rate is divided
+by the additional steps that its staleness costs (`price`).
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from april.simulation.workload import Workload
 
 GOOD_ENOUGH = 0.97
 CUT = 0.5
-"""A share of responses that reach the budget, above which their own lengths hardly matter."""
+"""Share of truncated responses above which the distribution of lengths hardly matters."""
 FULL, SPARE = 0.85, 0.7
-"""Slots limit a setting in which at least this share of them decodes, and at most that of the KV cache is used."""
+"""Slots limit a setting if at least `FULL` of them decode and at most `SPARE` of the KV cache is used."""
 EMPTY = 0.1
-"""A share of slots that decode, below which a cluster is far too large for a recipe."""
+"""Share of slots that decode below which a cluster is far too large for a recipe."""
 RATIOS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
-"""Values of N' / N that are tried, as far as the staleness bound allows them."""
+"""Values of N' / N that are tried, if the staleness bound allows them."""
 
 SYNCHRONOUS, AUTOMATIC, OVERLAPPING = "synchronous", "automatic", "overlap"
 BASELINE = "synchronous, all GPUs"
-"""What most people run: every GPU generates, then every GPU trains."""
+"""The usual way: every GPU generates, then every GPU trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One setting, and what came of it. Rates are tokens per second, times seconds per step."""
+    """One setting and its results. Rates are tokens per second, times seconds per step."""
 
     name: str
     over_sampling_batch_size: int
-    """The N' it had, or the mean of those that were chosen."""
+    """N' of the setting, or the mean N' if it is chosen automatically."""
     synchronous: bool
     automatic: bool
     overlapping: bool
-    """Generation went on beside training; then a step's rollout is all of it."""
+    """Generation overlaps with training; the rollout phase is then the whole step."""
     overall_tokens_per_second: float
-    """Trained on, over everything; the other rates are over rollouts."""
+    """Consumed tokens, over the whole time; the other rates are over the rollout phase."""
     consumed_tokens_per_second: float
     generated_tokens_per_second: float
     step_seconds: float
@@ -62,7 +62,7 @@ class Point:
     peak_kv: float
     preemptions: int
     cost_per_million_tokens: float | None
-    """Rollout, weight update and training, for a million consumed tokens; None if GPUs have no price."""
+    """Cost of rollout, weight update and training per million consumed tokens; None if GPUs have no price."""
 
     @classmethod
     def of(cls, outcome: Outcome, cluster: Cluster, name: str) -> Point:
@@ -94,7 +94,7 @@ class Point:
 
 
 def workload_of(recipe: Recipe, lengths: Workload) -> Workload:
-    """The recipe's step with the lengths of a workload."""
+    """Return the workload with the recipe's batch sizes and response budget."""
     rollout = recipe.rollout
     return dataclasses.replace(
         lengths,
@@ -106,7 +106,7 @@ def workload_of(recipe: Recipe, lengths: Workload) -> Workload:
 
 
 def targets(recipe: Recipe) -> list[int]:
-    """Values of N' to try: some multiples of N that the bound allows, if there is one, and the recipe's own."""
+    """Return the values of N' to try: multiples of N that the staleness bound allows, and the recipe's own value."""
     params = recipe.rollout_params(partial_rollout=True)
     batch_size, bound = params.rollout_batch_size, params.max_staleness
     tried = {round(ratio * batch_size) for ratio in RATIOS if bound is None or ratio <= bound + 1}
@@ -118,7 +118,7 @@ def refuse_speculation(engine: EngineSettings) -> None:
     """Refuse an engine that speculates: neither a simulated engine nor a measured cost model does.
 
     Raises:
-        ConfigError: the options of the servers ask for speculative decoding.
+        ConfigError: the options of the servers enable speculative decoding.
     """
     if option := engine.speculative_option:
         raise ConfigError(
@@ -128,9 +128,11 @@ def refuse_speculation(engine: EngineSettings) -> None:
 
 
 def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
-    """What is simulated, by name, as settings of the scheduler: synchronous rollouts, then partial ones under the
-    recipe's policy at each of `targets` and, if there is a bound, with N' chosen automatically; with `overlap` each of
-    the partial ones once more, generation going on beside training.
+    """Return the scheduler settings to simulate, by name.
+
+    These are synchronous rollouts, then partial rollouts under the recipe's policy with each of `targets` and, if there
+    is a staleness bound, with N' chosen automatically. With `overlap` each setting with partial rollouts is repeated
+    with generation that overlaps with training.
 
     Raises:
         ConfigError: the recipe has a setting that is not simulated.
@@ -146,8 +148,8 @@ def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
     fixed = {f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)}
     partial = {**fixed, **automatic}
-    beside = {f"{name}, {OVERLAPPING}": {**chosen, "overlap": True} for name, chosen in partial.items()}
-    return {SYNCHRONOUS: {"partial_rollout": False}, **partial, **(beside if overlap else {})}
+    overlapping = {f"{name}, {OVERLAPPING}": {**chosen, "overlap": True} for name, chosen in partial.items()}
+    return {SYNCHRONOUS: {"partial_rollout": False}, **partial, **(overlapping if overlap else {})}
 
 
 def explore(
@@ -159,10 +161,10 @@ def explore(
     turns: Turns | None = None,
     baseline: Cluster | None = None,
 ) -> Iterator[Point]:
-    """Simulate each of `arms`, those that overlap where the recipe and the cluster do.
+    """Simulate each of `arms`, with overlap if recipe and cluster have it.
 
     Args:
-        baseline: the same GPUs, all of which generate and train in turn, for synchronous rollouts that come first.
+        baseline: the same GPUs, all of which generate and train in turn, for synchronous rollouts, which come first.
     """
     if baseline is not None:
         alone = {"partial_rollout": False}
@@ -171,20 +173,18 @@ def explore(
         yield Point.of(_simulated(recipe, lengths, cluster, steps, warm_up, chosen, turns), cluster, name)
 
 
-def trained_beside(
+def overlapping_rate(
     recipe: Recipe, lengths: Workload, cluster: Cluster, steps: int, warm_up: int, turns: Turns | None = None
 ) -> float:
-    """Tokens trained on per second where generation goes on beside training, at about N' = 2 N."""
+    """Return consumed tokens per second with generation that overlaps with training, at about N' = 2 N."""
     size = recipe.rollout.rollout_batch_size
-    chosen = min(
-        (arm for arm in arms(recipe).values() if _under_way(arm)), key=lambda arm: abs(_under_way(arm) - 2 * size)
-    )
+    chosen = min((arm for arm in arms(recipe).values() if _target(arm)), key=lambda arm: abs(_target(arm) - 2 * size))
     outcome = _simulated(recipe, lengths, cluster, steps, warm_up, {**chosen, "overlap": True}, turns)
     return outcome.overall_tokens_per_second
 
 
-def _under_way(arm: Mapping[str, Any]) -> int:
-    """The N' that an arm sets; 0 if it sets none."""
+def _target(arm: Mapping[str, Any]) -> int:
+    """Return the N' that an arm sets; 0 if it sets none."""
     target = arm.get("over_sampling_batch_size")
     return target if isinstance(target, int) else 0
 
@@ -206,7 +206,7 @@ def _simulated(
         warm_up=warm_up,
         on_update=recipe.engine.kv_policy,
         train_token_seconds=cluster.train_token_seconds,
-        # Ten decode steps are far less than a rollout step, and let a large cluster's events come together.
+        # Ten decode steps are far less than a rollout step, and group the events of a large cluster.
         resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),
         turns=turns,
         seed=recipe.training.seed,
@@ -215,28 +215,28 @@ def _simulated(
 
 
 def over_everything(points: Sequence[Point]) -> bool:
-    """Whether rates over rollouts alone cannot be compared: training overlaps, or has other GPUs in some of them."""
+    """Whether rates of the rollout phase cannot be compared, because training overlaps or uses other GPUs in some."""
     return any(point.overlapping or point.name == BASELINE for point in points)
 
 
 def rate_of(points: Sequence[Point]) -> Callable[[Point], float]:
-    """What points are compared by: tokens trained on per second, over everything or over rollouts."""
+    """Return the rate to compare points by: consumed tokens per second, over the whole time or the rollout phase."""
     if over_everything(points):
         return lambda point: point.overall_tokens_per_second
     return lambda point: point.consumed_tokens_per_second
 
 
 def recommended(points: Sequence[Point], more_steps: float = MORE_STEPS) -> Point:
-    """The least stale setting, N' chosen by hand, within `GOOD_ENOUGH` of the best rate that staleness leaves.
+    """Return the least stale setting with a fixed N' whose rate, priced by staleness, is `GOOD_ENOUGH` of the best.
 
     Args:
-        more_steps: the price of staleness; 0 goes by throughput alone.
+        more_steps: price of staleness; with 0 only throughput counts.
     """
     fixed = [point for point in points if not point.automatic]
     rate_by = rate_of(points)
 
     def rate(point: Point) -> float:
-        # Over a short run, tokens consumed may exceed those generated by what was under way before; no run keeps that.
+        # In a short run, consumed tokens may exceed generated ones, as some were generated before the counted steps.
         kept = min(1.0, point.generated_tokens_per_second / point.consumed_tokens_per_second)
         return worth(rate_by(point) * kept, point.mean_staleness, more_steps)
 
@@ -246,10 +246,10 @@ def recommended(points: Sequence[Point], more_steps: float = MORE_STEPS) -> Poin
 
 
 def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
-    """What to change about cluster or recipe, if anything; a sentence or two.
+    """Return advice on cluster or recipe in one or two sentences; "" if there is none.
 
     Args:
-        slots: of an engine.
+        slots: slots of an engine.
     """
     fullest = max((point for point in points if point.name != BASELINE), key=lambda point: point.occupancy)
     if fullest.occupancy >= FULL and fullest.peak_kv <= SPARE:
@@ -267,18 +267,18 @@ def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
 
 
 def cut_off(workload: Workload) -> str:
-    """What to think of a workload that the response budget cuts off, if it does so often; a sentence."""
+    """Return a warning if the response budget truncates many responses of a workload; "" otherwise."""
     share = float((workload.sample(4096) >= workload.max_tokens).mean())
     if share < CUT:
         return ""
     return (
         f"{share:.0%} of the responses reach max_response_length = {workload.max_tokens:,} and are cut off there: so "
-        "most are alike, and these figures say little about responses of other lengths. Take a larger budget, or "
-        "lengths that fit it (--lengths-from RUN, --workload)."
+        "most have the same length, and these figures do not apply to other lengths. Use a larger budget, or lengths "
+        "that fit it (--lengths-from RUN, --workload)."
     )
 
 
 def quantiles(workload: Workload) -> str:
-    """How long a workload's responses are, in words."""
+    """Return quantiles of a workload's response lengths, as text."""
     half, most, nearly = np.percentile(workload.sample(4096), (50, 90, 99))
     return f"half have {half:,.0f} tokens or fewer, 90 % {most:,.0f}, 99 % {nearly:,.0f}"

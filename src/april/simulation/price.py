@@ -1,9 +1,9 @@
-"""What stale data costs, from april's own study, so that throughput alone decides nothing.
+"""The price of stale data, from april's own study, so that recommendations do not rest on throughput alone.
 
 The study (`benchmarks/accuracy/trade_analysis.json`, docs/staleness.md) trained pairs of synchronous and partial runs
-of the same seeds for as many steps. Partial runs at N' = 1.5 N, 2 N and 3 N ended lower, and at 2 N a quarter more
-steps made up for the loss. A setting's rate is therefore divided by the steps that its staleness takes: 1 + 0.29 for
-each weight update of mean staleness.
+of the same seeds for the same number of steps. Partial runs at N' = 1.5 N, 2 N and 3 N reached lower accuracy, and at
+2 N a quarter more steps made up for the loss. A setting's rate is therefore divided by 1 + 0.29 for each weight update
+of mean staleness.
 
 The study's policies are small and its runs have 12 steps. Other policies, longer runs and other staleness are
 extrapolated.
@@ -14,14 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 LOST = ((0.0, 0.0), (0.443, 0.0049), (0.868, 0.0137), (1.571, 0.0259))
-"""Mean staleness, in weight updates, and final accuracy below that of synchronous runs after as many steps."""
+"""Mean staleness, in weight updates, and loss of final accuracy against synchronous runs after equal steps."""
 MORE_STEPS = 0.29
-"""Steps that one update of mean staleness takes on top, relative to synchronous rollouts: 15 in the place of 12 at a
+"""Additional steps for each update of mean staleness, relative to synchronous rollouts: 15 steps instead of 12 at a
 mean staleness of 0.868."""
 
 
 def worth(rate: float, mean_staleness: float, more_steps: float = MORE_STEPS) -> float:
-    """Return the rate of synchronous rollouts that reaches as much accuracy in the same time."""
+    """Return the rate of synchronous rollouts that reaches the same accuracy in the same time."""
     return rate / (1 + more_steps * mean_staleness)
 
 

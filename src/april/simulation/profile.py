@@ -1,8 +1,8 @@
-"""What a recipe's model does when nobody trains it, and what partial rollouts would gain on it.
+"""Measuring a recipe's model without training, and forecasting the gain of partial rollouts.
 
-Pure rollouts of the recipe's own prompts, in synchronous steps, say how long responses are, how alike those of one
-prompt are, and how the end of a step leaves the engine empty. The same engine is then calibrated, and the scheduler
-tried on those lengths and costs in virtual time, at several N'.
+Synchronous rollouts of the recipe's own prompts measure response lengths, their correlation within groups, and the
+share of idle slots at the end of a step. The same engine is then calibrated, and the scheduler is simulated with these
+lengths and costs at several N'.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from april.tasks.build import build_task, in_recipe
 from april.tasks.task import Task
 
 LAST = 0.1
-"""The part of a step's samples that are its tail."""
+"""Share of a step's samples that form its tail."""
 WORTH = 0.05
-"""A gain below this is not worth older data."""
+"""Smallest gain that justifies older data."""
 FULL = 0.9
-"""A share of slots at work that leaves little to gain."""
+"""Share of decoding slots that leaves little to gain."""
 ALIKE = 1.5
-"""The 99th percentile of the lengths over their median, below which they hardly vary."""
+"""Ratio of the 99th percentile of the lengths to their median below which lengths hardly vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tail:
-    """The end of a synchronous step: what comes after all but `LAST` of its samples have finished.
+    """The tail of a synchronous step: the time after all but `LAST` of its samples have finished.
 
     Args:
-        step_seconds: of a whole step.
-        share: of the step's time.
-        occupancy: share of the slots that decode in it.
-        step_occupancy: and in the whole step.
+        step_seconds: seconds of a whole step.
+        share: share of the step's time.
+        occupancy: share of the slots that decode in the tail.
+        step_occupancy: share of the slots that decode in the whole step.
     """
 
     step_seconds: float
@@ -63,7 +63,7 @@ class Tail:
 
     @classmethod
     def of(cls, steps: Sequence[StepTrace]) -> Tail:
-        """The mean over steps."""
+        """Return the mean over steps."""
         rows = np.array([_tail(step) for step in steps])
         seconds, tail, busy_tail, busy = rows.sum(axis=0).tolist()
         slots = steps[0]["slots"]
@@ -76,7 +76,7 @@ class Tail:
 
 
 def _tail(step: StepTrace) -> tuple[float, float, float, float]:
-    """Seconds of the step and of its tail; slot-seconds that were used in the tail and in all."""
+    """Return seconds of the step and of its tail, and slot-seconds used in the tail and in the whole step."""
     spans = [span for span in step["spans"] if span["queued"] is not None]
     last = {span["sample"]: span["end"] for span in sorted(spans, key=lambda span: span["end"])}
     ends = np.sort(list(last.values()))
@@ -89,16 +89,16 @@ def _tail(step: StepTrace) -> tuple[float, float, float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """What was found.
+    """Results of profiling a recipe.
 
     Args:
-        workload: the lengths that were seen, ascending, and the correlation of those of one prompt.
-        truncated: for each length, whether the budget ended it, shape [responses].
-        tail: of the synchronous steps.
-        consumed_tokens_per_second: of the synchronous steps, measured.
-        cost: of the engine, measured.
-        points: settings tried in virtual time, synchronous first.
-        turns: of its episodes; None if the recipe has no environment.
+        workload: observed lengths, ascending, and their correlation within groups.
+        truncated: for each length, whether the budget truncated it, shape [responses].
+        tail: tail of the synchronous steps.
+        consumed_tokens_per_second: measured rate of the synchronous steps.
+        cost: measured costs of the engine.
+        points: simulated settings, synchronous first.
+        turns: turns of episodes; None if the recipe has no environment.
     """
 
     workload: Workload
@@ -115,7 +115,7 @@ class Profile:
 
     @property
     def spread(self) -> float:
-        """The 99th percentile of the lengths over their median."""
+        """Ratio of the 99th percentile of the lengths to their median."""
         return float(np.percentile(self.lengths, 99) / np.median(self.lengths))
 
     @property
@@ -124,12 +124,12 @@ class Profile:
 
     @property
     def gain(self) -> float:
-        """Expected consumed tokens/s of the recommended setting over those of synchronous rollouts."""
+        """Ratio of expected consumed tokens/s of the recommended setting to synchronous rollouts."""
         return rate(self.chosen.consumed_tokens_per_second, self.points[0].consumed_tokens_per_second)
 
     @property
-    def off(self) -> float:
-        """How far the simulated synchronous rate is from the measured one, relative to it."""
+    def simulation_error(self) -> float:
+        """Relative error of the simulated synchronous rate, against the measured one."""
         return rate(self.points[0].consumed_tokens_per_second, self.consumed_tokens_per_second) - 1
 
     @property
@@ -138,7 +138,7 @@ class Profile:
 
     @property
     def verdict(self) -> str:
-        """Whether partial rollouts are worth it, and why, in a sentence or two."""
+        """Return in one or two sentences whether partial rollouts are worth it, and why."""
         if self.worth_it:
             return (
                 f"Worth it: {self.chosen.name} is expected to bring {self.gain:.2f} times the consumed tokens/s of "
@@ -150,12 +150,12 @@ class Profile:
     def _why_not(self) -> str:
         cut = float(self.truncated.mean())
         if cut > LAST:
-            return f"{cut:.0%} of the responses reach the budget, so the longest of them are all alike."
+            return f"{cut:.0%} of the responses reach the budget, so the longest responses all have the same length."
         if self.spread < ALIKE:
             return f"The lengths hardly vary: the 99th percentile is {self.spread:.2f} times the median."
         if self.tail.step_occupancy >= FULL:
-            return f"A synchronous step has {self.tail.step_occupancy:.0%} of the slots at work as it is."
-        return "Fewer samples decoding make the engine's steps so much shorter that empty slots cost little."
+            return f"In a synchronous step {self.tail.step_occupancy:.0%} of the slots already decode."
+        return "With fewer samples the engine's decode steps are so much shorter that empty slots cost little."
 
     def to_dict(self) -> dict[str, Any]:
         lengths = self.lengths
@@ -174,7 +174,7 @@ class Profile:
             "turns": None if self.turns is None else asdict(self.turns),
             "tail": vars(self.tail),
             "measured_consumed_tokens_per_second": self.consumed_tokens_per_second,
-            "simulated_off_by": self.off,
+            "simulated_off_by": self.simulation_error,
             "recommended": self.chosen.to_dict(),
             "settings": [point.to_dict() for point in self.points],
         }
@@ -187,13 +187,13 @@ def profile(
     simulated: int,
     on_status: Callable[[str], None],
 ) -> Profile:
-    """Profile a checked recipe. `output`, which is there, gets trace.jsonl, recipe.json and cost_model.json, from which
-    `april simulate` goes on.
+    """Profile a checked recipe, and write trace.jsonl, recipe.json and cost_model.json for `april simulate`.
 
     Args:
-        steps: synchronous steps of pure rollouts.
-        simulated: steps of each setting in virtual time.
-        on_status: what is being done.
+        output: existing directory.
+        steps: synchronous steps of rollouts without training.
+        simulated: simulated steps of each setting.
+        on_status: called with the current activity.
 
     Raises:
         ConfigError: the recipe does not fit its task or its model.
@@ -262,7 +262,7 @@ async def _measure(
 
 @contextmanager
 def _rollouts(recipe: Recipe, task: Task, idle: IdleEngine) -> Iterator[RolloutScheduler]:
-    """Synchronous steps of the recipe's prompts, which nobody scores."""
+    """Yield a scheduler for synchronous steps on the recipe's prompts, without rewards."""
     from april.training.build import build_environment, build_prompts
     from april.training.policy import stop_tokens
     from april.training.run_prompts import room_for_prompt

@@ -1,4 +1,4 @@
-"""What a profile says, on the terminal and as a page."""
+"""Results of a profile, on the terminal and as an HTML page."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from april.simulation.turns import Turns
 BINS, BAR = 12, 44
 """Rows of the histogram on a terminal, and characters of its longest bar."""
 OFF = 0.2
-"""How far the simulator may be from what was measured before it is said aloud."""
+"""Relative error of the simulator above which a warning is shown."""
 
 
 def lines_of(profile: Profile) -> Iterator[str]:
-    """The lengths as a histogram, and what holds a synchronous step up; 80 columns are enough."""
+    """Yield the lengths as a histogram, and the tail of a synchronous step; at most 80 columns wide."""
     yield lengths_of(profile)
     lengths = profile.lengths
     counts, edges = np.histogram(lengths, bins=BINS, range=(0, lengths.max()))
@@ -60,15 +60,16 @@ def tail_of(profile: Profile) -> str:
 
 
 def trust_of(profile: Profile) -> str:
-    """How far to believe the simulator, and what it leaves out."""
-    off = f"The simulator has synchronous rollouts at {1 + profile.off:.2f} times the rate that was measured"
-    care = "; take what it says with care" if abs(profile.off) > OFF else ""
-    training = "Training is left out: where it takes a large part of a step, less is gained."
-    return " ".join(filter(None, (f"{off}{care}.", training, cut_off(profile.workload))))
+    """Return the error of the simulation, and its omissions, as sentences."""
+    error = profile.simulation_error
+    factor = f"The simulated rate of synchronous rollouts is {1 + error:.2f} times the measured rate"
+    care = "; interpret the forecasts with care" if abs(error) > OFF else ""
+    training = "Training is left out: if it takes a large part of a step, the gain is smaller."
+    return " ".join(filter(None, (f"{factor}{care}.", training, cut_off(profile.workload))))
 
 
 def profile_page(title: str, profile: Profile) -> str:
-    """The page: verdict, lengths, tail, and the frontier of throughput against staleness."""
+    """Return the page: verdict, lengths, tail, and the frontier of throughput against staleness."""
     lengths, chosen = profile.lengths, profile.chosen
     counts = np.histogram(lengths, 56, (0, 1.04 * lengths.max()))[0]
     legend = legend_of([Series("responses", [], "c-blue"), Series("of them truncated", [], "c-red")])

@@ -1,4 +1,4 @@
-"""A run's own response lengths, as a workload."""
+"""The response lengths of a recorded run, as a workload."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from april.simulation.turns import Turns
 from april.simulation.workload import Workload
 
 PROFILE = "profile.json"
-"""What `april profile` writes of its turns, beside all else."""
+"""Summary of `april profile`, which contains the turns of its episodes."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run brought, as far as another one is simulated from it.
+    """Data of a run from which another run is simulated.
 
     Args:
-        workload: its response lengths, and how alike those of one group are.
-        truncated: share of the responses that its budget cut off, whose own length nobody knows.
+        workload: response lengths, and their correlation within groups.
+        truncated: share of the responses that the budget truncated, whose full length is unknown.
         train_token_seconds: training time for each consumed token; None if the run has no summary.
-        turns: of its episodes; None if it had no environment.
+        turns: turns of episodes; None if the run had no environment.
     """
 
     workload: Workload
@@ -37,15 +37,15 @@ class Recorded:
 
 
 def read_recorded(run: Path) -> Recorded:
-    """The responses that the run in `run` was trained on, all steps together.
+    """Read the responses of all steps of the run in the directory `run`.
 
     Raises:
-        ValueError: no run is there, or none of its steps was recorded.
+        ValueError: the directory contains no run, or no step was recorded.
     """
     try:
         rollout = json.loads((run / "recipe.json").read_text())["rollout"]
     except (OSError, ValueError, KeyError):
-        raise ValueError(f"{run}: no recipe.json of a run there; name the directory of a run") from None
+        raise ValueError(f"{run}: no recipe.json of a run in this directory; name the directory of a run") from None
     steps = list(read_trace(run))
     if not steps:
         raise ValueError(f"{run}: no step was recorded in trace.jsonl")
@@ -79,8 +79,7 @@ def _training(run: Path) -> float | None:
 
 
 def _turns(run: Path, size: int) -> Turns | None:
-    """Turns as long as the run's on average, whose answers take as long; how much that time varied only a profile
-    says."""
+    """Return turns with the run's mean lengths and answer times; only a profile records the spread of these times."""
     if (profile := run / PROFILE).exists():
         turns = json.loads(profile.read_text()).get("turns")
         return turns and Turns(**turns)
@@ -95,5 +94,7 @@ def _turns(run: Path, size: int) -> Turns | None:
         return float(sum(record[name] * record.get(by, 1) for record in steps))
 
     turns = total("turns_mean", "groups_consumed")  # of one sample of each group
-    said, heard = total("step_consumed_tokens") / size, total("step_environment_tokens") / size
-    return Turns(max(said / turns, 1.0), round(heard / turns), total("environment_seconds", "groups_consumed") / turns)
+    tokens, observed = total("step_consumed_tokens") / size, total("step_environment_tokens") / size
+    return Turns(
+        max(tokens / turns, 1.0), round(observed / turns), total("environment_seconds", "groups_consumed") / turns
+    )

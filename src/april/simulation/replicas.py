@@ -70,8 +70,8 @@ class Replicas:
         """Decode steps until the next event; 0 if the event is the end of a prefill."""
         self._admissions = np.zeros(count, np.int64)
 
-        # By replica and slot: the row of the sample, the decode step before its first token and that of its last one,
-        # and its number in the order of admission.
+        # By replica and slot: the row of the sample, the decode step before its first token, the decode step of its
+        # last token, and its number in the order of admission.
         slots = (count, cost.slots)
         self.row = np.full(slots, -1, np.int64)
         self.first_step = np.full(slots, NEVER, np.int64)
@@ -83,7 +83,7 @@ class Replicas:
         return bool(self.running.any() or self.queues.counts.any())
 
     def clear(self) -> None:
-        """Reset all replicas, on which nothing is in flight. Clocks go on."""
+        """Reset all replicas, on which nothing is in flight. Clocks continue."""
         self.samples.clear()
         self.queues.clear()
         for rows in (self.row, self._admission):

@@ -1,6 +1,6 @@
-"""A run in virtual time: the scheduler that real runs use, over a simulated engine.
+"""A run in virtual time: the scheduler of real runs on a simulated engine.
 
-Invariant: same arguments, same outcome, to the last bit.
+Invariant: the same arguments give the same outcome, to the last bit.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from april.simulation.virtual_time import run
 from april.simulation.workload import Workload
 
 STREAMED = 64
-"""Decode steps after which engines hand out what running samples have, where a step may be taken while they run: as
-servers do, and as what is learnt of an engine's speed needs."""
+"""Decode steps after which engines hand out tokens of running samples if generation overlaps with training. Servers do
+the same, and estimates of an engine's speed need it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """What is kept of a step. Times are virtual seconds."""
+    """Figures of one step. Times are virtual seconds."""
 
     version: int
     target: int
     seconds: float
-    """Of `next_batch`; of the whole step where generation goes on beside training."""
+    """Duration of `next_batch`, or of the whole step if generation overlaps with training."""
     training_seconds: float
-    """In which the engines stood still, as in the weight update; both are part of `seconds` where they did not."""
+    """Training time during which the engines were idle. With overlap, it and the update are part of `seconds`."""
     update_seconds: float
     consumed_tokens: int
     sampled_tokens: int
@@ -51,7 +51,7 @@ class StepRecord:
     buffered_groups: int
     buffered_tokens: int
     staleness: NDArray[np.int64]
-    """Of each group, shape [N]."""
+    """Staleness of each group, shape [N]."""
     tokens_by_age: NDArray[np.int64]
     lengths: NDArray[np.int64]
     """Policy tokens of each consumed response, shape [N * G]."""
@@ -81,7 +81,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A simulated run. Rates and means leave the first `warm_up` steps out, in which the buffer fills.
+    """A simulated run. Rates and means leave out the first `warm_up` steps, in which the buffer fills.
 
     Rates come in two kinds: over the rollout phase (`next_batch` and the weight update), and over everything.
     """
@@ -91,7 +91,7 @@ class Outcome:
     preemptions: int
     prefilled_tokens: int
     peak_kv: float
-    """Most of its KV cache that a replica has used, as a share."""
+    """Largest share of its KV cache that any replica has used."""
 
     @property
     def counted(self) -> list[StepRecord]:
@@ -107,17 +107,17 @@ class Outcome:
 
     @property
     def consumed_tokens_per_second(self) -> float:
-        """Tokens handed to training, over the rollout phase."""
+        """Consumed tokens per second of the rollout phase."""
         return rate(sum(step.consumed_tokens for step in self.counted), self.rollout_seconds)
 
     @property
     def generated_tokens_per_second(self) -> float:
-        """Tokens sampled, over the rollout phase."""
+        """Sampled tokens per second of the rollout phase."""
         return rate(sum(step.sampled_tokens for step in self.counted), self.rollout_seconds)
 
     @property
     def overall_tokens_per_second(self) -> float:
-        """Tokens handed to training, over everything."""
+        """Consumed tokens per second of the whole time."""
         return rate(sum(step.consumed_tokens for step in self.counted), self.seconds)
 
     @property
@@ -127,7 +127,7 @@ class Outcome:
 
     @property
     def staleness(self) -> NDArray[np.int64]:
-        """Of every group that was trained on, shape [steps * N]."""
+        """Staleness of every consumed group, shape [steps * N]."""
         return np.concatenate([step.staleness for step in self.counted])
 
     @property
@@ -145,7 +145,7 @@ class Outcome:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Of every consumed response."""
+        """Length of every consumed response."""
         return np.concatenate([step.lengths for step in self.counted])
 
 
@@ -169,19 +169,19 @@ def simulate(
     """Collect `steps` steps and train on them, in virtual time.
 
     Args:
-        workload: the lengths of responses, N, G and the response budget.
-        cost: what one engine's work costs.
-        replicas: engines.
+        workload: response lengths, N, G and the response budget.
+        cost: costs of one engine.
+        replicas: number of engines.
         warm_up: steps that rates and means leave out.
         on_update: what happens to the KV cache of unfinished samples when the weights change.
         train_token_seconds: training time for each consumed token.
-        overlap: generation goes on beside training; without it, the engines stand still.
+        overlap: whether generation overlaps with training; without it, engines are idle during training.
         resolution: see `SimulatedEngine`.
         dynamic_filter: see `RolloutScheduler`.
-        turns: responses are episodes of so many turns, whose environments take their time.
-        engine_type: of the engines, for one that does more than the simulated one.
-        seed: of the samples.
-        params: of `RolloutParams`; N and G are the workload's unless given here.
+        turns: turns of episodes, and the time of their environments; None if responses are no episodes.
+        engine_type: class of the engine, to instrument it.
+        seed: seed of the samples.
+        params: fields of `RolloutParams`; N and G default to the workload's.
     """
     if not 0 <= warm_up < steps:
         raise ValueError(f"warm_up = {warm_up}: must leave at least one of steps = {steps}")
@@ -206,7 +206,7 @@ def scheduler_of(
     episodes: Episodes | None = None,
     overlap: bool = False,
 ) -> RolloutScheduler:
-    """A scheduler for `workload`; the parameters in `own` come first."""
+    """Return a scheduler for `workload`; the parameters in `own` take precedence."""
     size, group_size = workload.rollout_batch_size, workload.n_samples_per_prompt
     return RolloutScheduler(
         engine,
@@ -223,7 +223,7 @@ def scheduler_of(
 
 
 async def no_reward(prompt: Prompt, samples: Any) -> list[float]:
-    """Nothing is learnt from simulated tokens."""
+    """Return rewards of 0, as nothing is learned from simulated tokens."""
     return [0.0] * len(samples)
 
 
@@ -254,7 +254,7 @@ async def _overlap(scheduler: RolloutScheduler, steps: int, train_token_seconds:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """A large run holds a million objects, none of them garbage: looking through them takes most of the time."""
+    """Disable garbage collection: scanning the million objects of a large run would take most of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""How many of a cluster's GPUs should train, and how many generate, where both go on at the same time.
+"""Search for the best division of a cluster's GPUs between training and generation, if the two overlap.
 
-More engines make a batch sooner, and more trainers are done with it sooner; a step takes as long as the slower of the
-two. So tokens trained on per second rise with the GPUs that train until the engines are the slower side, and fall from
-there: a few splits of the whole range are tried, then a few around the best of them, as often as it takes.
+More engines generate a batch sooner, and more trainers finish with it sooner; the slower of the two determines the
+duration of a step. So consumed tokens per second rise with the number of GPUs that train until the engines become the
+slower side, and then fall. The search tries a few splits of the whole range, then repeatedly a few around the best.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 AT_A_TIME = 5
-"""Splits of a range that are tried."""
+"""Splits tried in each range."""
 
 
 class Split(NamedTuple):
-    """What came of letting so many GPUs train, while the others generate."""
+    """Result of letting `training_gpus` GPUs train while the others generate."""
 
     training_gpus: int
     tokens_per_second: float
-    """Trained on, over everything."""
+    """Consumed tokens, over the whole time."""
 
 
 def try_splits(gpus: int, least: int, measure: Callable[[int], float]) -> list[Split]:
-    """The splits of `gpus` GPUs that were tried, those with few GPUs that train first; `best` takes one.
+    """Return the tried splits of `gpus` GPUs, in the order of their training GPUs; `best` selects one.
 
     Args:
-        least: GPUs that the trainer needs at least.
-        measure: tokens trained on per second when so many GPUs train.
+        least: minimum number of GPUs of the trainer.
+        measure: returns consumed tokens per second for a number of training GPUs.
     """
     tried: dict[int, float] = {}
     low, high = least, gpus - 1
@@ -49,5 +49,5 @@ def _evenly(low: int, high: int) -> list[int]:
 
 
 def best(splits: Sequence[Split]) -> Split:
-    """The one that trains most; the fewest GPUs of several."""
+    """Return the split with the highest rate; of several, that with the fewest training GPUs."""
     return max(splits, key=lambda split: (split.tokens_per_second, -split.training_gpus))

@@ -1,16 +1,16 @@
-"""A short sweep of an engine, for a cost model to be fitted to.
+"""A short sweep of measurements on an engine, to which a cost model is fitted.
 
-On whatever keeps the `Engine` protocol, on samples of the sweep's own:
-- decoding: `b` samples at once, for several b, after short prompts and after prompts of mixed lengths, as real batches
-  are mixed; seconds per decode step, from the tokens that came out between two polls while all of them ran;
-- prefill: one-token responses to prompts of several lengths, several at once, and to as many as there are slots, of
-  mixed lengths, as after an interrupt;
+The sweep works on any `Engine`, with its own samples:
+- decoding: `b` samples at once, for several b, after short prompts and after prompts of mixed lengths, as in
+  real batches; seconds per decode step, from the tokens received between two polls while all samples were running;
+- prefill: one-token responses to prompts of several lengths, a few at once, and to prompts of mixed lengths on all
+  slots, as after an interrupt;
 - interrupts and weight updates: timed;
-- serving: synchronous steps of a scheduler, of short responses and of long ones;
+- serving: synchronous steps of a scheduler, with short responses and with long ones;
 - held out: steps with partial rollouts.
 
-All of it is gone through `repeats` times, and medians count, so that a machine whose speed drifts is not taken for an
-engine that favours one setting.
+All measurements are repeated `repeats` times, and medians count, so that a drift of the machine's speed does not look
+like a property of the engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from april.simulation.measurement import Update, serve
 from april.simulation.workload import Part, Workload
 
 GROUP = 4
-"""Samples of a group while serving."""
+"""Samples of a group in the serving measurements."""
 
 
 async def calibrate(
@@ -46,18 +46,18 @@ async def calibrate(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Calibration:
-    """Measure an engine that nothing else uses. What a sweep leaves behind is interrupted and forgotten.
+    """Measure an engine that nothing else uses. Samples of the sweep are interrupted and forgotten afterwards.
 
     Args:
-        update: brings the engine to a version.
-        on_update: what the engine does with KV caches at an update.
-        slots: decode up to so many samples together; the engine's own slots if None.
+        update: updates the engine to a version.
+        on_update: the engine's treatment of KV caches at an update.
+        slots: maximum number of samples that decode together; None for the engine's own slots.
         longest: the longest prompt of the sweep, in tokens.
         steps: decode steps of a measurement.
-        repeats: of each measurement; the median counts.
+        repeats: repetitions of each measurement; the median counts.
         vocabulary: prompts are drawn from the token ids 2 to this.
         clock: seconds; for an engine of this process, CPU time keeps other processes out of the figures.
-        progress: called with what is being measured.
+        progress: called with a description of the current measurement.
 
     Raises:
         EngineError: a request failed.
@@ -78,7 +78,7 @@ async def calibrate(
 
 
 def _spread(longest: int, count: int) -> list[int]:
-    """`count` lengths from `longest` to 8 tokens."""
+    """Return `count` lengths from `longest` to 8 tokens, evenly spaced."""
     lengths: list[int] = np.linspace(longest, 8, count).round().astype(int).tolist()
     return lengths
 
@@ -88,7 +88,7 @@ def _lengths(longest: int) -> list[int]:
 
 
 class Sweep:
-    """Samples made for measuring: random prompts that no cache has seen, and responses that only their budget ends."""
+    """Measurements with random prompts, which are in no prefix cache, and responses that only their budget ends."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Sweep:
         self._groups = itertools.count()
 
     async def all(self, slots: int, longest: int, steps: int, progress: Callable[[str], None]) -> Calibration:
-        """Each measurement once."""
+        """Make each measurement once."""
         capacity = self._engine.capacity
         result = Calibration(
             capacity.slots, capacity.kv_tokens or capacity.slots * capacity.context_length, self._on_update
@@ -126,7 +126,7 @@ class Sweep:
         began = self._clock()
         await self._update(1)
         result.updates.append(self._clock() - began)
-        # Half as many groups again as fit: the slots are full at first, and less and less full at the end.
+        # 1.5 times the groups that fit: the slots are full at first, and empty gradually at the end.
         groups = -(-3 * slots // (2 * GROUP))
         synchronous = {"partial_rollout": False}
         progress("serving short responses")
@@ -150,7 +150,7 @@ class Sweep:
         return made
 
     async def _receive(self, tokens: dict[str, int], enough: int) -> None:
-        """Count what comes, until every sample has `enough` tokens."""
+        """Count received tokens until every sample has `enough` tokens."""
         while min(tokens.values()) < enough:
             for chunk in await self._engine.poll():
                 if chunk.error is not None:
@@ -167,7 +167,7 @@ class Sweep:
         self._engine.forget(sample.id for sample in samples)
 
     async def decode(self, batch: int, prompt: int, steps: int) -> Decoding:
-        """Decode `batch` samples side by side until each has `steps` tokens more than any had when all had started.
+        """Decode `batch` samples together until each has `steps` tokens more than any had when all had started.
 
         Their prompts have 8 to `prompt` tokens, evenly spread.
         """
@@ -199,7 +199,7 @@ class Sweep:
         return Prefill(lengths, seconds)
 
     async def serve(self, name: str, median: float, longest: int, steps: int, groups: int, **settings: Any) -> Serving:
-        """`steps` steps of `groups` groups: responses around `median` tokens long, at most `longest`."""
+        """Serve `steps` steps of `groups` groups with a median response of `median` tokens, at most `longest`."""
         workload = Workload(
             name,
             (Part(median, 0.6),),
@@ -221,7 +221,7 @@ class Sweep:
         return Serving(workload, steps, settings, outcome.rollout_seconds)
 
     async def interrupt(self, batch: int, steps: int) -> float:
-        """Seconds from an interrupt of `batch` samples to the last partial."""
+        """Return seconds from an interrupt of `batch` samples to the last partial response."""
         samples = self._samples(batch, 8, self._budget(8))
         tokens = {sample.id: 0 for sample in samples}
         for sample in samples:

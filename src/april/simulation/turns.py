@@ -1,9 +1,9 @@
-"""Episodes in virtual time: how long turns are, what environments answer, and how long that takes.
+"""Episodes in virtual time: lengths of turns, and the time and length of the environment's answers.
 
 Invariants:
-- where a turn ends and how long its answer takes follows from the run's seed, the sample and the turn; no schedule
-  changes it;
-- an environment is done when the response is as long as the workload says: turns cut a response up, and nothing else.
+- the end of a turn and the time of its answer depend only on the run's seed, the sample and the turn, not on the
+  schedule;
+- an environment is done when the response has the workload's length: turns only divide a response.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from april.rollout.params import EpisodeLimits
 from april.rollout.trajectory import Prompt, Sample
 
 MOST_TURNS = 1 << 20
-"""No simulated episode has as many: the response budget ends it."""
+"""More turns than a simulated episode can have, as the response budget ends it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What a workload's responses are made of, if they are episodes.
+    """Turns of a workload's responses, if they are episodes.
 
     Args:
-        tokens: policy tokens of a turn, on average; their number falls off exponentially.
-        observation_tokens: of each answer.
-        seconds: that an answer takes, on average.
-        sigma: standard deviation of the logarithm of that time (0: it is always the same; 1.5: a heavy tail).
+        tokens: mean number of policy tokens of a turn, which is distributed exponentially.
+        observation_tokens: tokens of each answer.
+        seconds: mean time of an answer.
+        sigma: standard deviation of the logarithm of that time (0: constant; 1.5: a heavy tail).
     """
 
     tokens: float
@@ -43,11 +43,11 @@ class Turns:
     def __post_init__(self) -> None:
         others = (self.observation_tokens, self.seconds, self.sigma)
         if not (1 <= self.tokens < math.inf and all(0 <= value < math.inf for value in others)):
-            raise ValueError(f"{self}: a turn needs a token at least, and nothing of it is below zero")
+            raise ValueError(f"{self}: a turn needs at least one token, and no value may be negative")
 
     @classmethod
     def seen(cls, samples: Sequence[Sample]) -> Turns | None:
-        """As those of `samples` were; None if none of them had an environment."""
+        """Return turns like the turns of `samples`; None if no sample had an environment."""
         answers = [answer.seconds for sample in samples for answer in sample.transitions[1:]]
         turns = sum(sample.turns for sample in samples if sample.transitions)
         if not turns:
@@ -61,40 +61,40 @@ class Turns:
         )
 
     def end(self, sample: Sample) -> int:
-        """Response tokens at which the turn that the policy speaks is over."""
+        """Return the number of response tokens at which the policy's current turn ends."""
         before = sample.transitions[sample.turns]
         drawn = -self.tokens * math.log(uniform(sample.seed, sample.turns))
         return before.start + before.tokens + max(round(drawn), 1)
 
     def latency(self, seed: int, turn: int) -> float:
-        """Seconds that the answer to `turn` takes."""
+        """Return the seconds that the answer to `turn` takes."""
         if not self.sigma:
             return self.seconds
         first, second = uniform(seed, 2 * turn), uniform(seed, 2 * turn + 1)
         normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
         return self.seconds * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
-    def episodes(self, over: Collection[str], context_length: int) -> Episodes:
-        """Environments without number or trouble.
+    def episodes(self, ended: Collection[str], context_length: int) -> Episodes:
+        """Return episodes with unlimited concurrency and no time limits.
 
         Args:
-            over: samples that have said their last turn.
+            ended: ids of samples whose last turn has ended.
         """
         limits = EpisodeLimits(concurrency=1 << 20, step_timeout=None, reset_timeout=None, deadline=None)
-        return Episodes(lambda: SimulatedEnvironment(self, over), Silent(), context_length, limits)
+        return Episodes(lambda: SimulatedEnvironment(self, ended), Silent(), context_length, limits)
 
 
 class SimulatedEnvironment:
-    """Answers late, and with nothing in particular.
+    """Answers with tokens that mean nothing, after the time that `turns` specifies.
 
     Args:
-        turns: how late, and with how many tokens.
-        over: samples that have said their last turn.
+        turns: time and length of answers.
+        ended: ids of samples whose last turn has ended.
     """
 
-    def __init__(self, turns: Turns, over: Collection[str]) -> None:
+    def __init__(self, turns: Turns, ended: Collection[str]) -> None:
         self.turns = turns
-        self.over = over
+        self.ended = ended
         self.seed = 0
         self.answer = TokenIds((0,) * turns.observation_tokens)
 
@@ -103,16 +103,16 @@ class SimulatedEnvironment:
         return TokenIds()
 
     async def step(self, turn: Turn) -> EnvStep:
-        # Samples of a group share a seed; their answers do not take equally long.
+        # Samples of a group share a seed, but the times of their answers are independent.
         await asyncio.sleep(self.turns.latency(self.seed ^ hash_of(turn.sample_id), turn.index))
-        return EnvStep(self.answer, done=turn.sample_id in self.over)
+        return EnvStep(self.answer, done=turn.sample_id in self.ended)
 
     async def close(self) -> None:
         pass
 
 
 class Silent:
-    """A bridge for those who have nothing to say but token ids."""
+    """A bridge for observations that are token ids already."""
 
     def begin(self, prompt: Prompt, observation: Observation) -> Sequence[int] | None:
         return None
@@ -125,13 +125,13 @@ class Silent:
 
 
 def hash_of(sample_id: str) -> int:
-    """The same number for a sample in every process."""
+    """Return a number for a sample that is the same in every process."""
     group, _, index = sample_id.partition(".")
     return int(group) << 16 | int(index)
 
 
 def uniform(seed: int, place: int) -> float:
-    """A number in (0, 1] that follows from both, `place` being 0 or more (the finaliser of SplitMix64)."""
+    """Return a number in (0, 1] that depends on both; `place` is at least 0 (the finaliser of SplitMix64)."""
     mask = (1 << 64) - 1
     x = (seed + (place + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

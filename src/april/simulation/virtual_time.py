@@ -1,10 +1,10 @@
 """An asyncio event loop whose clock is virtual: when nothing is ready to run, time jumps to the next timer.
 
 Invariants:
-- `loop.time()` starts at 0 and moves only while nothing is ready to run, by exactly what the next timer is away;
-- what runs, and in which order, depends on the program alone: same program, same schedule.
+- `loop.time()` starts at 0 and moves only while nothing is ready to run, exactly to the time of the next timer;
+- the schedule depends on the program alone: same program, same order of callbacks.
 
-Work in threads takes no virtual time, and a timer may overtake it; what runs under this loop should be async.
+Work in threads takes no virtual time, and a timer may overtake it; code that runs under this loop should be async.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
-    """Looks at files without waiting for them, and lets virtual time pass instead."""
+    """Polls files without waiting for them, and advances virtual time instead."""
 
     now = 0.0
 
@@ -30,18 +30,18 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop with virtual time. With no timer to jump to, it waits for files and threads as any loop does."""
+    """An event loop with virtual time. Without a timer to jump to, it waits for files and threads like any loop."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Return virtual seconds since the loop was created."""
         return self._virtual.now
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in virtual time."""
+    """Run a coroutine like `asyncio.run`, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

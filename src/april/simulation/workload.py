@@ -1,9 +1,9 @@
-"""Named workloads: how long responses are, and the batch they are drawn for.
+"""Workloads: distributions of response lengths, and batch sizes.
 
 Invariants:
-- a sample's length follows from its seed, its prompt and, if lengths drift, the policy that goes on with it; from
-  nothing else, so no schedule can change it unless lengths drift;
-- a prompt's difficulty follows from the workload's seed and the prompt's number.
+- a sample's length depends only on its seed, its prompt and, if lengths drift, the policy version that continues it, so
+  no schedule can change it unless lengths drift;
+- a prompt's difficulty depends only on the workload's seed and the prompt's number.
 
 Lengths are drawn through normal scores: a sample's score is sqrt(correlation) * (its prompt's score)
 + sqrt(1 - correlation) * (its own), and its length the quantile of the workload's distribution at that score (a
@@ -30,7 +30,7 @@ _PHI = np.array([NormalDist().cdf(z) for z in _SCORES])
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of a mixture of lognormal distributions.
+    """One component of a mixture of lognormal distributions.
 
     Args:
         median: median response length, in tokens.
@@ -45,11 +45,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Workload:
-    """A distribution of response lengths, and the step it is generated for.
+    """A distribution of response lengths, and the batch sizes of a step.
 
     Args:
         name: of the workload.
-        parts: the mixture of lognormals that lengths follow before they are cut off at `max_tokens`.
+        parts: mixture of lognormals from which lengths are drawn before truncation to `max_tokens`.
         max_tokens: response budget; longer responses are truncated there.
         correlation: of the normal scores of two samples of one prompt, from 0 to 1.
         drift: relative growth of lengths with each policy version.
@@ -57,7 +57,7 @@ class Workload:
         rollout_batch_size: groups of a step (N).
         n_samples_per_prompt: samples of a group (G).
         seed: of the prompts' difficulties and lengths.
-        observed: lengths that were seen, in ascending order, in place of a mixture.
+        observed: observed lengths, in ascending order, in place of a mixture.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Workload:
 
     @cached_property
     def _quantiles(self) -> NDArray[np.float64]:
-        """Logarithm of the length at each of the scores, shape [4801]."""
+        """Logarithm of the length at each normal score, shape [4801]."""
         if self.observed:
             shares = (np.arange(len(self.observed)) + 0.5) / len(self.observed)
             seen: NDArray[np.float64] = np.interp(_PHI, shares, np.log(np.maximum(self.observed, 1)))
@@ -103,12 +103,12 @@ class Workload:
         seeds: NDArray[np.uint64],
         version: int = 0,
     ) -> NDArray[np.int64]:
-        """True response length of each sample, from 1 to `max_tokens`, shape [n].
+        """Return the true response length of each sample, from 1 to `max_tokens`, shape [n].
 
         Args:
             prompts: number of each sample's prompt, shape [n].
             seeds: each sample's seed, shape [n].
-            version: of the policy that samples it.
+            version: version of the policy that samples it.
         """
         own, shared = normals(seeds), normals(_mix(prompts.astype(np.uint64), self.seed))
         scores = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own
@@ -119,12 +119,12 @@ class Workload:
         return lengths
 
     def sample(self, n: int, seed: int = 0, version: int = 0) -> NDArray[np.int64]:
-        """`n` lengths of samples of different prompts: the workload's own distribution."""
+        """Return `n` lengths of samples of different prompts, drawn from the workload's distribution."""
         numbers = np.arange(n, dtype=np.int64)
         return self.lengths(numbers, _mix(numbers.astype(np.uint64), seed + 1), version)
 
     def prompts(self) -> Iterator[Prompt]:
-        """Prompts without end. The first token of a prompt is its number; that is how an engine knows it."""
+        """Yield prompts without end. The first token of a prompt is its number, by which an engine identifies it."""
         for start in itertools.count(0, 1024):
             scores = normals(_mix(np.arange(start, start + 1024, dtype=np.uint64), self.seed + 2))
             lengths = np.clip(self.prompt_tokens * np.exp(0.5 * scores), 1, 8192).astype(int)
@@ -133,7 +133,7 @@ class Workload:
 
 
 def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
-    """A 64-bit hash of each value (the finaliser of SplitMix64)."""
+    """Return a 64-bit hash of each value (the finaliser of SplitMix64)."""
     with np.errstate(over="ignore"):
         x = values + np.uint64((seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) % 2**64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -142,7 +142,7 @@ def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 
 def normals(seeds: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """A standard normal number for each seed (Box and Muller), shape of `seeds`."""
+    """Return a standard normal number for each seed (Box and Muller), shape of `seeds`."""
     first, second = (((_mix(seeds, k) >> np.uint64(11)) + 0.5) * 2.0**-53 for k in (11, 12))
     normal: NDArray[np.float64] = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
     return normal
@@ -161,6 +161,6 @@ WORKLOADS = {
         Workload("group-correlated", (Part(2000, 0.9),), correlation=0.95),
     )
 }
-"""light: little to gain. lognormal: p99 is 8 medians. heavy: p99 is 20 medians, cut off at 14. bimodal: a quarter of
-the samples thinks 10 times as long. truncated: one in six responses reaches the cap. drifting: lengths double in 35
-versions. small-batch: 8 prompts a step. group-correlated: a prompt is hard for all its samples or for none."""
+"""light: little to gain. lognormal: p99 is 8 medians. heavy: p99 is 20 medians, truncated at 14. bimodal: a quarter of
+the samples is 10 times longer. truncated: one in six responses reaches the budget. drifting: lengths double in 35
+versions. small-batch: 8 prompts per step. group-correlated: all samples of a prompt have similar lengths."""
