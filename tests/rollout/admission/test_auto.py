@@ -115,7 +115,7 @@ def test_a_step_that_took_no_time_teaches_nothing() -> None:
     assert (admission.rates.costs == costs).all()
 
 
-def stays(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> list[RequestInterval]:
+def intervals(rng: np.random.Generator, costs: np.ndarray, scale: float = 1.0) -> list[RequestInterval]:
     """What an engine of these costs, with 8 slots, shows of a step that resumes 2 of 8 samples."""
     spans: list[RequestInterval] = []
     lengths, before = np.sort(rng.integers(20, 200, 8)), np.where(np.arange(8) < 2, 50, 0)
@@ -148,12 +148,12 @@ def test_costs_are_never_negative_and_a_step_without_duration_changes_none(
     most = (1e-3, 2e-3, 1e-5, 1e-4, 1e-4, 0)
     costs = np.array([0.01, *(share * cost for share, cost in zip((*some, 0.0), most, strict=True))])
     for _ in range(3):
-        rates.observe(stays(rng, costs), 30, Capacity(8, 1 << 20))
+        rates.observe(intervals(rng, costs), 30, Capacity(8, 1 << 20))
         assert (rates.costs >= 0).all()
     known = rates.costs.copy()
     work = (100, 600, 100, 40_000, 300, 200, 0)
     assert rates.seconds(*work) == pytest.approx(float(costs @ work), rel=0.15)
-    rates.observe(stays(rng, 7 * costs, scale), 30, Capacity(8, 1 << 20))
+    rates.observe(intervals(rng, 7 * costs, scale), 30, Capacity(8, 1 << 20))
     assert (rates.costs >= 0).all()
     # Costs are seven times as high there: would it count, the estimate would be several times as long.
     assert rates.seconds(*work) == pytest.approx(float(known @ work), rel=0.02)
@@ -162,8 +162,8 @@ def test_costs_are_never_negative_and_a_step_without_duration_changes_none(
 def test_replicas_that_are_not_equally_fast_count_alike() -> None:
     rates = EngineRates()
     for seed in range(3):
-        fast = stays(np.random.default_rng(seed), STEADY)
-        slow = stays(np.random.default_rng(seed + 10), 1.2 * STEADY)
+        fast = intervals(np.random.default_rng(seed), STEADY)
+        slow = intervals(np.random.default_rng(seed + 10), 1.2 * STEADY)
         rates.observe(sorted(fast + slow, key=lambda span: span.group_id), 30, Capacity(16, 1 << 20))
     work = (100, 1200, 0, 80_000, 600, 400)
     assert rates.seconds(*work) == pytest.approx(1.1 * STEADY[0] * 100, rel=0.02)
@@ -211,7 +211,7 @@ def test_beyond_twice_the_batch_a_measurement_has_to_confirm_the_forecast() -> N
             learn(admission, step)
             assert admission.plan(6).target <= 12 or admission.observed.proven >= 12
         assert (admission.plan(6).target > 12) is grows
-        assert grows or "until the run shows that more pays" in admission.plan(6).reason
+        assert grows or "until measurements confirm the forecast" in admission.plan(6).reason
 
 
 def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:

@@ -1,6 +1,6 @@
-"""How many groups to have under way: what every admission policy is asked.
+"""Admission policies: how many groups are in flight.
 
-Invariant: admission only ever decides how many groups are begun. It never drops, restarts or truncates one.
+Invariant: admission only decides how many groups are started. It never drops, restarts or truncates a group.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from april.rollout.batch import Plan, RolloutBatch
 
 class Admission(Protocol):
     def plan(self, batch_size: int) -> Plan:
-        """What to aim at in the step that begins."""
+        """Return the plan for the step that begins."""
         ...
 
     def observe(self, step: RolloutBatch) -> None:
-        """Learn from a step that is over."""
+        """Learn from a finished step."""
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -26,8 +26,8 @@ class Admission(Protocol):
 
 
 def largest_target(batch_size: int, max_staleness: int | None) -> int | None:
-    """The most groups under way for which the staleness bound can be kept; None if there is no bound.
+    """Return the largest N' for which the staleness bound can be kept; None if there is no bound.
 
-    With N groups leaving a step, N' groups under way leave N' - N that must all be trained on within S more steps.
+    After a step has consumed N of N' groups in flight, N' - N groups remain, which must be consumed in S more steps.
     """
     return None if max_staleness is None else batch_size * (max_staleness + 1)

@@ -1,18 +1,18 @@
-"""Admission that tunes itself: the freshest data that comes close to the best throughput that the bound allows.
+"""Automatic admission: the freshest data whose throughput is close to the best that the staleness bound allows.
 
-More groups under way keep the engine fuller and make what is trained on staler, so throughput alone would always ask
-for more. What lengths and engine would make of each N' is forecast (`forecast.py`) from the lengths learned so far
-(`lengths.py`) and the engine's costs (`rates.py`), both followed as they drift. Nothing needs to be set.
+With more groups in flight the engine is fuller and the training data staler, so throughput alone would always favour
+more. The throughput and staleness of each N' are forecast (`forecast.py`) from the response lengths (`lengths.py`) and
+the engine's costs (`rates.py`) learned so far, both of which follow drift. No setting is needed.
 
-It plans in a thread of its own, beside training and the next step, and the step after that follows the plan: nothing
-ever waits for it.
+Planning runs in a separate thread, concurrently with training and the next step; the step after that follows the plan.
+So no step waits for a plan.
 
 Invariants:
-- learning and planning take no more than a hundredth of the time that steps take, by an estimate of their own; only the
-  first plan is made on credit;
-- N <= N' <= N * (max_staleness + 1), whatever was observed;
+- learning and planning take at most 1 % of the duration of steps, by their own estimate; only the first plan may exceed
+  this budget;
+- N <= N' <= N * (max_staleness + 1) for all observations;
 - N' > 2 N only after the throughput measured at two thirds of it was close to its forecast;
-- the plan follows from the steps that were observed and from nothing else, so going through them again finds it again.
+- the plan depends only on the observed steps, so a replay of the steps gives the same plan.
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from april.rollout.batch import Alternative, Plan, RolloutBatch
 from april.rollout.engine import Engine
 
 UNBOUNDED = 8
-"""The largest N'/N that is considered where no staleness bound limits it."""
+"""Largest N'/N that is considered without a staleness bound."""
 SAMPLES = 512
-"""Samples of a batch in a forecast; a larger batch is scaled down, slots and all, since only proportions matter."""
+"""Samples of a batch in a forecast; a larger batch and its slots are scaled down, as only proportions matter."""
 CANDIDATES = 13
 FIRST = 3
-"""Steps until the first plan: a single one may have been slow or cold, and say of costs what is not so."""
+"""Steps until the first plan: a single step may have been slow, or have included start-up costs."""
 EARLY, EARLY_CANDIDATES = 8, 7
-"""Steps in which plans are quick ones, which try fewer N', so that one follows the other soon; and none is N' = N,
-where nothing is resumed and a first estimate that was wrong stays so."""
+"""First steps, in which plans try fewer N', so that plans are frequent. No plan is N' = N: then no sample is resumed,
+and a wrong first estimate would never be corrected."""
 FEWEST = 18
-"""Steps that a forecast plays at least."""
+"""Fewest steps that a forecast simulates."""
 EFFORT = 0.01
-"""Part of the steps' time that learning and planning may take."""
+"""Share of the steps' time that learning and planning may take."""
 SECONDS_PER_STEP, SECONDS_PER_SAMPLE = 1.2e-4, 1.1e-6
-"""What a step of a forecast takes to play, roughly. Not measured: a plan must not depend on how busy the driver is."""
+"""Approximate time to simulate a step of a forecast. Not measured: plans must not depend on the machine's load."""
 SECONDS_PER_LESSON, SECONDS_PER_SPAN = 6e-4, 3e-6
-"""What it takes to learn from a step, roughly."""
+"""Approximate time to learn from a step."""
 CROWDED_SAMPLE, CROWDED_SPAN = 14, 2.5
-"""How many times as long the two take for each sample where the KV cache may not hold all that decode."""
+"""Factors of these times per sample and per interval if the KV cache may not hold all samples that decode."""
 PATIENCE, DOUBLINGS = 8, 3
-"""Steps at N' = N, where nothing is resumed and little is learned, after which one with a few more groups is tried;
-twice as many after each that changed nothing, so often."""
+"""Steps at N' = N, in which no sample is resumed and little is learned, after which a slightly larger N' is tried. Each
+trial without effect doubles this number, up to `DOUBLINGS` times."""
 
-PROBE = "a few more groups than a batch for one step, to see what resuming costs by now"
+PROBE = "a few more groups than a batch for one step, to measure the cost of resuming"
 
 
 class AutoAdmission:
-    """Chooses N' from what is observed.
+    """Chooses N' from observed steps.
 
     Args:
-        engine: its capacity limits how many samples decode together.
-        lengths: the length model, kept up to date by the scheduler.
+        engine: its capacity limits the number of samples that decode together.
+        lengths: the length model, updated by the scheduler.
         group_size: samples in a group.
-        max_staleness: the bound; None for no bound.
-        share: the part of the best forecast throughput that is enough.
+        max_staleness: staleness bound; None for no bound.
+        share: sufficient share of the best forecast throughput.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class AutoAdmission:
         if self.observed.probing:
             return Plan(self._few_more(batch_size), PROBE)
         twice = min(2 * batch_size, self._largest(batch_size))
-        return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were seen")
+        return self.current or Plan(twice, f"twice the batch, until {FIRST} steps were observed")
 
     def observe(self, step: RolloutBatch) -> None:
         batch_size, probed = len(step.groups), self.observed.probing
@@ -104,7 +104,7 @@ class AutoAdmission:
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self.current is not None:
             self.observed.prove(self.current)
-        if self._planned is not None:  # a whole step ago: by now it is there
+        if self._planned is not None:  # a step ago: almost always complete
             self.current, self._planned = self._planned.result(), None
         self.observed.budget += EFFORT * step.seconds
         each = SECONDS_PER_SPAN * (CROWDED_SPAN if self._crowded(batch_size) else 1)
@@ -127,7 +127,8 @@ class AutoAdmission:
         return largest_target(batch_size, self.max_staleness) or UNBOUNDED * batch_size
 
     def _due(self, batch_size: int, probed: bool) -> bool:
-        """Any step at first, then every fourth, as lengths drift slowly; less often where steps are short."""
+        """Whether to plan now: after any early step, then after every fourth, as lengths drift slowly; less often if
+        steps are short."""
         if self.current is None:
             return self.observed.steps >= FIRST
         if not self._early and self.observed.steps % 4 and not probed:
@@ -143,24 +144,24 @@ class AutoAdmission:
         return EARLY_CANDIDATES if self._early else CANDIDATES
 
     def _cost(self, batch_size: int) -> float:
-        """Seconds that planning takes for each step that forecasts play."""
+        """Return the seconds that planning takes for each simulated step."""
         samples = min(batch_size * self.group_size, SAMPLES)
         each = SECONDS_PER_SAMPLE * (CROWDED_SAMPLE if self._crowded(batch_size) else 1)
         return (self._candidates + 1) * (SECONDS_PER_STEP + each * samples)
 
     def _crowded(self, batch_size: int) -> bool:
-        """Whether the KV cache may not hold all that decode at the largest N'."""
+        """Whether the KV cache may not hold all samples that decode at the largest N'."""
         capacity = self.engine.capacity
         most = min(capacity.slots, self._largest(batch_size) * self.group_size)
         held = self.observed.prompt_tokens + self.lengths.mean
         return capacity.kv_tokens is not None and most * held > capacity.kv_tokens
 
     def _trusted(self, batch_size: int) -> int:
-        """The largest N' that forecasts alone may ask for: twice the batch, or half as much again as was proven."""
+        """Return the largest N' for which forecasts alone suffice: 2 N, or 1.5 times the largest proven N'."""
         return max(2 * batch_size, 3 * self.observed.proven // 2)
 
     def _few_more(self, batch_size: int) -> int:
-        """The fewest groups under way of which some are resumed, so that something is learned about that."""
+        """Return the smallest N' with which some samples are resumed, so that their cost is learned."""
         return min(batch_size + max(batch_size // 4, 1), self._largest(batch_size))
 
     def _choose(self, batch_size: int, trusted: int, lengths: LengthModel) -> Plan:
@@ -168,9 +169,9 @@ class AutoAdmission:
         per_second = self.observed.accepted / scale
 
         def forecast(target: int) -> Forecast:
-            # A group that is turned away is replaced: the step has to complete more, with as many more under way.
-            under_way = round((target - batch_size) * scale) + workload.batch_size
-            played = workload.forecast(under_way, steps, steps // 3)
+            # A rejected group is replaced: the step must complete more groups, with the same number more in flight.
+            in_flight = round((target - batch_size) * scale) + workload.batch_size
+            played = workload.forecast(in_flight, steps, steps // 3)
             rate = played.consumed_tokens_per_second * per_second
             return replace(played, target=target, consumed_tokens_per_second=rate)
 
@@ -184,11 +185,11 @@ class AutoAdmission:
         target = choice.choose(self.current.target if self.current else None)
         if self._early:
             target = max(target, self._few_more(batch_size))
-        limited = "" if target <= trusted else f" (limited from {target} until the run shows that more pays)"
+        limited = "" if target <= trusted else f" (limited from {target} until measurements confirm the forecast)"
         chosen = choice.play(min(target, trusted))
         expected = chosen.consumed_tokens_per_second
         reason = (
-            f"the freshest data that is about as fast as the bound allows: {expected:,.0f} of {choice.best:,.0f} "
+            f"the freshest data close to the best rate within the bound: {expected:,.0f} of {choice.best:,.0f} "
             f"consumed tokens/s at staleness {chosen.staleness:.2f}; "
             f"engine {chosen.occupancy:.0%} full, mean response {lengths.mean:,.0f} tokens{limited}"
         )
@@ -200,7 +201,7 @@ class AutoAdmission:
         return Plan(chosen.target, reason, expected, chosen.staleness, table)
 
     def _steps(self, batch_size: int) -> int:
-        """How many steps a forecast plays: as many as a hundredth of four steps' time allows, within reason."""
+        """Return the number of steps that a forecast simulates, within 1 % of the time of four steps."""
         if self._early:
             return FEWEST
         groups = max(round(min(batch_size, SAMPLES / self.group_size)), 1)
@@ -209,13 +210,13 @@ class AutoAdmission:
         return int(min(max(budget, FEWEST), most))
 
     def _conditions(self, batch_size: int, lengths: LengthModel) -> tuple[Conditions, float, int]:
-        """What a forecast plays with, by how much it is scaled, and for how many steps."""
+        """Return the conditions of a forecast, the factor by which they are scaled, and the number of steps."""
         needed = batch_size / max(self.observed.accepted, 0.05)
         scale = min(1.0, SAMPLES / (needed * self.group_size))
         groups = max(round(needed * scale), 1)
         steps = self._steps(batch_size)
         capacity = self.engine.capacity
-        rng = np.random.default_rng(self.observed.steps)  # the same draws for every N', and others for every plan
+        rng = np.random.default_rng(self.observed.steps)  # the same draws for every N', other draws for every plan
         rates = EngineRates()
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         conditions = Conditions(
@@ -234,7 +235,7 @@ class AutoAdmission:
         return conditions, scale, steps
 
     def _away(self, lengths: LengthModel) -> float:
-        """Decode steps that an episode waits for its environment, for each one that it decodes."""
+        """Return decode steps that an episode waits for its environment, per decode step of its own."""
         if not self.observed.away_seconds:
             return 0.0
         running, slots = max(self.observed.running, 1.0), self.engine.capacity.slots
@@ -256,7 +257,7 @@ class AutoAdmission:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planned = None
         if "rates" not in state:
-            return  # a run that goes on with N' chosen for it, and had it set before
+            return  # a resumed run that had a fixed N' before
         self.rates.load_state_dict(state["rates"])
         self.observed = RecentSteps(**state["observed"])
         self.current = Plan(**state["plan"]) if state["plan"] else None

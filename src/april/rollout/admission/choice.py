@@ -1,9 +1,9 @@
-"""Which N' to take, of what is forecast for several: the freshest data that throughput close to the best allows.
+"""Choice of N' from forecasts: the freshest data whose throughput is close to the best.
 
-One forecast is off by 5 to 19 % where most groups are under way, as what ends together goes on ending together for a
-while. So forecasts of the same N' are averaged from plan to plan, until the workload is seen to have changed.
+A single forecast is off by 5 to 19 % with most groups in flight, because samples that finish together keep doing so for
+some time. So forecasts of the same N' are averaged over plans until the workload has changed.
 
-Invariant: batch_size <= N' <= largest, and whatever is chosen was forecast.
+Invariant: batch_size <= N' <= largest, and the chosen N' was forecast.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import numpy as np
 from april.rollout.admission.forecast import Forecast
 
 STALER = 0.15
-"""Mean staleness, in versions, by which the N' in force may be worse than the best: estimates come and go by as much,
-and each change costs a few steps until as many groups are under way."""
+"""Mean staleness, in versions, by which the current N' may exceed the best: estimates fluctuate by this amount, and
+each change costs a few steps until the new number of groups is in flight."""
 PRICE = 0.005
-"""Part of the throughput that each version of mean staleness has to bring: forecasts of many groups under way are a
-little too hopeful, and fresher data is worth something."""
+"""Share of the throughput that each version of mean staleness must gain: forecasts for many groups in flight are
+slightly optimistic, and fresher data has a value."""
 NEAR = 1.25
-"""How many times more or less than the best it may be."""
+"""Largest ratio of the current N' to the best, in either direction, at which the current one is kept."""
 FIRM, CLOSE = 3, 0.9
-"""Plans whose mean has to ask for staler data, where the N' in force brings that part of the best: single forecasts
-come and go by more than what staler data would bring there."""
+"""A change to staler data needs the mean of `FIRM` plans if the current N' reaches `CLOSE` of the best: single
+forecasts fluctuate by more than the gain of staler data."""
 NEWEST = 0.2
-"""Weight of the newest plan's forecasts in the mean, once there have been enough."""
+"""Smallest weight of the newest plan's forecasts in the mean."""
 CHANGED = 0.1
-"""How far off the mean they are, in the middle of all N' and as a logarithm, if the workload has changed."""
+"""Median distance of new forecasts from the mean, as a logarithm, above which the workload has changed."""
 
 
 def ladder(batch_size: int, largest: int, candidates: int) -> list[int]:
-    """N' to forecast, evenly spaced in their logarithm."""
+    """Return the values of N' to forecast, evenly spaced in their logarithm."""
     rungs = np.geomspace(batch_size, largest, min(candidates, largest - batch_size + 1))
     tried: list[int] = np.unique(np.round(rungs)).astype(int).tolist()
     return tried
@@ -43,7 +43,7 @@ def ladder(batch_size: int, largest: int, candidates: int) -> list[int]:
 
 @dataclass(slots=True)
 class Means:
-    """What a run's plans have forecast for each N', on average."""
+    """Mean forecasts of a run's plans for each N'."""
 
     plans: int = 0
     forecasts: dict[int, Forecast] = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Means:
 
 
 class Choice:
-    """Chooses among what was forecast.
+    """Chooses among forecasts.
 
     Args:
         played: forecasts, by N'.
-        forecast: what another N' would bring.
-        share: the part of the best that is enough.
-        plans: how many the forecasts are the mean of.
+        forecast: computes the forecast of another N'.
+        share: sufficient share of the best throughput.
+        plans: number of plans that the forecasts are the mean of.
     """
 
     def __init__(
@@ -92,20 +92,20 @@ class Choice:
         return self.played[target]
 
     def worth(self, target: int) -> float:
-        """Forecast tokens/s, less what their staleness has to earn."""
+        """Return forecast tokens/s, reduced by the price of their staleness."""
         forecast = self.play(target)
         return forecast.consumed_tokens_per_second * (1 - PRICE * forecast.staleness)
 
     @property
     def most(self) -> float:
-        """What the N' is worth that is worth most."""
+        """The highest `worth` of all forecasts."""
         return max(map(self.worth, self.played))
 
     def enough(self, target: int) -> bool:
         return self.worth(target) >= self.share * self.most
 
     def choose(self, now: int | None) -> int:
-        """The N' of least staleness, of those that are fast enough; the one in force if it is about as good."""
+        """Return the N' with the least staleness that is fast enough, or the current one if it is about as good."""
         chosen = self._freshest()
         if now is None:
             return chosen

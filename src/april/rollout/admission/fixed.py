@@ -1,4 +1,4 @@
-"""The paper's over-provisioning: as many groups under way as were set."""
+"""The paper's over-provisioning: a fixed number of groups in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from april.rollout.batch import Plan, RolloutBatch
 
 @dataclass(frozen=True, slots=True)
 class FixedAdmission:
-    """The paper's over-provisioning: N' groups under way, whatever happens."""
+    """Keeps N' = `over_sampling_batch_size` groups in flight."""
 
     over_sampling_batch_size: int
 
@@ -19,10 +19,10 @@ class FixedAdmission:
         return Plan(max(self.over_sampling_batch_size, batch_size))
 
     def observe(self, step: RolloutBatch) -> None:
-        """Nothing changes its mind."""
+        """Do nothing: the number is fixed."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+        """Do nothing: there is no state."""

@@ -1,14 +1,14 @@
-"""What a step would bring in the long run, were so many groups kept under way.
+"""Forecast of throughput and staleness in the long run, for a given number of groups in flight.
 
-A token is the unit of time: all samples that decode together advance by one token at a time, so what happens in a step,
-and in which order, depends on lengths and slots alone; how long it takes follows from the cost of the work done
-(`rates.py`). The steps are those of the scheduler: groups are begun until N' are under way, samples get slots oldest
-first, give way where the KV cache is full (`stays.py`), and a step ends as soon as N groups are complete and the others
-can still be trained on within the bound.
+Time is measured in decode steps: all samples that decode together advance by one token at a time, so the order of
+events in a step depends on lengths and slots alone; durations follow from the costs of the work (`rates.py`). Steps are
+simulated as the scheduler runs them: groups are started until N' are in flight, samples get slots oldest first and are
+preempted if the KV cache is full (`slot_intervals.py`), and a step ends as soon as N groups are complete and the others
+can still be trained on within the staleness bound.
 
-An episode's sample is away while its environment answers, and another one decodes in its slot. Waits are taken to be
-spread over the response in proportion to its tokens: with `away` decode steps of waiting for each that it decodes, a
-sample takes 1 + away times as long, and as many more samples share the slots.
+An episode's sample is away while its environment answers, and another sample decodes in its slot. Waits are assumed to
+be spread over the response in proportion to its tokens: with `away` decode steps of waiting per decode step of its own,
+a sample takes 1 + away times longer, and 1 + away times more samples share the slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from april.rollout.admission.rates import EngineRates, crowded_tokens
-from april.rollout.admission.stays import FURTHER, Stays, crowd, queue
+from april.rollout.admission.slot_intervals import EXTENSION, SlotIntervals, slot_starts, with_preemption
 
 Floats = NDArray[np.float64]
 
@@ -29,18 +29,18 @@ NOT_BEGUN = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """The mean over the steps that were played through. Tokens sampled stand for tokens consumed: in the long run they
-    are the same, and over a few steps they vary less."""
+    """Means over simulated steps. Sampled tokens are counted as consumed tokens: in the long run both are the same, and
+    over a few steps sampled tokens vary less."""
 
     target: int
     consumed_tokens_per_second: float
     staleness: float
     occupancy: float
     saturated: bool = False
-    """No step began all that were to be under way: more of them would change nothing."""
+    """No step started all groups in flight: a larger N' would change nothing."""
 
     def towards(self, newest: Forecast, weight: float) -> Forecast:
-        """The mean of both, of which `newest` makes up `weight`."""
+        """Return the weighted mean of both, with `weight` for `newest`."""
 
         def mean(before: float, now: float) -> float:
             return before + weight * (now - before)
@@ -56,22 +56,21 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What every forecast of one decision shares.
+    """Inputs that all forecasts of one decision share.
 
     Args:
-        lengths: response lengths of the groups in the order in which they are begun, shape [groups, samples]; after
-            the last one it goes on with the first.
-        batch_size: groups a step trains on (N).
+        lengths: response lengths of the groups in the order of their start, shape [groups, samples], used cyclically.
+        batch_size: groups that a step trains on (N).
         slots: samples that decode together.
-        kv_tokens: tokens whose KV cache fits; None if that is no limit.
-        max_staleness: the bound; None for no bound.
+        kv_tokens: capacity of the KV cache, in tokens; None for no limit.
+        max_staleness: staleness bound; None for no bound.
         prompt_tokens: mean length of a prompt.
-        rates: what the engine's work costs.
-        interrupt_seconds: what a step costs that interrupts something.
-        update_seconds: what each weight update costs.
-        away: decode steps that an episode's sample waits for its environment, for each one that it decodes.
-        training_seconds: time of the trainer while the engine goes on: a step takes at least as long, whatever N'. 0
-            where generation stands still meanwhile, for then no N' changes it.
+        rates: costs of the engine's work.
+        interrupt_seconds: time of an interrupt.
+        update_seconds: time of a weight update.
+        away: decode steps that an episode's sample waits for its environment, per decode step of its own.
+        training_seconds: time of training that overlaps with generation, which is the shortest duration of a step for
+            any N'; 0 without overlap, as N' then does not affect it.
     """
 
     lengths: Floats
@@ -87,7 +86,7 @@ class Conditions:
     away: float = 0.0
 
     def forecast(self, target: int, steps: int, skip: int) -> Forecast:
-        """Play `steps` steps with `target` groups under way, and average over all but the first `skip`."""
+        """Simulate `steps` steps with `target` groups in flight, and average over all but the first `skip`."""
         group_size, stretch = self.lengths.shape[1], 1 + self.away
         lengths = stretch * self.lengths
         left = np.zeros((0, group_size))
@@ -101,23 +100,23 @@ class Conditions:
             left = np.concatenate((left, lengths[new]))
             total = np.concatenate((total, lengths[new]))
             begun = np.concatenate((begun, np.full(len(new), NOT_BEGUN)))
-            stays, end, chosen = self._play(left, total, begun, version)
+            intervals, end, chosen = self._play(left, total, begun, version)
             active = left > 0
-            before, rows = (total - left)[active] / stretch, stays.sample
-            gained = np.maximum(np.minimum(stays.stop, end) - stays.start, 0.0)
+            before, rows = (total - left)[active] / stretch, intervals.sample
+            gained = np.maximum(np.minimum(intervals.stop, end) - intervals.start, 0.0)
             progress = np.bincount(rows, gained, len(before))
             starts = np.full_like(left, np.inf)
-            starts[active] = stays.start[: len(before)]
+            starts[active] = intervals.start[: len(before)]
             still = left[active] - progress
-            left[active] = np.where(still > 1e-6, still, 0.0)  # sums of several stays are rounded
+            left[active] = np.where(still > 1e-6, still, 0.0)  # sums of several intervals have rounding errors
             begun[(begun == NOT_BEGUN) & (starts.min(1) < end)] = version
             saturated &= bool(begun.max() == NOT_BEGUN)
             if version >= skip:
                 tokens, ran = gained / stretch, gained > 0
-                context = self.prompt_tokens + before[rows] + stays.had / stretch
+                context = self.prompt_tokens + before[rows] + intervals.had / stretch
                 first = ran & (np.arange(len(rows)) < len(before))
                 fresh = first & (before[rows] == 0)
-                at = np.minimum(stays.start, end)
+                at = np.minimum(intervals.start, end)
                 crowded = crowded_tokens(at, at + gained, stretch * self.slots, np.array([end]))
                 generation = self.rates.seconds(
                     end,
@@ -134,39 +133,39 @@ class Conditions:
                 sampled, depth = sampled + tokens.sum(), depth + end
             left, total, begun = left[~chosen], total[~chosen], begun[~chosen]
         occupancy = sampled / max(depth * self.slots, 1e-9)
-        rate = min(sampled / max(seconds, 1e-12), self._trainers_rate)
+        rate = min(sampled / max(seconds, 1e-12), self._trainer_rate)
         return Forecast(target, rate, stale / max(steps - skip, 1), occupancy, saturated)
 
     def _play(
         self, left: Floats, total: Floats, begun: NDArray[np.int64], version: int
-    ) -> tuple[Stays, float, NDArray[np.bool_]]:
-        """Stays of the samples that are not complete, when the step ends, and which groups it trains on."""
+    ) -> tuple[SlotIntervals, float, NDArray[np.bool_]]:
+        """Return the intervals of unfinished samples, the end of the step, and the groups that it trains on."""
         active, stretch = left > 0, 1 + self.away
         work, slots = left[active], int(stretch * self.slots)
 
-        def over(stays: Stays) -> tuple[float, NDArray[np.bool_]]:
+        def over(intervals: SlotIntervals) -> tuple[float, NDArray[np.bool_]]:
             complete, starts = np.zeros_like(left), np.full_like(left, np.inf)
-            complete[active] = stays.complete(work)
-            starts[active] = stays.start[: len(work)]
+            complete[active] = intervals.complete(work)
+            starts[active] = intervals.start[: len(work)]
             return self._end(complete.max(1), starts.min(1), begun, version)
 
-        stays = Stays.whole(queue(work, slots), work)
-        end, chosen = over(stays)
+        intervals = SlotIntervals.uninterrupted(slot_starts(work, slots), work)
+        end, chosen = over(intervals)
         if self.kv_tokens is None:
-            return stays, end, chosen
-        # Of samples that are away, only the part that decodes holds KV cache in the engine.
+            return intervals, end, chosen
+        # Of the samples that share the slots, only those that decode hold KV cache in the engine.
         held, room = (total - left)[active] + stretch * self.prompt_tokens, self.kv_tokens * stretch**2
-        if stays.peak(held, end) <= room:
-            return stays, end, chosen
-        for stays in crowd(held, work, slots, room, FURTHER * end):
-            end, chosen = over(stays)
+        if intervals.peak(held, end) <= room:
+            return intervals, end, chosen
+        for intervals in with_preemption(held, work, slots, room, EXTENSION * end):
+            end, chosen = over(intervals)
             if end < inf:
                 break
-        return stays, end, chosen
+        return intervals, end, chosen
 
     @property
-    def _trainers_rate(self) -> float:
-        """Tokens/s that the trainer can take: what is sampled beyond them only waits, and gets stale."""
+    def _trainer_rate(self) -> float:
+        """Tokens/s that the trainer can consume: tokens sampled beyond this rate wait and become stale."""
         if not self.training_seconds:
             return inf
         tokens: float = self.batch_size * self.lengths.shape[1] * float(self.lengths.mean())
@@ -175,8 +174,8 @@ class Conditions:
     def _end(
         self, complete: Floats, starts: Floats, begun: NDArray[np.int64], version: int
     ) -> tuple[float, NDArray[np.bool_]]:
-        """When the step ends, in tokens from its start, and which groups it trains on (`staleness.select`); inf if not
-        enough groups are seen to be complete."""
+        """Return the end of the step, in decode steps from its start, and the groups that it trains on
+        (`staleness.select`); the end is inf if too few groups complete in the simulated time."""
         chosen = np.zeros(len(complete), dtype=bool)
         ends = np.sort(complete)[self.batch_size - 1 :]
         for end in np.unique(ends[ends < inf]).tolist():

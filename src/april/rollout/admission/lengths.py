@@ -1,13 +1,14 @@
-"""Response lengths, learned while most responses are still unfinished.
+"""Distribution of response lengths, learned while most responses are still unfinished.
 
-An interrupted response says only that its length exceeds what it has so far: it is censored, and leaving it out would
-take the tail for shorter than it is. The estimate is a life table, the product-limit estimator of Kaplan and Meier
-(1958) on bins of length, with delayed entry: each step, a response is at risk from the tokens it came with to the
-tokens it left with. What counts is therefore what the current policy does at each length, whoever began the response,
-and older steps are forgotten at a constant rate, so the estimate follows lengths that drift.
+An interrupted response is censored: only a lower bound of its length is known, and leaving it out would underestimate
+the tail. The estimate is a life table, the product-limit estimator of Kaplan and Meier (1958) on bins of length, with
+delayed entry: in each step, a response is at risk from its length at the start of the step to its length at the end. So
+the estimate reflects the current policy at each length, whichever version started the response. Older steps are
+forgotten at a constant rate, so the estimate follows drift.
 
-Lengths within a group are correlated. The correlation is that of their normal scores (a Gaussian copula with the same
-correlation for every pair), from groups that were trained on: in the end every group is, so they are no biased choice.
+Lengths within a group are correlated. The correlation refers to normal scores (a Gaussian copula with the same
+correlation for every pair), and is estimated from groups that were trained on. This choice is not biased, as every
+group is trained on in the end.
 
 Invariant: survival starts at 1, never increases, and ends at the budget: no response is longer than that.
 """
@@ -35,18 +36,18 @@ def _interpolate(x: Floats, at: Floats, values: Floats) -> Floats:
 
 
 def _cdf(scores: Floats) -> Floats:
-    """The standard normal distribution function."""
+    """Return the standard normal distribution function."""
     return _interpolate(scores, _SCORES, _PHI)
 
 
 def _score(probability: Floats) -> Floats:
-    """Its inverse, within six standard deviations."""
+    """Return the inverse of `_cdf`, within six standard deviations."""
     return _interpolate(probability, _PHI, _SCORES)
 
 
 def _normal_scores(groups: int, size: int, even: int | None, rng: np.random.Generator) -> Floats:
-    """Normal scores, shape [groups, size], independent unless `even` is given: then `even` groups, one after the other,
-    have one in each of `even * size` equally likely ranges."""
+    """Return normal scores, shape [groups, size]. They are independent unless `even` is given: then any `even`
+    consecutive groups have one score in each of `even * size` equally likely ranges."""
     if even is None:
         return rng.standard_normal((groups, size))
     blocks, ranges = -(-groups // even), even * size
@@ -58,9 +59,9 @@ class LengthModel:
     """The distribution of response lengths under the current policy.
 
     Args:
-        max_tokens: the response budget; longer responses are truncated to it.
+        max_tokens: response budget, to which longer responses are truncated.
         half_life: steps after which an observation counts half.
-        bins: bins of length, about as many tokens wide as they are long, none narrower than a token.
+        bins: number of bins of length, spaced geometrically, none narrower than one token.
     """
 
     def __init__(self, max_tokens: int, half_life: float = 6.0, bins: int = 256) -> None:
@@ -73,22 +74,23 @@ class LengthModel:
         self.at_risk = np.zeros(len(self.edges) - 1)
         """Responses that passed through each bin, discounted; in fractions of a bin where they entered or left it."""
         self.finished = np.zeros(len(self.edges) - 1)
-        """Those of them that finished in it."""
+        """Responses that finished in each bin, discounted."""
         self.pairs = np.array([0.5, 1.0])
-        """Products of two normal scores of one group, and squares; it begins as half a correlation, worth one group."""
+        """Sums of products of two normal scores of one group, and of squares; the prior is 0.5 with the weight of one
+        group."""
 
     @classmethod
     def for_batch(cls, max_tokens: int, samples: int) -> LengthModel:
-        """A model that remembers six steps of `samples` responses half, or more where those would be too few."""
+        """Return a model with a half-life of six steps of `samples` responses, or more if these are too few."""
         return cls(max_tokens, half_life=max(6.0, 1500 / max(samples, 1)))
 
     def observe(self, before: ArrayLike, after: ArrayLike, finished: ArrayLike) -> None:
-        """What one step saw of each response that was in the engine, each shape [n].
+        """Learn from the responses that were in the engine in one step, each argument of shape [n].
 
         Args:
-            before: tokens it had when the step began.
-            after: tokens it had when the step ended, or when it finished.
-            finished: whether it finished.
+            before: length of the response at the start of the step.
+            after: length at the end of the step, or when the response finished.
+            finished: whether the response finished.
         """
         start, end, done = self._within_budget(before), self._within_budget(after), np.asarray(finished, bool)
         bin_of = np.maximum(np.searchsorted(self.edges, end, "left") - 1, 0)  # an empty response is in the first
@@ -99,7 +101,7 @@ class LengthModel:
         np.add.at(self.finished, bin_of[stopped], 1.0)
 
     def observe_groups(self, lengths: ArrayLike) -> None:
-        """Lengths of complete groups, shape [groups, samples in a group]."""
+        """Learn from the lengths of complete groups, shape [groups, samples in a group]."""
         values = np.asarray(lengths, float)
         size = values.shape[1]
         if size < 2:
@@ -118,7 +120,7 @@ class LengthModel:
     def survival(self) -> Floats:
         """Share of responses longer than each of `edges`, shape [bins + 1]; the last is the truncated share.
 
-        Where nothing was seen yet, the tail is taken to fall off like 1/x: half a response's worth of prior.
+        The prior, with the weight of half a response, is a tail that falls like 1/x.
         """
         scale = self.max_tokens / 8
         prior = 1 - (self.edges[:-1] + scale) / (self.edges[1:] + scale)
@@ -132,25 +134,25 @@ class LengthModel:
         return float((np.diff(self.edges) * (survival[1:] + survival[:-1]) / 2).sum())
 
     def cumulative(self, lengths: ArrayLike) -> Floats:
-        """Share of responses of at most these lengths; the middle of the jump for truncated ones."""
+        """Return the share of responses of at most these lengths; for truncated ones the middle of the jump."""
         values, survival = np.asarray(lengths, float), self.survival
         below = 1 - _interpolate(values, self.edges, survival)
         return np.where(values >= self.max_tokens, 1 - survival[-1] / 2, below)
 
     def quantile(self, probabilities: ArrayLike) -> Floats:
-        """Lengths below which these shares of the responses lie."""
+        """Return the lengths below which these shares of the responses lie."""
         survival = self.survival
-        # Where survival does not fall, any place would do; interp needs it to fall strictly.
+        # interp needs strictly increasing values; where survival is constant, any length is a valid quantile.
         falling = np.maximum.accumulate(1 - survival) + 1e-12 * self._places
         return _interpolate(np.asarray(probabilities, float), falling, self.edges)
 
     def draw(self, groups: int, group_size: int, rng: np.random.Generator, even: int | None = None) -> Floats:
-        """Lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget.
+        """Draw lengths of new groups, shape [groups, group_size], whole tokens from 1 to the budget.
 
         Args:
-            even: so many groups, one after the other, cover the distribution evenly (stratified sampling), so that any
-                stretch of many groups has nearly the mean and the tail of the whole. Many: samples of one group are
-                never in the same range. None for independent groups.
+            even: number of consecutive groups that cover the distribution evenly (stratified sampling), so that any
+                long run of groups has nearly the mean and the tail of the whole. It should be large, because samples of
+                one group are never in the same range. None for independent groups.
         """
         shared, own = _normal_scores(groups, 1, even, rng), _normal_scores(groups, group_size, even, rng)
         scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
@@ -158,10 +160,10 @@ class LengthModel:
         return lengths
 
     def remaining(self, group: Group) -> Floats:
-        """Expected tokens still to come of each of a group's samples, shape [samples]; 0 for a finished one.
+        """Return the expected remaining tokens of each of a group's samples, shape [samples]; 0 for a finished one.
 
-        Given the sample's own length so far, and given its siblings: finished ones by their lengths, unfinished ones
-        by what they have exceeded.
+        The expectation is conditional on the sample's length so far and on its siblings: on the lengths of finished
+        ones, and on the lengths that unfinished ones have exceeded.
         """
         lengths = self._within_budget([sample.policy_tokens for sample in group.samples])
         unfinished = np.array([sample.finish is None for sample in group.samples])
@@ -190,16 +192,16 @@ class LengthModel:
         return expected
 
     def _within_budget(self, lengths: ArrayLike) -> Floats:
-        """Lengths, those of responses that were begun with a larger budget as if this one had truncated them."""
+        """Return lengths truncated to the budget: responses may have been started with a larger one."""
         shortened: Floats = np.minimum(np.asarray(lengths, float), self.max_tokens)
         return shortened
 
     def _place(self, lengths: Floats) -> Floats:
-        """Lengths in units of bins."""
+        """Return lengths in units of bins."""
         return _interpolate(lengths, self.edges, self._places)
 
     def _passed(self, places: Floats) -> Floats:
-        """How many went through each bin before they reached these places, in fractions of a bin."""
+        """Return how many responses passed through each bin on the way to these places, in fractions of a bin."""
         whole = np.minimum(places.astype(int), len(self.at_risk))
         beyond = np.cumsum(np.bincount(whole, minlength=len(self.at_risk) + 1)).astype(float)
         within = np.bincount(whole, weights=places - whole, minlength=len(self.at_risk) + 1)
@@ -210,7 +212,7 @@ class LengthModel:
         return {name: getattr(self, name).tolist() for name in ("edges", "at_risk", "finished", "pairs")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`. With another response budget the lengths are learned anew."""
+        """Restore `state_dict`. If the response budget differs, lengths are learned from scratch."""
         saved = {name: np.array(state[name], dtype=float) for name in ("edges", "at_risk", "finished", "pairs")}
         self.pairs = saved["pairs"]
         if np.array_equal(saved["edges"], self.edges):

@@ -1,9 +1,9 @@
-"""Admission that begins synchronous and ends at what another admission wants.
+"""Admission that starts synchronously and increases N' to the target of another admission policy.
 
-When nothing is under way yet, the groups that are complete first are the quick ones, and a step with N' > N is trained
-on nothing else. A ramp begins with N' = N, which trains on whatever was begun, and lets N' grow from there.
+When nothing is in flight yet, the groups that complete first are those with short responses, and a first step with
+N' > N would train on them alone. A ramp starts with N' = N, which trains on every started group, and increases N'.
 
-Invariant: N <= N' <= what the other admission wants.
+Invariant: N <= N' <= the target of the other admission policy.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from april.rollout.batch import Plan, RolloutBatch
 
 @dataclass(slots=True)
 class RampedAdmission:
-    """N' grows from N in the first step to what `goal` wants after `ramp_steps` steps, by the same share in each.
+    """Increases N' from N in the first step to the target of `goal` after `ramp_steps` steps, in equal increments.
 
     Args:
-        ramp_steps: steps with less than the goal; with 1 only the first step is synchronous.
+        ramp_steps: steps with a smaller N' than the target; with 1 only the first step is synchronous.
     """
 
     goal: Admission
     ramp_steps: int
     steps: int = 0
-    """Steps that are over."""
+    """Finished steps."""
 
     def plan(self, batch_size: int) -> Plan:
-        wanted = self.goal.plan(batch_size)
+        plan = self.goal.plan(batch_size)
         if self.steps >= self.ramp_steps:
-            return wanted
-        target = batch_size + (wanted.target - batch_size) * self.steps // self.ramp_steps
-        return replace(wanted, target=target, reason=f"on the way to {wanted.target} ({wanted.reason})")
+            return plan
+        target = batch_size + (plan.target - batch_size) * self.steps // self.ramp_steps
+        return replace(plan, target=target, reason=f"ramp to {plan.target} ({plan.reason})")
 
     def observe(self, step: RolloutBatch) -> None:
         self.goal.observe(step)
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The goal's own once the ramp is over, so that a run may go on without one, or with one that it never had."""
-        climbed = {"ramp": self.steps} if self.steps < self.ramp_steps else {}
-        return {**self.goal.state_dict(), **climbed}
+        """Return the state of `goal`, with the ramp's own only until its end, so that a run can resume with or without
+        a ramp."""
+        own = {"ramp": self.steps} if self.steps < self.ramp_steps else {}
+        return {**self.goal.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps = state.get("ramp", self.ramp_steps)

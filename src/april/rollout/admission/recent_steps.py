@@ -1,6 +1,6 @@
-"""What the last steps were like, as far as a decision about N' rests on it: averages that follow what drifts.
+"""Running averages over the last steps, for decisions about N'.
 
-Invariant: a step that took no time changes no rate and no duration.
+Invariant: a step of zero duration changes no rate and no duration.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from april.rollout.batch import Plan, RolloutBatch
 PROOF = 4
 """Steps with the same N' before its measured throughput is compared with the forecast."""
 CLOSE = 0.8
-"""Share of the forecast throughput that has to be measured. Forecasts are off by 5 to 19 % where most groups are under
-way (`choice.py`)."""
+"""Share of the forecast throughput that must be measured. Forecasts are off by 5 to 19 % with most groups in flight
+(`choice.py`)."""
 
 
 @dataclass(slots=True)
@@ -23,24 +23,24 @@ class RecentSteps:
     steps: int = 0
     prompt_tokens: float = 0.0
     accepted: float = 1.0
-    """Share of the complete groups that were trained on."""
+    """Share of complete groups that were not rejected."""
     step_seconds: float = 0.0
     interrupt_seconds: float = 0.0
     update_seconds: float = 0.0
     training_seconds: float = 0.0
-    """Of training beside generation; 0 if that stands still."""
+    """Seconds of training that overlap with generation; 0 without overlap."""
     away_seconds: float = 0.0
-    """Of an episode's environment, for each token of the policy; 0 without an environment."""
+    """Seconds of an episode's environment per token of the policy; 0 without an environment."""
     running: float = 0.0
-    """Samples that decode, over the step."""
+    """Mean number of samples that decode."""
     budget: float = 0.0
-    """Seconds that learning and planning may still take."""
+    """Seconds left for learning and planning."""
     synchronous: int = 0
-    """Steps with as many groups under way as a step trains on, since more were planned or tried."""
+    """Consecutive steps with N' = N."""
     probing: bool = False
-    """The next step tries more, for once."""
+    """The next step tries a larger N' once."""
     probes: int = 0
-    """How often that was done since more were planned."""
+    """Number of such trials since a larger N' was planned."""
 
     target: int = 0
     """N' of the latest step."""
@@ -54,7 +54,7 @@ class RecentSteps:
     """Largest N' for which the measured throughput was close to its forecast; 0 for none."""
 
     def step(self, step: RolloutBatch, prompt_tokens: float, slots: int) -> None:
-        """Learn from a step that is over, on so many slots."""
+        """Learn from a finished step on `slots` slots."""
         if step.target != self.target:
             self.target, self.target_steps, self.target_tokens, self.target_seconds = step.target, 0, 0, 0.0
         self.target_steps += 1
@@ -73,7 +73,7 @@ class RecentSteps:
         self.training_seconds = beside if self.training_seconds else step.training_seconds
         if step.interrupted_at is not None:
             over = step.seconds - step.reward_wait_seconds
-            if step.resumed_at is not None:  # for the weight update in the midst of it
+            if step.resumed_at is not None:  # after a weight update during the step
                 over = step.resumed_at - (step.update_seconds or 0.0)
             interrupt = max(over - step.interrupted_at, 0.0)
             seen = self.interrupt_seconds
@@ -94,7 +94,7 @@ class RecentSteps:
         self.target_steps, self.target_tokens, self.target_seconds = 0, 0, 0.0
 
     def probe(self) -> None:
-        """Have the next step try more groups."""
+        """Let the next step try more groups."""
         self.synchronous, self.probing, self.probes = 0, True, self.probes + 1
 
     def _mean(self, before: float, now: float) -> float:
