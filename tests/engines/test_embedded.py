@@ -305,7 +305,7 @@ async def test_paused_samples_give_way_oldest_first() -> None:
 
 @pytest.mark.parametrize("passes", [3, 15])
 async def test_another_engine_goes_on_with_the_same_tokens_and_rounds_their_logprobs_otherwise(passes: int) -> None:
-    """As after a crash: what was sampled is prefilled, where it had been decoded token by token."""
+    """As after a crash: tokens that were decoded one by one are prefilled."""
     whole, done = await run(engine(), samples(max_tokens=24)), samples(max_tokens=24)
     first = engine()
     for sample in done:
@@ -339,7 +339,7 @@ async def test_interrupt_keeps_and_forget_gives_up_the_cache() -> None:
 
 
 async def test_tokens_added_between_interrupts_are_read() -> None:
-    """An environment's turn, after an interrupt, continues on the cache of what came before it."""
+    """After an interrupt, a turn continues on the KV cache of the turns before it."""
     subject = engine()
     sample = Sample(0, 0, (1, 2, 3), SamplingParams(max_tokens=30), seed=3)
     subject.submit(sample)

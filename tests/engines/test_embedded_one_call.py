@@ -121,7 +121,7 @@ LAYERS, BUCKETS = 28, 9
 
 
 def counted_pass(buckets: int, patch: pytest.MonkeyPatch, params: SamplingParams, prefill: bool = False) -> Launches:
-    """One pass of Qwen3-0.6B's layers over sequences that decode in so many buckets, on a device without data."""
+    """One pass of Qwen3-0.6B's layers over sequences that decode in `buckets` buckets, on a device without data."""
     patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     patch.setattr(forward_pass, "varlen_kernel", lambda case: kernels.torch_varlen())
     device = torch.device("meta")

@@ -94,7 +94,7 @@ def test_tensors_without_a_place_are_listed_once_and_exports_name_them(
 
 
 def test_heads_that_an_architecture_skips_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' report leaves out what a class says that it ignores, such as the MTP heads of Qwen3-Next."""
+    """transformers' report leaves out tensors that a class ignores, such as the MTP heads of Qwen3-Next."""
     model = tiny.model()
     monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"^mtp.*", r"inv_freq"])
     added = {"mtp.fc.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}

@@ -98,7 +98,7 @@ def test_a_copy_in_bfloat16_keeps_exact_rotary_frequencies() -> None:
 
 
 def test_llama_4_text_is_trained_padded() -> None:
-    """Its chunks of attention are not told to attention functions, and its trunk has a name of its own."""
+    """Its attention functions are not passed the chunk size, and its trunk has an unusual name."""
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 512}
     model = made("Llama4", **DECODER, **experts)
     check_head(model)

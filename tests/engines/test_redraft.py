@@ -1,4 +1,4 @@
-"""What was sampled under older weights is a draft under new ones: every token is the one they would have drawn."""
+"""Responses sampled under older weights are drafts under new weights, which draw every token that is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(max_tokens=40, temperature=0.6, stop_token_ids=(7, 11)
 
 
 def policy_after(updates: int) -> Any:
-    """The policy that so many updates make of the first one."""
+    """Return the policy after `updates` updates."""
     policy = copy.deepcopy(BASE)
     for update in range(updates):
         perturb(policy, update)

@@ -39,7 +39,7 @@ ENDLESS = Workload("endless", (Part(1e9, 0.01),), max_tokens=10**9)
     ],
 )
 def test_a_real_engine_serves_what_is_simulated(settings: dict[str, Any]) -> None:
-    """The same samples, lengths and steps: on an engine that costs what the model says, the same seconds too."""
+    """The same samples, lengths and steps: on an engine with the costs of the model, also the same seconds."""
 
     async def real() -> Outcome:
         clock = asyncio.get_running_loop().time

@@ -23,7 +23,7 @@ ROLLOUT = 0.0015
 
 
 def run(trainer: float, overlap: bool, target: int | str) -> Outcome:
-    """With a trainer that takes so many times as long as a synchronous rollout."""
+    """With a trainer that takes `trainer` times longer than a synchronous rollout."""
     return simulate(
         WORKLOAD,
         COST,

@@ -1,4 +1,4 @@
-"""Episodes in virtual time: turns cut responses up and change no length; who waits holds no slot."""
+"""Episodes in virtual time: turns divide responses and change no length; waiting samples hold no slot."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAVY = dataclasses.replace(SLOW, sigma=1.5)
 def run(
     turns: Turns | None, target: int | str | None = None, steps: int = 8, workload: Workload = WORKLOAD, **more: Any
 ) -> Outcome:
-    """With so many groups under way, or synchronous."""
+    """With `target` groups in flight, or synchronous."""
     chosen = {"partial_rollout": False} if target is None else {"over_sampling_batch_size": target}
     settings = {"cost": COST, "on_update": "keep", "turns": turns, "max_staleness": 4, **chosen, **more}
     return simulate(workload, steps=steps, warm_up=steps // 2, **settings)
@@ -60,7 +60,7 @@ def test_partial_rollouts_fill_the_slots_of_who_waits() -> None:
 
 
 def test_automatic_over_sampling_has_more_groups_under_way_where_environments_are_slow() -> None:
-    """Slots of samples that wait are free for others: about as many groups as keep them busy are begun."""
+    """Slots of waiting samples are free for others: about the number of groups that keeps them busy is started."""
     quick, slow = run(QUICK, "auto", 12), run(SLOW, "auto", 12)
 
     def chosen(outcome: Outcome) -> float:

@@ -81,7 +81,7 @@ def test_the_choice_is_never_less_than_a_batch_nor_more_than_the_bound_allows(
 
 
 def test_it_asks_for_no_more_than_the_engine_needs_to_be_full() -> None:
-    """All responses are equally long and the batch fills the slots: more under way would only wait."""
+    """All responses are equally long and the batch fills the slots: more groups in flight would only wait."""
     admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5, share=0.9)
     rng = np.random.default_rng(0)
     for _ in range(4):
@@ -104,7 +104,7 @@ def test_it_asks_for_more_beyond_a_plateau_while_slots_are_free() -> None:
 
 
 def test_a_step_that_took_no_time_teaches_nothing() -> None:
-    """Enough complete groups had waited for it: what was submitted was interrupted at once."""
+    """Enough complete groups were in the buffer: submitted samples were interrupted at once."""
     admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
     learn(admission, a_step(np.random.default_rng(0), 6, 4, 100))
     costs = admission.rates.costs.copy()
@@ -215,7 +215,7 @@ def test_beyond_twice_the_batch_a_measurement_has_to_confirm_the_forecast() -> N
 
 
 def test_it_never_stays_at_a_batch_without_trying_a_few_more() -> None:
-    """All responses are equally long, so more groups under way bring nothing; but only resuming some can show it."""
+    """All responses are equally long, so more groups in flight gain nothing; but only resuming some can show it."""
     admission = AutoAdmission(engine(slots=32), LengthModel(50), 4, 5, share=0.9)
     targets = []
     for i in range(24):
@@ -251,7 +251,7 @@ def test_a_preempted_response_is_not_taken_for_a_cost_of_resuming(monkeypatch: p
 
 
 def test_a_trainer_that_is_the_slower_side_is_given_fresher_data() -> None:
-    """Beside a trainer that needs longer than generation, more groups under way buy only staleness."""
+    """With a trainer that takes longer than generation, more groups in flight add only staleness."""
     targets = []
     for training_seconds in (0.0, 10_000.0):
         admission = AutoAdmission(engine(), LengthModel(100), 4, 5)
@@ -288,7 +288,7 @@ def test_learning_and_planning_take_no_more_than_their_part_of_short_steps(
 
 @pytest.mark.parametrize(("ratio", "kv_tokens"), [(1.5, 1_000_000), (2.5, 1_000_000), (1.5, 12_000)])
 def test_the_forecast_agrees_with_the_simulated_engine(ratio: float, kv_tokens: int) -> None:
-    """From what the spans of a run say, and nothing else, it foretells the throughput of that run and of others, also
+    """From the request intervals of a run alone, it predicts the throughput of that run and of others, also
     where the KV cache holds half of what decodes and samples are preempted."""
     cost = replace(COST, kv_tokens=kv_tokens, prefill_token_seconds=COST.prefill_token_seconds * 10)
     learned: list[AutoAdmission] = []
@@ -320,7 +320,7 @@ def test_the_forecast_agrees_with_the_simulated_engine(ratio: float, kv_tokens: 
 
 
 def test_no_long_answer_is_left_out_and_no_prompt_starves() -> None:
-    """What partial rollouts train on has the lengths that a synchronous run of as many steps trains on."""
+    """What partial rollouts train on has the same lengths as in a synchronous run with the same number of steps."""
     steps, bound = 60, 3
     run = simulate(WORKLOAD, COST, steps=steps, warm_up=0, over_sampling_batch_size="auto", max_staleness=bound)
     synchronous = simulate(WORKLOAD, COST, steps=steps, warm_up=0, partial_rollout=False)

@@ -36,7 +36,7 @@ WORKLOADS = {f.__name__: f for f in (lognormal, bimodal, constant, mostly_trunca
 
 
 def interrupted(model: LengthModel, lengths: Lengths, depth: int, steps: int) -> None:
-    """Steps of `depth` tokens; responses start in equal shares at each step, and go on until they are finished."""
+    """Steps of `depth` tokens; responses start in equal shares at each step, and continue until they are finished."""
     share = len(lengths) // steps
     progress, waiting = np.zeros(0, int), lengths[:0]
     for step in range(steps):
@@ -69,7 +69,7 @@ def test_the_distribution_is_recovered_although_interruptions_censor_it(name: st
 
 
 def test_leaving_out_what_is_unfinished_would_take_responses_for_shorter() -> None:
-    """The reason for the estimator: the mean of what has finished is far too low."""
+    """The reason for the estimator: the mean of finished responses is far too low."""
     lengths = lognormal(np.random.default_rng(0), 4000)
     model = LengthModel(CAP, half_life=1e9)
     after = np.minimum(lengths, 300)
