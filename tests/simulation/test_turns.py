@@ -103,5 +103,5 @@ def test_an_episode_that_fills_the_kv_cache_is_cut_off_there(target: int | None)
 
 
 def test_turns_say_what_is_wrong_with_them() -> None:
-    with pytest.raises(ValueError, match="a token at least"):
+    with pytest.raises(ValueError, match="at least one token"):
         Turns(tokens=0.5)
