@@ -47,8 +47,6 @@ class StepRecord:
     consumed_tokens: int
     sampled_tokens: int
     occupancy: float
-    surplus_groups: int
-    buffered_groups: int
     buffered_tokens: int
     staleness: NDArray[np.int64]
     """Staleness of each group, shape [N]."""
@@ -69,8 +67,6 @@ class StepRecord:
             consumed_tokens=step.consumed_tokens,
             sampled_tokens=step.sampled_tokens,
             occupancy=step.occupancy,
-            surplus_groups=step.surplus_groups,
-            buffered_groups=step.buffered_groups,
             buffered_tokens=step.buffered_tokens,
             staleness=step.staleness,
             tokens_by_age=step.tokens_by_age,

@@ -122,7 +122,7 @@ class Sweep:
             progress(f"prefill of {len(lengths)} prompts of up to {max(lengths)} tokens")
             result.prefill.append(await self.prefill(lengths))
         progress("interrupts and weight updates")
-        result.interrupts.append(await self.interrupt(slots, steps))
+        result.interrupts.append(await self.interrupt(slots))
         began = self._clock()
         await self._update(1)
         result.updates.append(self._clock() - began)
@@ -220,7 +220,7 @@ class Sweep:
         )
         return Serving(workload, steps, settings, outcome.rollout_seconds)
 
-    async def interrupt(self, batch: int, steps: int) -> float:
+    async def interrupt(self, batch: int) -> float:
         """Return seconds from an interrupt of `batch` samples to the last partial response."""
         samples = self._samples(batch, 8, self._budget(8))
         tokens = {sample.id: 0 for sample in samples}
