@@ -36,8 +36,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give every file in a folder the permissions that the umask leaves: safetensors hides what it writes from a server
-    that another user runs."""
+    """Give every file in a folder the permissions that the umask leaves: safetensors writes files that a server of
+    another user could not read."""
     probe = folder / ".permissions"
     probe.touch()
     permissions = probe.stat().st_mode & 0o777  # the umask itself cannot be read without changing it
@@ -63,7 +63,7 @@ def _python(value: Any) -> Any:
 
 
 def free_name(path: Path, label: str = "") -> Path:
-    """The next name beside `path` that nothing has: `<name>.<label>1`, `<name>.<label>2`, …"""
+    """Return the next free name next to `path`: `<name>.<label>1`, `<name>.<label>2`, …"""
     number = 1
     while (free := path.with_name(f"{path.name}.{label}{number}")).exists():
         number += 1

@@ -1,7 +1,7 @@
-"""Secrets: which variables and settings look like one, how a recipe refers to one, and how text is rid of them.
+"""Secrets: recognise them among variables and settings, resolve references to them, and remove them from text.
 
 Invariants:
-- one rule says what a secret is, by its name or as a part of an address, for variables and settings alike;
+- one rule defines secrets, by name or as a part of an address, for variables and settings alike;
 - text that is written or shown passes `redact`, and a recipe that is written passes `redacted`.
 """
 
@@ -68,7 +68,7 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def resolved(value: Any, environment: Mapping[str, str]) -> Any:
-    """Settings of JSON types with what they refer to.
+    """Return settings of JSON types with the variables that they refer to filled in.
 
     Raises:
         KeyError: a variable is not set; its argument is the variable's name.

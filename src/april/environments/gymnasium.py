@@ -6,7 +6,7 @@
 
 Invariants:
 - an episode's randomness follows from its seed, also where a package draws from the process-wide generators;
-- a turn that holds no action is an observation that says so; the environment does not see it.
+- a turn without an action is answered by an observation that names the error; the environment does not see it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class GymnasiumEnvironment:
 
     Args:
         id: its name there.
-        action: what makes an action of a turn's text: a function of yours, `FILE.py:NAME`, which raises ValueError with
-            a word to the policy where there is none. Unset: a number where the actions are discrete, else the text.
-        observation: what makes text of an observation; unset: what `render` says with `render_mode = "ansi"`, text as
-            it is, and anything else as Python writes it.
-        params: what the environment is made with.
+        action: a function of yours, `FILE.py:NAME`, that converts a turn's text to an action; if there is none,
+            it raises ValueError with a message to the policy. Unset: a number if actions are discrete, else the text.
+        observation: a function that converts an observation to text. Unset: the result of `render` with
+            `render_mode = "ansi"`, text as it is, and `str` of anything else.
+        params: arguments of the environment.
 
     Raises:
-        ModuleNotFoundError: the package is not installed; the message says how to install it.
+        ModuleNotFoundError: the package is not installed; the message contains the command that installs it.
     """
 
     package = "gymnasium"

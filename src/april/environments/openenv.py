@@ -4,8 +4,8 @@
     path = "april.environments.openenv:OpenEnvEnvironment"
     params = { make = "my_env.py:make", action = "my_env.py:action", observation = "my_env.py:text" }
 
-OpenEnv's environments take and return typed objects; two functions of yours say what a turn's text does, and what the
-policy sees. Nothing of OpenEnv is imported here: its environments and its synchronous clients have one interface.
+OpenEnv's environments take and return typed objects; two functions of yours convert a turn's text to an action, and an
+observation to text. OpenEnv is not imported here: its environments and its synchronous clients have one interface.
 """
 
 from __future__ import annotations

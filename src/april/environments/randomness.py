@@ -1,6 +1,6 @@
 """Randomness of its own for code that draws from Python's and NumPy's process-wide generators.
 
-Invariant: what is drawn inside `with own:` follows from its seed alone, however many others draw beside it, and leaves
+Invariant: draws inside `with own:` depend on its seed alone, however many other blocks draw concurrently, and leave
 the process's own generators as they were.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 _one = threading.RLock()
-"""Whoever holds it may use the process-wide generators."""
+"""Held by the block that uses the process-wide generators."""
 
 
 class OwnRandom:

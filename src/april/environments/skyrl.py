@@ -5,7 +5,7 @@
     params = { id = "gsm8k_multi_turn" }
 
 A problem's record becomes the environment's `extras`, where SkyRL's data sets have them: `reward_spec.ground_truth` is
-the problem's answer unless its record says otherwise.
+the problem's answer unless its record has another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SkyRLEnvironment:
     Args:
         id: its name there.
         env_config: what SkyRL's configuration gives it.
-        extras: beside the problem's record.
+        extras: added to the problem's record.
     """
 
     def __init__(self, id: str, env_config: Mapping[str, Any] | None = None, **extras: Any) -> None:

@@ -1,7 +1,7 @@
 """From settings to environments.
 
 Invariants:
-- what can be wrong with the settings is found before the run begins: a source makes one environment when it is made;
+- errors in the settings are found before the run begins: a source makes one environment when it is made;
 - a source pickles as the settings it was made from, so that a worker process makes its own environments.
 """
 
@@ -24,7 +24,7 @@ from april.secrets import redacted
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSpec:
-    """What a recipe says of its environment.
+    """The environment settings of a recipe.
 
     Args:
         path: `FILE.py:NAME` or `package.module:NAME`: a class with `reset` and `step`, or one with `reset` and public

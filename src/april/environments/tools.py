@@ -1,7 +1,7 @@
 """Python functions as tools: an environment that answers the policy's tool calls.
 
 Invariants:
-- what is wrong with a call is an observation that says so: no JSON, no such tool, wrong arguments, a tool that fails;
+- an error in a call becomes an observation that names it: no JSON, no such tool, wrong arguments, a tool that fails;
 - calls are answered one after the other, in their order, each with a message of its own;
 - a turn without a call ends the episode.
 """
@@ -88,7 +88,7 @@ class BoundCall(NamedTuple):
     error: str = ""
 
     def answer(self) -> Message:
-        """What the tool says, or that it failed."""
+        """Return the tool's result, or a message that it failed."""
         if self.function is None:
             return self._message(self.error)
         try:
@@ -137,7 +137,7 @@ class ToolEnvironment:
         return self.toolbox.has_async
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
-        """Nothing: the prompt says it all."""
+        """Return nothing: the prompt contains everything."""
         return ""
 
     def step(self, turn: Turn) -> EnvStep:
@@ -155,9 +155,9 @@ class ToolClassEnvironment(ToolEnvironment):
     """An object with tools: `reset(**row)`, public methods that are tools, and `get_reward()`, as TRL's
     `environment_factory` makes them.
 
-    `reset` gets of the problem's record, its `prompt`, `answer`, `id` and `seed` what its signature names, or all of it
-    if it takes `**kwargs`; what it returns, if it returns something, is a message behind the prompt. `get_reward` is
-    asked after each turn; a turn's reward is the difference, so that an episode's sum is what it said last.
+    `reset` gets those of the record's columns, `prompt`, `answer`, `id` and `seed` that its signature names, or all if
+    it takes `**kwargs`; its result, if any, becomes a message after the prompt. `get_reward` is called after each turn;
+    a turn's reward is the difference to the previous result, so that an episode's rewards add up to the last result.
 
     Args:
         thing: the object.
@@ -177,7 +177,7 @@ class ToolClassEnvironment(ToolEnvironment):
         return super()._is_async or inspect.iscoroutinefunction(self._get_reward)
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
-        """Begin anew, with the problem's record."""
+        """Begin again, with the problem's record."""
         self._reward = 0.0
         offered = {**prompt, "seed": seed}
         parameters = inspect.signature(self.object.reset).parameters

@@ -209,7 +209,7 @@ class ControlRequest:
         self._task: asyncio.Task[Chunk] | None = None
 
     def start(self, engine: Engine, flights: Flights, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
-        """Submit the request beside everything else that is in flight."""
+        """Submit the request in addition to everything in flight."""
         assert self._task is None, "one control request at a time"
         short = replace(sampling, max_tokens=1, max_turns=0)
         sample = Sample(-1, 0, tuple(prompt_ids), short, 0, id=f"control {next(self._numbers)}")

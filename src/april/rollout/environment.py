@@ -1,9 +1,9 @@
-"""What an environment is, and the bridge that turns what it says into tokens.
+"""Protocol of environments, and of the bridge between their text and tokens.
 
 Invariants:
 - an environment is the user's object: it needs nothing of april but `EnvStep`, and sees turns as text;
 - the core sees tokens: only a bridge reads a turn as text, and only a bridge puts tokens around an observation;
-- a turn is never tokenised or rendered again: a bridge says which tokens come behind what is there, or that it cannot.
+- a turn is never tokenised or rendered again: a bridge returns the tokens to append, or None if there are none.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from april.rollout.user_code import in_one_line
 
 
 class TokenIds(tuple[int, ...]):
-    """An observation that is tokens already: put behind the turn as they are, with nothing around them."""
+    """An observation in tokens, which are appended to the turn unchanged, with nothing around them."""
 
 
 Message: TypeAlias = Mapping[str, Any]
-"""A chat message: `role`, `content`, and what else the chat template knows."""
+"""A chat message: `role`, `content`, and other fields of the chat template."""
 Observation: TypeAlias = str | Sequence[Message] | TokenIds
-"""What an environment says: text (a message in the role that the bridge gives it), chat messages, or token ids."""
+"""Text (a message in the role that the bridge gives it), chat messages, or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy said last, complete: the action that an environment answers."""
+    """The policy's latest turn, complete: the action that an environment answers."""
 
     sample_id: str
     index: int
     """0 for the first turn of the episode."""
     text: str
     token_ids: tuple[int, ...]
-    """As they were sampled, the token that ended the turn included."""
+    """The sampled tokens, including the token that ended the turn."""
     message: Message | None = None
-    """The turn as a chat message with its tool calls, if the bridge reads such."""
+    """The turn as a chat message with its tool calls, if the bridge reads messages."""
     attempt: int = 0
-    """How often the episode was begun again before."""
+    """Number of times that the episode was restarted before."""
 
     @property
     def key(self) -> str:
-        """Names this step of this episode; the same after a crash, so that a side effect is told from its repeat."""
+        """Name of this step of this episode: the same after a crash, so that a side effect is not repeated."""
         again = f"~{self.attempt}" if self.attempt else ""
         return f"{self.sample_id}{again}/{self.index}"
 
@@ -71,13 +71,13 @@ class EnvStep:
 
 
 class Environment(Protocol):
-    """One episode's world. Every method may be sync or async.
+    """Environment of one episode. Every method may be sync or async.
 
     It may have `state() -> Any` (JSON types) and `restore(state)`, which the recovery `snapshot` needs.
     """
 
     def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation | Awaitable[Observation]:
-        """Begin. What it says comes behind the prompt; "" or no messages puts nothing there.
+        """Begin. The observation follows the prompt; "" or no messages adds nothing.
 
         Args:
             prompt: `id`, and what the prompt's record holds.
@@ -86,12 +86,14 @@ class Environment(Protocol):
         ...
 
     def step(self, turn: Turn) -> EnvStep | Awaitable[EnvStep]:
-        """Answer a turn. After a crash the turns before are answered again (`replay`), and one whose answer was not on
-        disk yet: `turn.key` names it."""
+        """Answer a turn.
+
+        After a crash, earlier turns are answered again (`replay`), and so is a turn whose answer was not on disk yet;
+        `turn.key` identifies it."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """The episode is over, or given up."""
+        """Close the environment: the episode has ended, or was abandoned."""
         ...
 
 
@@ -112,25 +114,26 @@ class Said(NamedTuple):
 
 
 class Bridge(Protocol):
-    """Text and tokens, exactly: what is there stays, only a suffix is ever made."""
+    """Exact conversion between text and tokens: existing tokens stay, only a suffix is ever added."""
 
     def begin(self, prompt: Prompt, observation: Observation) -> Sequence[int] | None:
-        """The tokens that `reset`'s observation puts behind the prompt's, up to where the policy speaks; may be empty.
-        None: it cannot be put there exactly, and the sample ends (`FinishReason.BRIDGE`)."""
+        """Return the tokens that `reset`'s observation adds to the prompt, up to the policy's turn; may be empty.
+
+        None: the observation cannot be added exactly, and the sample ends (`FinishReason.BRIDGE`)."""
         ...
 
     def read(self, token_ids: Sequence[int]) -> Said:
-        """The tokens of one policy turn as text, and as a message if that is asked for."""
+        """Return the tokens of one policy turn as text, and as a message if the environment needs one."""
         ...
 
     def extend(self, sample: Sample, observation: Observation) -> Sequence[int] | None:
-        """The tokens behind the sample's last turn up to where the policy speaks again: the rest of the turn's end, the
-        observation, and what the chat template puts around it. None: as in `begin`."""
+        """Return the tokens from the sample's last turn to the policy's next turn: the rest of the turn's end, the
+        observation, and the chat template's tokens around it. None: as in `begin`."""
         ...
 
 
 class CalledEnvironment(ABC):
-    """Carries the calls of an environment to where it lives."""
+    """An environment in another process, or on another machine, as an object that is called here."""
 
     async def reset(self, prompt: Mapping[str, Any], seed: int) -> Observation:
         observation: Observation = await self._call("reset", prompt, seed)
@@ -151,12 +154,12 @@ class CalledEnvironment(ABC):
 
     @abstractmethod
     async def _call(self, method: str, *args: Any) -> Any:
-        """What the environment's method of that name returns, or raises."""
+        """Return what the environment's method of that name returns, or raise its exception."""
 
 
 class EnvironmentLost(Exception):
-    """An environment is gone through no fault of the episode: its process died, its server does not answer. A new one
-    is made and brought to where the old one was.
+    """An environment is lost without an error of its own: its process died, or its server does not answer. A new one is
+    made and brought to the same turn.
 
     Attributes:
         own: whether the episode may have lost it itself: it was at work then. Else another's fault took it along, and
@@ -169,19 +172,19 @@ class EnvironmentLost(Exception):
 
 
 class ObservationError(ValueError):
-    """An environment failed, or answered something that is no answer."""
+    """An environment failed, or its answer is of the wrong type."""
 
 
 def environment_error(error: Exception) -> str:
-    """What an environment raised, in one line."""
+    """Return an environment's exception in one line."""
     return str(error) if isinstance(error, ObservationError) else in_one_line(error)
 
 
 def checked(step: Any) -> EnvStep:
-    """`step` with its numbers as they are saved.
+    """Return `step` with its numbers as they are saved.
 
     Raises:
-        ObservationError: names what is wrong.
+        ObservationError: part of the step is wrong; the message names it.
     """
     if not isinstance(step, EnvStep):
         raise ObservationError(f"step returned {_short(step)}: it must return an EnvStep")
@@ -195,7 +198,7 @@ def checked(step: Any) -> EnvStep:
 
 
 def checked_observation(observation: Any) -> Observation:
-    """The observation, its text encodable as UTF-8.
+    """Return the observation, with its text encodable as UTF-8.
 
     Raises:
         ObservationError: it is neither text, chat messages nor token ids.
@@ -215,14 +218,14 @@ def checked_observation(observation: Any) -> Observation:
 
 
 def fingerprint(observation: Observation) -> str:
-    """The same for the same observation, in every process: 16 hex digits."""
+    """Return 16 hex digits that are equal for equal observations, in every process."""
     plain = observation if isinstance(observation, str) else [m if isinstance(m, int) else dict(m) for m in observation]
     text = json.dumps([type(observation) is TokenIds, plain], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def saved(value: Any, what: str) -> Any:
-    """`value` as it comes back from disk.
+    """Return `value` as it will be read from disk.
 
     Raises:
         ObservationError: it does not survive JSON.

@@ -44,7 +44,7 @@ from april.rollout.trajectory import Group, Prompt, Sample, Transition
 from april.rollout.user_code import HangingError, Threads, UserCode, end_tasks
 
 THREADS = 64
-"""Plain environments that work at a time in this process."""
+"""Environments without coroutines that work at a time in this process."""
 CLOSE_SECONDS = 10.0
 """Seconds that an environment may take to close."""
 
@@ -63,7 +63,7 @@ ENVIRONMENT_ERRORS = (EnvironmentLost, ObservationError, TimeoutError)
 
 @contextmanager
 def _environment_code() -> Iterator[None]:
-    """Tell what an environment raises from errors of april's own: raise it as one of `ENVIRONMENT_ERRORS`."""
+    """Raise each exception of an environment as one of `ENVIRONMENT_ERRORS`; april's own errors pass."""
     try:
         with UserCode():
             yield
@@ -92,28 +92,28 @@ def _saves(environment: Environment) -> Saves:
 
 
 class Answer(NamedTuple):
-    """What came of waiting for a sample's environment."""
+    """Result of an environment's step for a sample."""
 
     sample: Sample
     group: Group
     event: Stepped | Restarted | None
-    """None: its group is to be left out; the last failure says why."""
+    """None: the group is rejected, for the last failure."""
     failures: Sequence[Failure]
 
 
 class Episodes:
-    """The environments that live, and the steps of theirs under way.
+    """Open environments, and their steps in progress.
 
     `len` counts the samples whose environment is at work. `take` returns the answers since it was last called.
 
     Args:
-        make: a new environment, each time it is called. One whose methods are coroutines runs on the event loop, any
+        make: returns a new environment. One whose methods are coroutines runs on the event loop, any
             other in threads.
-        bridge: between what environments say and tokens.
+        bridge: converts between the text of environments and tokens.
         context_length: prompt and response tokens of a sample together.
-        limits: time limits, and what is done about failures.
-        row: what `reset` is told of a prompt.
-        let_go: told of each environment that an episode needs no more, with the name of its sample.
+        limits: time limits, and the handling of failures.
+        row: returns the argument of `reset` for a prompt.
+        let_go: called with each environment that an episode no longer needs, and the name of its sample.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class Episodes:
 
     @property
     def live(self) -> int:
-        """Environments that there are."""
+        """Number of open environments."""
         return len(self._live)
 
     def apart(self) -> Episodes:
-        """Others of the same kind, for samples that are nobody's business here."""
+        """Return episodes of the same kind for other samples, such as an evaluation's."""
         return Episodes(self.make, self.bridge, self.context_length, self.limits, self.row, self.let_go)
 
     def begin(self, sample: Sample, group: Group, durable: Callable[[], Any] | None = None) -> None:
-        """A sample awaits its environment; nothing more is done if that is at work already.
+        """Start the environment's step for a sample, unless it is in progress.
 
         Args:
-            durable: awaited before the environment is told a turn, so that the turn is on disk before it acts.
+            durable: awaited before the environment gets a turn, so that the turn is on disk before it acts.
         """
         assert sample.awaits_environment
         if sample.id not in self._tasks and sample.id not in self._answers:
@@ -169,7 +169,7 @@ class Episodes:
         return answers
 
     async def wait(self) -> None:
-        """Until an answer has arrived that was not taken."""
+        """Wait until an answer has arrived that was not taken."""
         await self._arrived.wait()
 
     def drop(self, samples: Iterable[Sample]) -> None:
@@ -194,7 +194,7 @@ class Episodes:
             if durable is not None:
                 await durable()
             event = await self._event(sample, group, failures)
-        except JournalError:  # whoever waits for the sample hears of it from the journal itself
+        except JournalError:  # the rollout loop gets the same error from the journal
             self._arrived.set()
             return
         finally:
@@ -206,7 +206,7 @@ class Episodes:
         self._arrived.set()
 
     async def _event(self, sample: Sample, group: Group, failures: list[Failure]) -> Stepped | Restarted | None:
-        """What comes of it, in as many attempts as `limits` allows."""
+        """Call the environment until it has answered, or `limits` allows no further attempt."""
         limits = self.limits
 
         def failed(kind: Kind, reason: str) -> None:
@@ -228,7 +228,7 @@ class Episodes:
                 kind, reason = _cause(error)
                 failed(kind, reason)
                 if kind != "environment" or limits.recovery != "restart" or not sample.transitions:
-                    self._discard(sample.id)  # it stands as before the turn once it is made anew
+                    self._discard(sample.id)  # a new one is brought to the state before the turn
                 if isinstance(error, EnvironmentLost) and not error.own:
                     await asyncio.sleep(0)
                     continue
@@ -242,7 +242,7 @@ class Episodes:
             attempt += 1
 
     async def _answered(self, environment: Environment, sample: Sample, group: Group) -> Stepped:
-        """One call of the environment, and what it means."""
+        """Call the environment once, and return its answer as an event."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         if not sample.transitions:
@@ -267,7 +267,7 @@ class Episodes:
         return self._stepped(sample, token_ids, said, finish, seconds, state, **more)
 
     def _given_up(self, sample: Sample, reason: str, seconds: float) -> Stepped | None:
-        """A turn that failed for good."""
+        """Return the event of a turn that failed in every attempt; None rejects the group."""
         if not sample.transitions or self.limits.on_error == "reject":
             return None
         said = f"Error: {reason}"
@@ -277,7 +277,7 @@ class Episodes:
         if left is not None and seconds >= left:
             finish = FinishReason.DEADLINE
         elif self.limits.on_error == "observe":
-            with suppress(Exception):  # a bridge that cannot even say so
+            with suppress(Exception):  # the bridge may fail on this text as well
                 token_ids, finish = self._extended(sample, said)
         return self._stepped(sample, token_ids, said, finish, seconds, sample.state, failed=True)
 
@@ -375,13 +375,13 @@ class Episodes:
             return checked_observation(observation)
 
     async def _state(self, environment: Environment) -> Any:
-        """What is saved with the answer; None unless it is what the episode would be recovered from."""
+        """Return the environment's state, to be saved with the answer; None unless episodes are recovered from it."""
         if self.limits.recovery != "snapshot":
             return None
         return saved(await self._call(self.limits.step_timeout, _saves(environment).state), "state()")
 
     async def _call(self, timeout: float | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of an environment, which may take `timeout` seconds."""
+        """Call a method of an environment, with a time limit in seconds."""
         # A called environment raises what its environment raised as one of ENVIRONMENT_ERRORS already.
         called = isinstance(getattr(function, "__self__", None), CalledEnvironment)
         with nullcontext() if called else _environment_code():
@@ -392,7 +392,7 @@ class Episodes:
                     return await function(*args)
 
     def _discard(self, id: str) -> None:
-        """Let go of an environment, beside whatever goes on."""
+        """Drop an environment, and close it in the background."""
         environment = self._live.pop(id, None)
         if environment is not None:
             if self.let_go is not None:

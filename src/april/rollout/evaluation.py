@@ -88,7 +88,7 @@ class _Run:
 
     def _absorb(self, chunks: Sequence[Chunk]) -> None:
         begun = self.flight.begun(chunks, 0.0)
-        self.retries.heard(chunks, begun, self.flight.samples)
+        self.retries.received(chunks, begun, self.flight.samples)
         for chunk in chunks:
             if chunk.sample_id not in self.flight.samples:
                 raise ChunkError(chunk, "no such sample is in flight")

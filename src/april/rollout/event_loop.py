@@ -1,8 +1,9 @@
 """An event loop for callers that are not asynchronous.
 
 Invariants:
-- everything given to one `EventLoop` runs on its one thread, so an engine is made, used and closed on the same loop;
-- `run` returns or raises only when what it was given is over: on Ctrl-C it cancels it and waits for it to clean up.
+- every coroutine given to one `EventLoop` runs on one thread, so an engine is made, used and closed on the same loop;
+- `run` returns or raises only when its coroutine has ended: on Ctrl-C it cancels the coroutine and waits for its
+  cleanup.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EventLoop:
                 self._loop.run_forever()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What `coroutine` returns or raises."""
+        """Return what `coroutine` returns, or raise its exception."""
         assert threading.current_thread() is not self._thread, "run would wait for itself: await the coroutine instead"
         outcome: Future[T] = Future()
         try:
@@ -50,7 +51,7 @@ class EventLoop:
                 wait([outcome])
 
     def begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """What `coroutine` will return or raise; to cancel the future cancels it."""
+        """Return a future of the result of `coroutine`; cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def _start(self, coroutine: Coroutine[Any, Any, T], outcome: Future[T]) -> None:

@@ -138,7 +138,7 @@ class Journal:
             self.position = position
 
     def record(self, *events: Event) -> None:
-        """Record events. Another thread writes them; `drain`, `flush` and `close` raise what it failed with."""
+        """Record events. Another thread writes them; `drain` and `flush` raise its error."""
         assert self.position >= self.last or self._writer, "events on disk have to be replayed first"
         if not events:
             return

@@ -178,7 +178,7 @@ def repair_journal(path: Path, mark: Mapping[str, Any] | None, events: bool = Tr
         events: keep the events after the state, as far as records are whole; otherwise none of them.
 
     Returns:
-        The path beside `path` under which the old journal is kept, and the number of events after the state that stay.
+        The path under which the old journal is kept, and the number of events after the state that stay.
     """
     kept = free_name(path)
     kept.mkdir()

@@ -256,7 +256,7 @@ class RolloutLoop:
         now = self.stats.now
         tokens, ended, failed, complete, broken = self.history.absorb(chunks, self.flight.samples)
         self.stats.batch.sampled_tokens += tokens
-        self.retries.heard(chunks, self.flight.begun(chunks, now), self.flight.samples)
+        self.retries.received(chunks, self.flight.begun(chunks, now), self.flight.samples)
         for chunk in failed:
             self._failed(chunk, now)
         ids = [chunk[0] for chunk in ended]

@@ -105,7 +105,7 @@ def decode(record: Record) -> list[Event]:
     """Return the events of a record.
 
     Raises:
-        ValueError: the content is not that of events.
+        ValueError: the content holds no events.
     """
     try:
         kind, body, columns = _parts(record.content)

@@ -1,12 +1,12 @@
-"""Retry failed requests, and tell samples that fail from an engine that fails.
+"""Retry failed requests, and distinguish samples that fail from an engine that fails.
 
 In an outage all requests fail. A bad sample fails where others work, or takes the engine down with it. So a failure is
-charged to its sample only on evidence that the engine worked meanwhile. The states of a sample whose request failed,
+charged to its sample only on evidence that the engine has worked since. The states of a sample whose request failed,
 and the methods that lead from one state to the next:
 
     in flight -> UNDECIDED   `failed`: nothing shows yet whether the sample or the engine is the cause
     in flight -> RETRYING    `failed`: its replica was lost, for the first time since its latest token; no charge
-    UNDECIDED -> RETRYING    `_decide`: the engine worked meanwhile (another sample has brought a token, or a control
+    UNDECIDED -> RETRYING    `_decide`: the engine has worked since (another sample has brought a token, or a control
                              request was answered): one charge. After an outage: no charge
     UNDECIDED -> SUSPECT     `_engine_died`: all requests in flight failed together, so any of them may be the cause
     UNDECIDED -> given up    `_decide`: more than `limit` charges in a row, without a token between them
@@ -81,7 +81,7 @@ class FailuresInARow:
 class Retries:
     """Samples whose latest request failed.
 
-    `len` counts those that wait for another attempt, and `in` tells whether a sample is one of them.
+    `len` counts those that wait for another attempt, and `in` tests whether a sample is one of them.
 
     Args:
         limit: charges in a row that a sample may have.
@@ -127,7 +127,7 @@ class Retries:
         """Wait for the answer to the control request in flight."""
         await self._health.wait()
 
-    def heard(self, chunks: Sequence[Chunk], begun: Sequence[str], samples: Mapping[str, Sample]) -> None:
+    def received(self, chunks: Sequence[Chunk], begun: Sequence[str], samples: Mapping[str, Sample]) -> None:
         """Record a batch of chunks, before its failures.
 
         Args:
@@ -138,7 +138,7 @@ class Retries:
         for id in begun:
             self._answered_prompt = samples[id].prompt_ids
             self._failures.pop(id, None)
-        self._suspects.went_on(begun)
+        self._suspects.received_tokens(begun)
         if len(self) or self._health.state is not EngineState.WORKING:
             brought = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
             if brought:

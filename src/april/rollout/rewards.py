@@ -1,8 +1,8 @@
-"""Rewards computed beside generation.
+"""Compute rewards while generation continues.
 
 Invariants:
 - a reward function never blocks generation or an interrupt: it runs in a task, plain functions in a thread;
-- a plain function that never returns costs its own time limit, not that of other calls (`threads`);
+- a plain function that never returns exceeds its own time limit, and delays no other call (`Threads`);
 - a finished sample is scored exactly once as long as its function answers; a failure never costs the sample itself.
 
 For functions that can hang or take the process down, `april.tasks.isolation` runs them in worker processes.
@@ -47,20 +47,20 @@ class RewardError(Exception):
 
 
 class Verdict(NamedTuple):
-    """What came of scoring: the samples' rewards, or the error."""
+    """Result of scoring: the samples' rewards, or the error."""
 
     group: Group
     samples: Sequence[Sample]
     rewards: Sequence[Reward]
     error: str | None = None
     failure: Literal["reward", "reward timeout"] = "reward"
-    """What kind of error it is."""
+    """Kind of the error."""
     hopeless: bool = False
     """No further reward can be computed."""
 
 
 class RewardTasks:
-    """The reward computations under way. `take` returns the verdicts that arrived since it was last called."""
+    """Reward computations in progress. `take` returns the verdicts that arrived since the last call."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class RewardTasks:
         self.scope = scope
         self.timeout = timeout
         self._tasks: dict[asyncio.Task[None], Group] = {}
-        """Each with what it scores now."""
+        """Each task with the group that it scores now."""
         self._next: deque[tuple[Group, Sequence[Sample]]] = deque()
-        """What no task has begun."""
+        """Groups and samples that no task has begun to score."""
         self._beginning = False
-        """A task is about to begin what is next."""
+        """Whether a task is about to begin with `_next`."""
         self._scoring: asyncio.Task[None] | None = None
         """The task that was made last, which scores nothing yet."""
         self._verdicts: deque[Verdict] = deque()
@@ -98,7 +98,7 @@ class RewardTasks:
         self._start(group, [sample] if self.scope == "sample" else group.samples)
 
     def missing(self, groups: Iterable[Group]) -> None:
-        """Score what has finished and has no reward, after a restart."""
+        """Score finished samples without a reward, after a restart."""
         begun = [*self._tasks.values(), *(group for group, _ in self._next)]
         scoring = {group.id for group in begun} | {verdict.group.id for verdict in self._verdicts}
         for group in groups:
@@ -113,7 +113,7 @@ class RewardTasks:
                         self._start(group, [sample])
 
     def forget(self, group: Group) -> None:
-        """Stop what is computed for a group that is turned away; nothing of it arrives any more."""
+        """Stop the computations for a rejected group; none of its verdicts arrives any more."""
         self._next = deque(each for each in self._next if each[0] is not group)
         for task in [task for task, scored in self._tasks.items() if scored is group]:
             del self._tasks[task]
@@ -125,8 +125,8 @@ class RewardTasks:
             self._begin()
 
     def _begin(self) -> None:
-        """Have a task score one after the other, and another one what is left when it has to wait: functions that
-        answer at once share a task, and none waits for another."""
+        """Start a task that scores samples one after the other. When it has to wait, start another task for the rest:
+        functions that answer at once share a task, and no function waits for another."""
         self._beginning = bool(self._next)
         if self._next:
             self._scoring = asyncio.create_task(self._score_next(), name="rewards")
@@ -156,7 +156,7 @@ class RewardTasks:
         except Exception as error:
             self._verdicts.append(Verdict(group, samples, (), described(error)))
         finally:
-            # Here and not in a callback of the task: a verdict and a computation under way never coexist.
+            # Here and not in a callback of the task: a group never has a verdict and a computation in progress at once.
             self._tasks.pop(task, None)
         self._arrived.set()
 
@@ -177,11 +177,11 @@ class RewardTasks:
         return verdicts
 
     async def wait(self) -> None:
-        """Until a verdict has arrived that was not taken."""
+        """Wait until a verdict has arrived that was not taken."""
         await self._arrived.wait()
 
     async def close(self) -> None:
-        """Stop every computation under way, and drop verdicts that were not taken. The samples stay unscored, and are
+        """Stop every computation in progress, and drop verdicts that were not taken. The samples stay unscored, and are
         scored again by `missing`."""
         self._next.clear()
         await end_tasks(list(self._tasks))
@@ -190,14 +190,14 @@ class RewardTasks:
 
 
 def described(error: Exception) -> str:
-    """An error in one line: its kind, what it says, and where it was raised if a note says so."""
+    """Return an error in one line: its kind, its message, and where it was raised if a note names the place."""
     places = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     text = str(error) if type(error) is RewardError else in_one_line(error)  # a RewardError is reported as one
     return text + "".join(f" ({place})" for place in places[:1])
 
 
 def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Reward]:
-    """Rewards that say a finite number, one per sample.
+    """Return the rewards as finite numbers, one per sample.
 
     Raises:
         ValueError: the count is wrong, a reward is no finite number, or its info is not JSON types.

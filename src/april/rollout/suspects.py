@@ -1,4 +1,4 @@
-"""The sample that takes the engine down: found by submitting in halves what was in flight when the engine went down.
+"""Find the sample that takes the engine down, by submitting the samples that were in flight in halves.
 
 Invariants:
 - a suspect is a sample that was in flight when the engine went down and has not been acquitted since;
@@ -7,7 +7,7 @@ Invariants:
 - if suspects were in flight when the engine goes down again, one of them is the cause, and all other samples are free;
 - the engine going down is charged to a sample only if that sample was the only suspect in flight.
 
-So an outage charges nothing to any sample, and n samples with one that takes the engine down are told apart after
+So an outage charges nothing to any sample, and among n samples the one that takes the engine down is found after
 log2(n) deaths. The order of the sets follows from the order of the failures alone.
 """
 
@@ -37,7 +37,7 @@ RELATED = 60.0
 class Suspects(Generic[F]):
     """Failed requests of samples that may take the engine down.
 
-    `len` counts the requests that are held back, and `in` says whether a sample's is one of them.
+    `len` counts the requests that are held back, and `in` tests whether a sample has one of them.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class Suspects(Generic[F]):
         self._brought: set[str] = set()
         """Suspects that have brought a token since the engine went down."""
         self._resumed = -math.inf
-        """When generation went on after the engine went down."""
+        """Time at which generation resumed after the engine went down."""
         self._submitted = -math.inf
-        """When the latest set was submitted, or generation went on."""
+        """Time at which the latest set was submitted, or generation resumed."""
         self._lived = 0.0
         """Seconds between the latest two deaths that the engine generated; 0 if that is too long to be related."""
 
@@ -127,7 +127,7 @@ class Suspects(Generic[F]):
                 self._alone.pop(id, None)
             self._brought.clear()
 
-    def went_on(self, sample_ids: Iterable[str]) -> None:
+    def received_tokens(self, sample_ids: Iterable[str]) -> None:
         """Record that samples have brought a token."""
         if self._deaths:
             self._brought.update(self._deaths.keys() & set(sample_ids))
@@ -137,7 +137,7 @@ class Suspects(Generic[F]):
         self._brought.discard(sample_id)
 
     def forget(self, sample_ids: Container[str]) -> None:
-        """Forget samples that never go on."""
+        """Forget samples that never resume."""
         self._deaths = {id: deaths for id, deaths in self._deaths.items() if id not in sample_ids}
         self._alone = {id: deaths for id, deaths in self._alone.items() if id not in sample_ids}
         kept = ([one for one in requests if one.id not in sample_ids] for requests in self._sets)

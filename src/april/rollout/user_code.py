@@ -1,9 +1,14 @@
-"""The boundary between april and code that a user gives: reward functions, environments, tools, generators, filters.
+"""The boundary between april and user code: reward functions, environments, tools, generators, filters.
+
+Calls of user code on the event loop stand inside `with UserCode():`. `Threads` calls plain functions in threads of this
+process, `workers.py` in processes, which can be killed.
 
 Invariants:
-- user code fails with an Exception, whatever it raises. SystemExit ends no process, CancelledError and GeneratorExit
-  end no task, StopIteration ends no iteration;
-- Ctrl-C (KeyboardInterrupt) and the cancellation of a task by april pass through.
+- user code fails with an Exception, also if it raises another BaseException: SystemExit ends no process,
+  CancelledError and GeneratorExit end no task, StopIteration ends no iteration;
+- Ctrl-C (KeyboardInterrupt) and the cancellation of a task by april pass through;
+- a function in a thread that never returns exceeds its own time limit, and delays neither other calls nor the end of
+  the process. No thread can be stopped, so it is abandoned; once `most` are, no further call begins.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ CLEANUP_SECONDS = 10.0
 
 
 Jobs: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
-"""What one thread does next; None ends it."""
+"""Functions that one thread calls in their order; None ends the thread."""
 
 
 class UserCodeError(Exception):
@@ -131,10 +136,10 @@ class LateError(TimeoutError):
 
 
 def time_limit(seconds: float | None) -> AbstractAsyncContextManager[None]:
-    """Ends what is awaited inside after `seconds`; None for no limit.
+    """End the block after `seconds`; None for no limit.
 
     Raises:
-        LateError: it took longer.
+        LateError: the block took longer.
     """
     return nullcontext() if seconds is None else _limited(seconds)
 
@@ -151,7 +156,7 @@ async def _limited(seconds: float) -> AsyncIterator[None]:
 
 
 class Threads:
-    """Calls `function(*args)`, each in a thread that nothing else has meanwhile.
+    """Call `function(*args)`, each call in a thread of its own until it returns.
 
     Args:
         most: calls at a time, and calls that may hang before no further one is begun.
@@ -171,11 +176,12 @@ class Threads:
         self.hanging = 0
 
     async def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
-        """What the function returns, awaited if it can be. If this is cancelled, the function runs on, and counts among
-        the calls at a time until it ends.
+        """Return the function's result, awaited if it is awaitable.
+
+        If this call is cancelled, the function continues, and counts among the calls at a time until it ends.
 
         Raises:
-            LateError: it took more than `timeout` seconds; the wait for other calls to end does not count.
+            LateError: the call took more than `timeout` seconds; the wait for a free thread does not count.
             HangingError: `most` calls hang.
         """
         await self._free.acquire()
@@ -192,7 +198,7 @@ class Threads:
     def _ended(self, run: asyncio.Task[Any]) -> None:
         self._runs.discard(run)
         if not run.cancelled():
-            run.exception()  # it has been seen, also where the call was cancelled and nobody asks
+            run.exception()  # mark it as retrieved: a cancelled call does not await it
 
     async def _run(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float | None) -> Any:
         try:
@@ -237,13 +243,13 @@ class Threads:
 
 
 def _begin() -> Jobs:
-    """A thread that waits for what to do."""
+    """Start a thread, and return the queue from which it takes functions to call."""
     jobs: Jobs = SimpleQueue()
 
     def serve() -> None:
         while (job := jobs.get()) is not None:
             job()
-            del job  # it holds on to whoever called
+            del job  # it holds references to the call
 
     threading.Thread(target=serve, name="user's function", daemon=True).start()
     return jobs

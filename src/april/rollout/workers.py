@@ -3,7 +3,7 @@
 Invariants:
 - the caller's event loop never waits for a worker: neither for its start nor for its end;
 - a call that is cancelled, as by its time limit, ends its worker: nothing else stops user code. Other calls in that
-  worker fail with a `WorkerDied` that says so;
+  worker fail with a `WorkerDied` that names the cause;
 - a call fails with the exception that the user code raised, or with `WorkerDied`; nothing that a call does, raises or
   returns fails another call;
 - workers are spawned, never forked: they have no locks, threads or device contexts of the trainer;
@@ -64,7 +64,7 @@ class WorkerLimits:
     Args:
         threads: calls at a time. With 1, functions run in the main thread, where they may set signal handlers.
         cpu_seconds: processor time of a call and of each process that it starts; None for no limit (Linux only).
-        memory_bytes: address space beyond that of the loaded function; None for no limit (Linux only).
+        memory_bytes: address space in addition to the loaded function; None for no limit (Linux only).
         keep_env: variables that stay although their names look like secrets.
     """
 
@@ -203,7 +203,7 @@ def _serve(pipe: Connection, load: bytes, limits: WorkerLimits) -> None:
 
     def answer(message: bytes) -> None:
         content = _answer(message[NUMBER_BYTES:], function, limits.cpu_seconds)
-        with sending, suppress(OSError):  # nobody reads any more
+        with sending, suppress(OSError):  # the process that started this one is gone
             pipe.send_bytes(message[:NUMBER_BYTES] + content)
 
     if limits.threads == 1:
@@ -261,7 +261,7 @@ def _limit_memory(memory_bytes: int) -> None:
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """Allow the call that begins now, and each process it starts, `seconds` of processor time and what was used."""
+    """Allow the call that begins now, and each process it starts, `seconds` of processor time more than was used."""
     import resource
 
     used = resource.getrusage(resource.RUSAGE_SELF)

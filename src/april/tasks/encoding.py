@@ -31,7 +31,7 @@ class Encoder:
         tokenizer: Hugging Face tokenizer. Plain text gets the special tokens that the tokenizer puts before text,
             unless it begins with the beginning-of-sequence token.
         chat_template: see `ChatTemplate`.
-        template_arguments: arguments of the chat template beside the messages, such as `enable_thinking` or tools.
+        template_arguments: further arguments of the chat template, such as `enable_thinking` or tools.
         continue_assistant: continue the last turn of a conversation that ends with the assistant's.
     """
 
@@ -121,7 +121,7 @@ class Encoder:
         return Prompt(tuple(token_ids), problem.id, metadata)
 
     def _without_appended_eos(self, token_ids: Sequence[int], text: str) -> Sequence[int]:
-        """Some tokenizers end every text with an end-of-sequence token; after it a policy has nothing to say."""
+        """Some tokenizers end every text with an end-of-sequence token; after it a policy would generate nothing."""
         tokenizer = self.tokenizer
         added = token_ids and token_ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
         return token_ids[:-1] if added else token_ids

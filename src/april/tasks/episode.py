@@ -1,4 +1,4 @@
-"""A task that is its environment: every episode begins with the same prompt, and what the environment's reset says."""
+"""A task defined by its environment: an episode begins with a fixed prompt and the observation of `reset`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EpisodeTask(Task):
 
 
 class NoScorer:
-    """Stands where a scorer does: the environment alone says what an episode is worth."""
+    """Takes the place of a scorer: the environment alone rewards an episode."""
 
     def __init__(self, correct_at: float | None) -> None:
         self.scope: Literal["sample", "group"] = "sample"

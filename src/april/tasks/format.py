@@ -1,4 +1,4 @@
-"""Rewards for the form of a response, to be weighed beside a reward for what it says: 1 if the form is kept, else 0."""
+"""Rewards for the form of a response, weighted together with others for its content: 1 if the form is kept, else 0."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ THOUGHT = re.compile(rf"\s*(<think>)?{SAID}</think>{SAID}", re.DOTALL)
 
 
 def boxed(response: str) -> float:
-    r"""1 if the last line says something in \boxed{…}."""
+    r"""Return 1 if the last line has content in \boxed{…}."""
     lines = response.strip().splitlines()
     return float(bool(lines) and re.search(r"\\boxed\{\s*[^\s}]", lines[-1]) is not None)
 

@@ -1,7 +1,7 @@
 """Records of a data set on the Hugging Face hub, or of a directory in the hub's layout.
 
 A data set is a name, `openai/gsm8k`, or a directory that holds what one on the hub does: data files, and a README.md
-whose head may say which of them make up which subset and split.
+whose head may list the files of each subset and split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def path_problem(path: str) -> str | None:
-    """What is wrong with the path of records, as far as can be seen without a network; None if nothing is."""
+    """Return the problem with the path of records, as far as it shows without a network; None if there is none."""
     if path.lower().endswith(FILES):
         return None if os.path.isfile(path) else "there is no such file"
     if os.path.isfile(path):

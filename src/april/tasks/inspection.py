@@ -1,6 +1,6 @@
 """Prompts tried before training, so that a prompt that cannot be used does not end a run hours later.
 
-Encoding is cheap beside training: chat templates are applied one by one, texts are tokenized in batches.
+Encoding is cheap compared with training: chat templates are applied one by one, texts are tokenized in batches.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ class RewardWorkers:
 
     Args:
         function: must pickle; each worker unpickles it once, when it starts. Arguments and results must pickle too.
-        most: largest number of processes, and thereby of calls at a time; by default `default_most()`. One is started
+        most: largest number of processes, and of calls at a time; by default `default_most()`. One is started
             at once, another whenever a call has waited `PATIENCE` seconds for its turn.
         time_limit: seconds a call may run; None for no limit. On Linux no process that a call starts gets much more
-            processor time than that either, even if nobody waits for it.
-        memory_limit: bytes of address space that calls may take in one worker beyond what it holds after loading
+            processor time than that either, even after the call has ended.
+        memory_limit: bytes of address space that calls may take in one worker in addition to the memory after loading
             `function` (Linux only); a call that wants more gets a MemoryError.
         keep_env: variables that the function needs although their names look like secrets (`OPENAI_API_KEY`).
 
@@ -145,7 +145,7 @@ class RewardWorkers:
         return self._start()
 
     async def close(self) -> None:
-        """Stop the workers, whatever they are doing; calls in progress are cancelled."""
+        """Stop the workers at once; calls in progress are cancelled."""
         self._closed = True
         for turn in list(self._turns):
             turn.cancel()

@@ -1,4 +1,4 @@
-"""Rewards for brevity, to be weighed beside a reward for what a response says."""
+"""Rewards for brevity, weighted together with a reward for the content of a response."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def relative(responses: Sequence[str], answer: str | None, lengths: Sequence[int
     """From 0.5 for the shortest response of a group to -0.5 for the longest; 0 if all are of one length.
 
     The first half of the length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3), which gives wrong responses no
-    more than 0; here right and wrong ones are treated alike, and the reward beside it tells them apart.
+    more than 0; here right and wrong ones are treated alike, and the reward for the content distinguishes them.
     """
     shortest, longest = min(lengths), max(lengths)
     span = longest - shortest

@@ -2,7 +2,7 @@
 
 Invariants:
 - every epoch gives each problem that can be a prompt exactly once, in an order that follows from (seed, epoch) alone;
-- a stream restored from its state goes on with exactly the prompts that the saved one would have given.
+- a stream restored from its state yields exactly the prompts that the saved stream would have yielded.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class PromptStream(Iterator[Prompt]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the stream that `state` was taken from stood.
+        """Continue at the position of the stream that `state` was taken from.
 
         Raises:
             ValueError: that stream had another task, size or seed.

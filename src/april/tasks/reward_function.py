@@ -1,6 +1,6 @@
 """The user's own reward functions: finding them, and giving them the arguments that they name.
 
-Three conventions are told apart by the names of a function's parameters:
+The names of a function's parameters select one of three conventions:
 
 - april's: `fn(response, answer, **columns)`; the first two positional parameters may have any name that is no column's;
 - verl's: `compute_score(data_source, solution_str, ground_truth, extra_info)`, all by name;
@@ -48,7 +48,7 @@ class NamedFunction:
         path: see `load_function`.
         scope: "group" if the function takes a list of responses; an attribute `reward_scope = "group"` of the function
             has the same effect.
-        answer_column: the answer's name in the data, by which TRL's functions ask for it.
+        answer_column: the answer's column in the data, which names the parameter of TRL's functions.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ Invariants:
 - a scorer sees a problem and response texts, nothing else;
 - a scorer pickles as the settings it was made from, so that a worker process builds its own, once;
 - every reward that leaves a scorer is a finite float, one per response;
-- async functions of a process share one event loop for its life: what they keep between calls (a client, a lock) stays
-  good, and they hold no thread while they wait.
+- async functions of a process share one event loop for its life: objects that they keep between calls (a client, a
+  lock) stay valid, and they hold no thread while they wait.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WeightedReward(NamedTuple):
 class SpecScorer:
     """The scorer that `spec` describes: `scorer(problem, responses, lengths) -> rewards`, in their order.
 
-    Of several rewards, the sum is weighted; its `info` names each, unweighted, and what each said beside its number.
+    Of several rewards, the sum is weighted; its `info` names each, unweighted, and contains the `info` of each.
 
     Args:
         spec: its settings `reward` or `rewards`, `reward_scope`, `correct_at`, `extract` and `answer_tag`, and for a
@@ -133,7 +133,7 @@ class SpecScorer:
             kind: add up these rewards alone; None for all.
 
         Raises:
-            RewardError: what came back is not that; the message names the problem.
+            RewardError: a reward function returned something else; the message names the problem.
         """
         found = self.begin(problem, responses, lengths, token_ids, kind)
         return found if isinstance(found, list) else reward_loop().run(found)
@@ -146,7 +146,7 @@ class SpecScorer:
         token_ids: TokenIds = None,
         kind: ScorerKind | None = None,
     ) -> list[Reward] | Coroutine[Any, Any, list[Reward]]:
-        """The same; where a function is async, what is left to await, in `reward_loop`."""
+        """Return the same, or a coroutine for `reward_loop` if a function is async."""
         parts = [part for part in self._parts if kind in (None, _kind(part))]
         found = [part.score(problem, responses, lengths, token_ids) for part in parts]
         if any(map(_waits, found)):
@@ -160,7 +160,7 @@ class SpecScorer:
 
     @staticmethod
     def added(own: Reward, function: Reward) -> Reward:
-        """The reward of all parts, from those of both kinds."""
+        """Return the sum of the rewards of both kinds."""
         return Reward(own.value + function.value, {**own.info, **function.info})
 
     async def _awaited(

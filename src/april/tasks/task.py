@@ -1,4 +1,4 @@
-"""What a policy is trained on: problems, and how responses to them are scored.
+"""Tasks: problems, and the scoring of responses to them.
 
 Invariants:
 - a problem is data that survives JSON; it travels in `Prompt.metadata`, and scoring needs nothing else, so a response
@@ -74,7 +74,7 @@ class Scorer(Protocol):
     """"group" if all responses to a problem must be scored at once."""
 
     correct_at: float | None
-    """A response with this reward or more is correct; None where the task does not say what correct means."""
+    """A response with this reward or more is correct; None where the task does not define correctness."""
 
     def __call__(
         self, problem: Problem, responses: Sequence[str], lengths: Sequence[int] | None = None
@@ -104,7 +104,7 @@ class Task(Protocol):
 
     @property
     def correct(self) -> Callable[[float], bool] | None:
-        """Whether a response with this reward is correct; None where the task does not say what correct means."""
+        """Whether a response with this reward is correct; None where the task does not define correctness."""
         bar = self.scorer.correct_at
         return None if bar is None else lambda reward: reward >= bar
 
@@ -127,7 +127,7 @@ class TaskSpec:
 
     Args:
         kind: where problems come from: a reasoning-gym dataset, a file of records, or the environment alone: every
-            episode begins with `prompt`, and what the environment's reset says.
+            episode begins with `prompt`, and the observation of the environment's reset.
         name: the reasoning-gym dataset.
         params: that dataset's own parameters.
         prompt: what every episode begins with (kind environment).
@@ -140,7 +140,7 @@ class TaskSpec:
         unique_prompts: leave out records that repeat an earlier one's prompt.
         prompt_column: text, or a list of chat messages. Dots reach into nested columns (`reward_model.ground_truth`).
         answer_column: the reference answer; None if the reward function needs none.
-        metadata_columns: columns that reward functions are given beside the answer; unset: all.
+        metadata_columns: columns that reward functions are given in addition to the answer; unset: all.
         on_bad_record: whether records that make no prompt or have no answer, and prompts that do not fit the context,
             stop the run before it begins (raise) or are left out and counted (skip); unset: records stop it, problems
             that are generated are left out. Prompts longer than rollout.max_prompt_length, where that is set, are left
@@ -235,7 +235,7 @@ class TaskSpec:
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """What a response is scored by, and how much each counts."""
+        """The rewards of a response, and their weights."""
         return self.rewards or {self.reward: 1.0}
 
     @property
