@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from april import Prompt, SamplingParams
 from april.engines.embedded import EmbeddedEngine
-from april.engines.job import Hands, JobEngine
+from april.engines.job import JobEngine, LocalEngineWorker
 from april.engines.pool import EnginePool
 from april.integrations.trainer_ranks import TrainerRanks
 from april.rollout.engine import Chunk, EngineError
@@ -96,7 +96,9 @@ def test_the_engine_of_a_job_of_one_process(schedule: list[Moment], slots: int) 
     async def main() -> None:
         machine = Machine(slots=slots)
         await finish(
-            JobEngine(TrainerRanks(), Hands(machine), [machine.capacity], keeps=False), group.samples, schedule
+            JobEngine(TrainerRanks(), LocalEngineWorker(machine), [machine.capacity], keeps=False),
+            group.samples,
+            schedule,
         )
 
     group = scripted()
@@ -115,7 +117,7 @@ async def test_after_an_interrupt_that_failed_the_engine_of_a_job_takes_its_samp
             return chunks
 
     machine, group = Failing(), scripted()
-    engine = JobEngine(TrainerRanks(), Hands(machine), [machine.capacity], keeps=False)
+    engine = JobEngine(TrainerRanks(), LocalEngineWorker(machine), [machine.capacity], keeps=False)
     for sample in group.samples:
         engine.submit(sample)
     with pytest.raises(EngineError, match="scripted failure"):

@@ -52,7 +52,7 @@ class Reply:
 
 
 class Exchange(Protocol):
-    """What takes orders to the processes of a job and brings their replies back. Both are called by all of them."""
+    """Collective exchange of orders and replies between the processes of a job; all of them call both methods."""
 
     def scatter(self, items: Sequence[T]) -> T:
         """Return item r in process r; only the leader has any."""
@@ -63,19 +63,19 @@ class Exchange(Protocol):
         ...
 
 
-class Hands:
+class LocalEngineWorker:
     """The engine of one process, and how it carries out orders."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._in_flight: set[str] = set()
-        self._came: list[Chunk] = []
+        self._arrived: list[Chunk] = []
 
-    async def obey(self, order: JobOrder, weights: Any = None) -> Reply:
+    async def execute(self, order: JobOrder, weights: Any = None) -> Reply:
         """Carry out an order of the leader's; an error is part of the reply.
 
         Args:
-            weights: what this process's engine is handed if the order is an update.
+            weights: new weights of this process's engine, if the order is an update.
         """
         error = None
         try:
@@ -89,25 +89,25 @@ class Hands:
                     await self.engine.update_weights(order.version, weights)
                 case "interrupt":
                     self._in_flight.difference_update(list(self._in_flight) if order.stop is None else order.stop)
-                    self._came += await self.engine.interrupt(order.stop)
+                    self._arrived += await self.engine.interrupt(order.stop)
                 case "poll":
                     await self._poll()
         except (EngineError, ValueError) as failure:
             error = str(failure)
-        came, self._came = self._came, []
-        return Reply(came, self.engine.running, self.engine.capacity, error)
+        arrived, self._arrived = self._arrived, []
+        return Reply(arrived, self.engine.running, self.engine.capacity, error)
 
     async def _poll(self) -> None:
         shown = False
         while self._in_flight and not shown:
-            came = await self.engine.poll()
-            self._came += came
-            self._in_flight -= {chunk.sample_id for chunk in came if ended(chunk)}
-            shown = any(chunk.finish is None for chunk in came)
+            arrived = await self.engine.poll()
+            self._arrived += arrived
+            self._in_flight -= {chunk.sample_id for chunk in arrived if ended(chunk)}
+            shown = any(chunk.finish is None for chunk in arrived)
 
 
 def ended(chunk: Chunk) -> bool:
-    """Whether its sample is no longer in flight."""
+    """Return whether the chunk ends its request."""
     return chunk.finish is not None or chunk.error is not None
 
 
@@ -139,22 +139,27 @@ class JobEngine:
 
     Args:
         job: its processes, which follow while this engine is used.
-        hands: this process's engine.
+        worker: this process's engine.
         capacities: of the processes' engines.
         keeps: their KV caches outlive a weight update.
         name: what messages call a process, before its number.
     """
 
     def __init__(
-        self, job: Exchange, hands: Hands, capacities: Sequence[Capacity], keeps: bool, name: str = "process"
+        self,
+        job: Exchange,
+        worker: LocalEngineWorker,
+        capacities: Sequence[Capacity],
+        keeps: bool,
+        name: str = "process",
     ) -> None:
         self._job = job
         self._keeps = keeps
-        self._hands = hands
+        self._worker = worker
         self.members = [JobMember(capacity, f"{name} {rank}") for rank, capacity in enumerate(capacities)]
         self._router: Router[JobMember] = Router(AFFINITY)
         self._at: dict[str, JobMember] = {}
-        self._came: list[Chunk] = []
+        self._arrived: list[Chunk] = []
         self._round: asyncio.Task[None] | None = None
 
     @property
@@ -168,7 +173,7 @@ class JobEngine:
     @property
     def kv_cache_bytes(self) -> int | None:
         """The most that keys and values took so far in this process."""
-        return getattr(self._hands.engine, "kv_cache_bytes", None)
+        return getattr(self._worker.engine, "kv_cache_bytes", None)
 
     def submit(self, sample: Sample) -> None:
         member = self._router.choose(sample.id, self.members)
@@ -182,7 +187,7 @@ class JobEngine:
         self._at[sample.id] = member
 
     async def poll(self) -> list[Chunk]:
-        while self._at and not self._came:
+        while self._at and not self._arrived:
             await self._finish(self._begin("poll"))
         return self._take()
 
@@ -218,8 +223,8 @@ class JobEngine:
         """Each process closes its own."""
 
     def _take(self, sample_ids: Container[str] | None = None) -> list[Chunk]:
-        came, self._came = parted(self._came, sample_ids)
-        return came
+        arrived, self._arrived = parted(self._arrived, sample_ids)
+        return arrived
 
     def _begin(
         self, what: Any, version: int = 0, weights: Any = None, stop: list[str] | None = None
@@ -252,11 +257,11 @@ class JobEngine:
             orders.append(JobOrder(what, member.forget, member.submit, version, stop))
             member.forget, member.submit = [], []
         own: JobOrder = await asyncio.to_thread(self._job.scatter, orders)
-        reply = await self._hands.obey(own, weights)
+        reply = await self._worker.execute(own, weights)
         replies: list[Reply] = await asyncio.to_thread(self._job.gather, reply)
         for member, reply in zip(self.members, replies, strict=True):
             member.running, member.capacity = reply.running, reply.capacity
-            self._came += reply.chunks
+            self._arrived += reply.chunks
             for chunk in filter(ended, reply.chunks):
                 member.in_flight.discard(chunk.sample_id)
                 self._at.pop(chunk.sample_id, None)

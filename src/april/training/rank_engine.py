@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from april.engines.embedded import EmbeddedEngine
-from april.engines.job import Hands, JobEngine, JobOrder, Reply
+from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.rank_exchange import follow_orders
 from april.rollout.engine import Chunk
 from april.training.rank_protocol import RankLostError
@@ -43,7 +43,7 @@ def all_engines(own: EmbeddedEngine, ranks: Ranks) -> Iterator[AllRanksEngine]:
     """
     capacities = ranks.exchange.gather(own.capacity)
     try:
-        yield AllRanksEngine(ranks.exchange, Hands(own), capacities, own.on_update == "keep", "rank")
+        yield AllRanksEngine(ranks.exchange, LocalEngineWorker(own), capacities, own.on_update == "keep", "rank")
     finally:
         with suppress(RankLostError):
             ranks.exchange.scatter([JobOrder("over")] * ranks.world)
@@ -77,17 +77,17 @@ class FollowerEngine:
         torch.set_num_threads(threads)  # this and the device are settings of a thread
         if self._ranks.device.type == "cuda":
             torch.cuda.set_device(self._ranks.device)
-        hands = Hands(engine)
+        worker = LocalEngineWorker(engine)
         # If a rank is lost, the main thread notices it, too, while it waits for commands, and ends this rank.
         with suppress(RankLostError), asyncio.Runner() as runner:
-            follow_orders(self._ranks.exchange, lambda order: runner.run(_reply(hands, order)))
+            follow_orders(self._ranks.exchange, lambda order: runner.run(_reply(worker, order)))
             runner.run(engine.close())
 
 
-async def _reply(hands: Hands, order: JobOrder) -> Reply:
+async def _reply(worker: LocalEngineWorker, order: JobOrder) -> Reply:
     """Execute an order. An unexpected error is part of the reply, so that the leader can end the run in order."""
     try:
-        return await hands.obey(order)
+        return await worker.execute(order)
     except Exception as defect:
         traceback.print_exc()
-        return Reply([], 0, hands.engine.capacity, f"{type(defect).__name__}: {defect}")
+        return Reply([], 0, worker.engine.capacity, f"{type(defect).__name__}: {defect}")

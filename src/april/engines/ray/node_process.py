@@ -28,7 +28,7 @@ class NodeProcess:
 
     Args:
         placement: where; it hosts a process, and has been opened.
-        environment, told, log: as of `ProcessActor.start`.
+        environment, stdin, log: as of `ProcessActor.start`.
 
     Attributes:
         line: descriptor from which the program's reports are read.
@@ -36,12 +36,12 @@ class NodeProcess:
         lost: reason, if its actor or its node was lost.
     """
 
-    def __init__(self, placement: ActorPlacement, environment: Mapping[str, str], told: str, log: Path) -> None:
+    def __init__(self, placement: ActorPlacement, environment: Mapping[str, str], stdin: str, log: Path) -> None:
         self.returncode: int | None = None
         self.lost = ""
         self.line, self._theirs = os.pipe()
         self._placement = placement
-        self._starting = placement.actor.start.remote(environment, told, log)
+        self._starting = placement.actor.start.remote(environment, stdin, log)
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 

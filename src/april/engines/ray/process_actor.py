@@ -56,12 +56,12 @@ class ProcessActor:
         self._life = life
         return await asyncio.to_thread(self._settings.requirements.missing)
 
-    async def start(self, environment: Mapping[str, str], told: str, log: Path) -> None:
+    async def start(self, environment: Mapping[str, str], stdin: str, log: Path) -> None:
         """Start the program. Its output is appended to `log`.
 
         Args:
             environment: variables on top of the node's own.
-            told: the program's standard input.
+            stdin: the program's standard input.
 
         Raises:
             OSError: it cannot be started, or the log not be written.
@@ -85,7 +85,7 @@ class ProcessActor:
         finally:
             os.close(theirs)
         assert self._process.stdin is not None
-        await asyncio.to_thread(self._process.stdin.write, told)
+        await asyncio.to_thread(self._process.stdin.write, stdin)
         self._process.stdin.close()
 
     async def read(self) -> tuple[bytes, int | None]:

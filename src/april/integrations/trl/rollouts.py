@@ -20,7 +20,7 @@ from accelerate.utils import is_peft_model
 
 from april.config.recipe import Recipe
 from april.config.settings import ModelSettings
-from april.engines.job import Hands, JobEngine, JobOrder, Reply
+from april.engines.job import JobEngine, JobOrder, LocalEngineWorker, Reply
 from april.engines.weight_transfer import SharedParameters
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.trainer_ranks import TrainerRanks
@@ -87,7 +87,7 @@ class TRLRollouts:
         """The optimizer step at which groups were last collected for training."""
         self._loop = EventLoop("april rollouts")
         self._stack = AsyncExitStack()
-        self._hands: Hands | None = None
+        self._worker: LocalEngineWorker | None = None
         try:
             merged = adapters is not None and settings.engine == "embedded"
             self.engine = self._engine(recipe, adapters.merged_model() if adapters and merged else model, directory)
@@ -135,15 +135,15 @@ class TRLRollouts:
             self.job.together(start, self._follow)
             return made[0] if made else None
         own = enter()
-        self._hands = Hands(own)
+        self._worker = LocalEngineWorker(own)
         capacities = self.job.gather(own.capacity)
         keeps = recipe.engine.on_update == "keep"
-        return JobEngine(self.job, self._hands, capacities, keeps) if self.job.leads else None
+        return JobEngine(self.job, self._worker, capacities, keeps) if self.job.leads else None
 
     def _follow(self, order: JobOrder) -> Reply:
-        assert self._hands is not None, "there are no engines but the leader's"
+        assert self._worker is not None, "there are no engines but the leader's"
         offer = self.transfer.offer(order.version) if order.what == "update" else None
-        return self._loop.run(self._hands.obey(order, offer))
+        return self._loop.run(self._worker.execute(order, offer))
 
     def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         """Collect a generation batch under the weights of optimizer step `step`, asking for this process's `rows`.
