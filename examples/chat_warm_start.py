@@ -27,8 +27,9 @@ from april import FinishReason, Prompt, SamplingParams, Turn
 from april.engines.embedded import EmbeddedEngine
 from april.environments.bridge import ChatBridge
 from april.rollout.episodes import Episodes
-from april.rollout.evaluation import complete
-from april.rollout.retries import Retries
+from april.rollout.evaluation import evaluate
+from april.rollout.in_flight import SharedEngine
+from april.rollout.params import FaultSettings
 from april.rollout.trajectory import Group, Sample, Transition
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
@@ -191,16 +192,16 @@ def episodes_of(
     """`n` episodes of each prompt at temperature 1, as an evaluation of a run plays them."""
     stops = (stage.tokenizer.convert_tokens_to_ids(END),)
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops, max_turns=stage.turns)
-    groups = [Group.start(id, prompt, n, sampling, seed) for id, prompt in enumerate(prompts)]
 
-    async def played() -> None:
+    async def play() -> list[Group]:
         engine = EmbeddedEngine(model, max_num_seqs=256)
         world = Episodes(lambda: copy.deepcopy(stage.environment), stage.bridge, engine.capacity.context_length)
-        await complete(engine, groups, Retries(0, 0.0), world)
+        faults = FaultSettings(max_retries=0)
+        groups = await evaluate(SharedEngine(engine), prompts, n, sampling, seed, 0, faults, world)
         await engine.close()
+        return groups
 
-    asyncio.run(played())
-    return groups
+    return asyncio.run(play())
 
 
 def rewards(groups: Sequence[Group]) -> list[float]:

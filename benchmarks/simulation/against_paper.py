@@ -17,23 +17,19 @@ from typing import Any
 import numpy as np
 from arms import BOUND, ceiling, figures, measure, save
 
-from april.rollout.order import ORDERS
 from april.simulation.workload import WORKLOADS
 
 RATIOS = (1.5, 2, 3)
 SEED = 101
 
 
-def arms(batch_size: int, orders: bool) -> dict[str, dict[str, Any]]:
+def arms(batch_size: int) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {"synchronous": {"partial_rollout": False}}
     for ratio in RATIOS:
         count = {"over_sampling_batch_size": round(ratio * batch_size)}
         made[f"paper {ratio:g}"] = {**count, "max_staleness": None, "first_come": True}
         made[f"ours {ratio:g}, keep, oldest"] = {**count, "max_staleness": BOUND, "on_update": "keep"}
-    count = {"over_sampling_batch_size": 2 * batch_size, "max_staleness": BOUND}
-    made["ours 2, recompute, oldest"] = dict(count)
-    for order in (name for name in ORDERS if orders and name != "oldest"):
-        made[f"ours 2, keep, {order}"] = {**count, "order": order, "on_update": "keep"}
+    made["ours 2, recompute, oldest"] = {"over_sampling_batch_size": 2 * batch_size, "max_staleness": BOUND}
     auto = {"over_sampling_batch_size": "auto", "max_staleness": BOUND}
     made["ours auto, keep, oldest"] = {**auto, "on_update": "keep"}
     return made
@@ -47,7 +43,6 @@ def at_staleness(points: list[tuple[float, float]], staleness: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
-    parser.add_argument("--orders", nargs="*", default=list(WORKLOADS), help="compare orders here")
     parser.add_argument("--keep", action="store_true", help="measure what is not in the file yet, and the automatic N'")
     args = parser.parse_args()
     path = Path(__file__).with_suffix(".json")
@@ -56,7 +51,7 @@ def main() -> None:
         top = ceiling(WORKLOADS[name])
         known = results[name]["arms"] if args.keep and name in results else {}
         found: dict[str, Any] = {}
-        for arm, settings in arms(WORKLOADS[name].rollout_batch_size, name in args.orders).items():
+        for arm, settings in arms(WORKLOADS[name].rollout_batch_size).items():
             fixed = known.get(arm) if "auto" not in arm else None
             made = fixed or figures(measure(name, SEED, **settings))
             found[arm] = {**made, "share_of_ceiling": made["consumed_tokens_per_second"] / top}

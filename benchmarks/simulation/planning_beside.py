@@ -31,6 +31,7 @@ from record import save, spread
 
 from april.rollout.admission.auto import AutoAdmission
 from april.rollout.batch import Plan, RolloutBatch
+from april.simulation.blank import BlankSample
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.run import scheduler_of
@@ -94,7 +95,7 @@ async def collect(cost: CostModel, admission: Any) -> list[RolloutBatch]:
     engine = SimulatedEngine(cost, WORKLOAD, on_update="keep")
     steps = []
     own = {"over_sampling_batch_size": admission}
-    async with scheduler_of(engine, WORKLOAD, WORKLOAD.prompts(), own, 0) as scheduler:
+    async with scheduler_of(engine, WORKLOAD, WORKLOAD.prompts(), own, 0, sample_type=BlankSample) as scheduler:
         for _ in range(STEPS):
             steps.append(await scheduler.next_batch())
             await scheduler.update_weights()

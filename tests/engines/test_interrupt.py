@@ -16,8 +16,9 @@ from april.engines.job import JobEngine, LocalEngineWorker
 from april.engines.pool import EnginePool
 from april.integrations.trainer_ranks import TrainerRanks
 from april.rollout.engine import Chunk, EngineError
-from april.rollout.evaluation import complete
-from april.rollout.retries import Retries
+from april.rollout.evaluation import evaluate
+from april.rollout.in_flight import SharedEngine
+from april.rollout.params import FaultSettings
 from april.rollout.trajectory import Group
 from tests.engines.architectures import append, assert_behaviour, model, responses, run, samples
 from tests.engines.interrupts import Moment, finish, moments
@@ -150,13 +151,14 @@ async def test_a_prompt_that_others_wait_for_is_computed_by_the_next_of_them() -
 async def test_an_evaluation_leaves_rollouts_that_are_under_way_alone() -> None:
     """One slot: the rollout waits for it behind the evaluation, and goes on when that has ended."""
     engine = EmbeddedEngine(POLICY, kv_cache_bytes=1 << 24, max_num_seqs=1)
-    evaluation = Group.start(7, Prompt((1, 2, 3)), 2, SamplingParams(max_tokens=5), seed=0, evaluation=True)
     rollout = samples()[0]
-    under_way = asyncio.create_task(complete(engine, [evaluation], Retries(0, 1.0)))
+    sampling, faults = SamplingParams(max_tokens=5), FaultSettings(max_retries=0)
+    evaluating = asyncio.create_task(
+        evaluate(SharedEngine(engine), [Prompt((1, 2, 3))], 2, sampling, seed=0, version=0, faults=faults)
+    )
     await asyncio.sleep(0)
     engine.submit(copy.copy(rollout))
-    await under_way
-    assert evaluation.complete
+    assert all(group.complete for group in await evaluating)
     while rollout.finish is None:
         append([rollout], await engine.poll())
     assert rollout.response_ids == UNDISTURBED[rollout.id]

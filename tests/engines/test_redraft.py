@@ -173,7 +173,7 @@ async def test_rewards_of_responses_that_became_drafts_never_arrive() -> None:
         return float(sample.length)
 
     rollouts = scheduler(policy, sampling=SamplingParams(max_tokens=4), max_num_seqs=12)
-    rollouts._loop.rewards.function = slow
+    rollouts._loop.scoring.rewards.function = slow
     async with rollouts:
         await rollouts.next_batch()
         unfinished = {sample.id for group in rollouts.buffer for sample in group.samples}

@@ -264,8 +264,10 @@ async def test_waiting_counts_for_the_staleness_bound() -> None:
         for _ in range(2):
             await rollouts.next_batch()
             await rollouts.update_weights()
+        engine: Any = rollouts.engine
+        before = len(engine.submissions)
         last = asyncio.create_task(rollouts.next_batch())
-        while rollouts.in_flight or len(rollouts.episodes) != 1:
+        while len(engine.submissions) == before or rollouts.in_flight or len(rollouts.episodes) != 1:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         assert not last.done()

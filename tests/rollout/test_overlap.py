@@ -147,7 +147,7 @@ async def test_an_error_during_training_is_raised_by_the_next_batch_and_not_by_t
             raise ValueError("no such key")
         return 1.0
 
-    async with scheduler(engine, reward=score, overlap=True) as rollouts:
+    async with scheduler(engine, reward=score, overlap=True, seed=1) as rollouts:
         await rollouts.next_batch()
         bad["on"] = True
         await passing(200)
@@ -312,12 +312,12 @@ async def test_what_came_as_the_wait_was_cancelled_is_kept_where_the_interrupt_f
     rollouts = scheduler_of(engine, prompts, lambda prompt, sample: 0.0, rollout_batch_size=2, n_samples_per_prompt=3)
     async with rollouts:
         loop = rollouts._loop
-        loop.begin(None)
+        loop.start_step()
         loop.fill()
-        loop.flight._late = [engine.serve("0.0", 1)]  # as `Flight.poll` leaves it when it is cancelled
+        loop.generation.in_flight.deliver([engine.serve("0.0", 1)])  # as a cancelled `poll` leaves it
         engine.dead = True
         with pytest.raises(EngineError):
-            await loop.interrupt()
+            await loop.generation.interrupt()
         engine.dead = False
         engine.flight.clear()
         step = await rollouts.next_batch()

@@ -29,7 +29,6 @@ from april import (
     StalenessError,
 )
 from april.rollout.buffer import Rejection
-from april.rollout.order import ORDERS
 from tests.scheduling import scheduler_of
 from tests.scripted_engine import ScriptedEngine, logprob, response
 
@@ -74,7 +73,6 @@ SETTINGS = st.fixed_dictionaries(
         "filtered": st.booleans(),
         "reward_delay": st.integers(0, 3),
         "auto": st.sampled_from([False, False, True]),
-        "order": st.sampled_from(sorted(ORDERS)),
         "first_come": st.booleans(),
         "ramp_steps": st.integers(0, 3),
         "admission_window": st.one_of(st.none(), st.integers(1, 8)),
@@ -101,7 +99,6 @@ def build(s: dict[str, object], engine_seed: int = 0, **others: object) -> tuple
         over_sampling_batch_size="auto" if s["auto"] else over_sampling,
         n_samples_per_prompt=s["group_size"],
         max_staleness=bound,
-        order=s["order"],
         first_come=s["first_come"] and bound is None,
         ramp_steps=s["ramp_steps"],
         admission_window=s["admission_window"],
@@ -387,7 +384,7 @@ async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -
             ended.append(sample.id)
         return 0.0
 
-    rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject")
+    rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject", seed=2)
     async with rollouts:
         await rollouts.next_batch()
         assert ended == ["0.1"], "at once, not when the run ends"
@@ -538,7 +535,6 @@ async def test_prompts_that_run_out_are_an_error_that_says_so() -> None:
         ({"on_reward_error": "ignore"}, "on_reward_error"),
         ({"reward_scope": "batch"}, "reward_scope"),
         ({"reward_timeout": 0}, "reward_timeout"),
-        ({"order": "alphabetical"}, "choose from oldest"),
         ({"first_come": True}, "first_come cannot keep max_staleness = 5"),
     ],
 )

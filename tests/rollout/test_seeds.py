@@ -1,24 +1,32 @@
-"""Seeds of samples are NumPy's, made of many groups at a time."""
+"""Seeds of samples: distinct, uniform and independent across samples, groups and runs."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from april.rollout.seeds import seeds
-
-NUMBERS = st.one_of(st.integers(0, 3), st.integers(0, 2**160))
+from april.rollout.trajectory import sample_seeds
 
 
-@given(NUMBERS, st.integers(0, 2**32 - 1), st.integers(1, 20), st.lists(NUMBERS, max_size=3))
-def test_they_are_those_of_a_seed_sequence(seed: int, group: int, n: int, more: list[int]) -> None:
-    expected = np.random.SeedSequence((seed, group, *more)).generate_state(n, np.uint64)
-    assert seeds(seed, group, n, *more) == expected.tolist()
+def test_no_two_samples_share_a_seed() -> None:
+    seeds = [
+        seed
+        for run in (0, 1, 2**40)
+        for evaluation in (False, True)
+        for group in range(2000)
+        for seed in sample_seeds(run, group, 8, evaluation)
+    ]
+    assert len(set(seeds)) == len(seeds) == 96_000
 
 
-@pytest.mark.parametrize(("seed", "group"), [(-1, 0), (0, -1), (0, 2**32)])
-def test_numbers_that_have_no_seeds_are_named(seed: int, group: int) -> None:
-    with pytest.raises(ValueError, match=f"seed {seed}, group {group}: "):
-        seeds(seed, group, 8)
+def test_seeds_are_uniform_and_independent() -> None:
+    """Each bit is set in half of the seeds, and is independent of the same bit of neighbouring samples and groups."""
+    seeds = np.array([sample_seeds(7, group, 8) for group in range(4000)], dtype=np.uint64)
+    bits = ((seeds[..., None] >> np.arange(64, dtype=np.uint64)) & 1).astype(float) - 0.5
+    bound = 5 * 0.25 / np.sqrt(bits[..., 0].size)  # five standard deviations of a mean of products
+    assert abs(bits.mean((0, 1))).max() < 2 * bound
+    assert abs((bits[:, 1:] * bits[:, :-1]).mean((0, 1))).max() < bound
+    assert abs((bits[1:] * bits[:-1]).mean((0, 1))).max() < bound
+
+
+def test_a_sample_keeps_its_seed_in_a_larger_group() -> None:
+    assert sample_seeds(3, 5, 16)[:8] == sample_seeds(3, 5, 8)

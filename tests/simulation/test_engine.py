@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from april import Chunk, FinishReason, Sample, SamplingParams
 from april.rollout.batch import Plan, RolloutBatch
 from april.rollout.trajectory import Group, Prompt
-from april.simulation.blank import Blank
+from april.simulation.blank import Blank, BlankSample
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.replicas import WATERMARK
@@ -45,7 +45,7 @@ def samples(count: int, seed: int = 0, group_size: int = 2) -> list[Sample]:
     for i in range(count):
         group = i // group_size
         prompt = (group, *[0] * (3 + group % 5))
-        made.append(Sample(group, i % group_size, prompt, sampling, int(rng.integers(2**60))))
+        made.append(BlankSample(group, i % group_size, prompt, sampling, int(rng.integers(2**60))))
     return made
 
 
@@ -359,5 +359,5 @@ def test_steps_that_take_no_time_have_no_rate() -> None:
     assert outcome.rollout_seconds == 0
     assert outcome.consumed_tokens_per_second == outcome.generated_tokens_per_second == outcome.occupancy == 0
     group = Group(0, Prompt((0,)), samples(1, group_size=1))
-    group.samples[0].extend([0], [0.0], 0, FinishReason.STOP)
+    group.samples[0].extend(Blank(1), Blank(1), 0, FinishReason.STOP)
     assert "consumed_tokens_per_second" not in RolloutBatch(0, Plan(1), [group]).metrics()

@@ -52,7 +52,7 @@ def test_a_step_lasts_as_long_as_environments_take() -> None:
 
 
 def test_partial_rollouts_fill_the_slots_of_who_waits() -> None:
-    synchronous, partial = run(HEAVY), run(HEAVY, 12)
+    synchronous, partial = run(HEAVY, steps=24, seed=1), run(HEAVY, 12, steps=24, seed=1)
     assert partial.consumed_tokens_per_second > 2 * synchronous.consumed_tokens_per_second
     assert partial.max_staleness <= 4
     for step in partial.steps:

@@ -95,7 +95,6 @@ class Recipe:
             over_sampling_batch_size=2 * rollout.rollout_batch_size if paper and target == "auto" else target,
             max_staleness=None if paper else rollout.max_staleness,
             partial_rollout=rollout.partial_rollout if partial_rollout is None else partial_rollout,
-            order=rollout.order,
             first_come=paper,
             ramp_steps=rollout.ramp_steps,
             admission_window=rollout.admission_window,

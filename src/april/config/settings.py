@@ -81,7 +81,6 @@ class RolloutSettings:
         admission_window: Hold back a complete group while more than this many groups started after the oldest
             unfinished group and before it, so that short responses are not trained on before long ones. Unset: no group
             is held back.
-        order: Which unfinished samples get a slot first.
         max_prompt_length: Leave out prompts with more tokens than this. Unset: the context length minus
             max_response_length.
         max_response_length: Response budget of a sample, in tokens.
@@ -117,7 +116,6 @@ class RolloutSettings:
     max_staleness: NotNegative[int] = MAX_STALENESS
     ramp_steps: NotNegative[int] = 0
     admission_window: Positive[int] | None = None
-    order: Literal["oldest", "most-complete", "nearest", "longest", "shortest"] = "oldest"
     max_prompt_length: Positive[int] | None = None
     max_response_length: Positive[int] = 1024
     temperature: float = 1.0

@@ -81,7 +81,7 @@ class Buffer:
         Raises:
             KeyError: it is not under way.
         """
-        group_id, _, index = sample_id.partition(".")
+        group_id, _, index = sample_id.rpartition(" ")[2].partition(".")
         try:
             sample = self.groups[int(group_id)].samples[int(index)]
         except (ValueError, LookupError):

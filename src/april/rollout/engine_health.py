@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
-from april.rollout.engine import Chunk, Engine, EngineError, Fault
-from april.rollout.flight import Flight, outlast
-from april.rollout.flights import Flights
+from april.rollout.engine import Chunk, EngineError, Fault
+from april.rollout.in_flight import InFlight, SharedEngine, outlast
 from april.rollout.sampling import SamplingParams
 from april.rollout.trajectory import Sample
 
@@ -110,12 +108,10 @@ class EngineHealth:
             log.warning("the engine answers again after %.0f s; all samples resume, with every token kept", seconds)
         self._since, self.attempts, self._asked_at, self._warned = None, 0, None, None
 
-    def ask(
-        self, engine: Engine, flights: Flights, prompt_ids: Sequence[int], sampling: SamplingParams, batch: int
-    ) -> None:
+    def ask(self, shared: SharedEngine, prompt_ids: Sequence[int], sampling: SamplingParams, batch: int) -> None:
         """Submit a control request, after this number of batches of chunks."""
         self._asked_at, self.asked_in = self._asked_at or asyncio.get_running_loop().time(), batch
-        self._control.start(engine, flights, prompt_ids, sampling)
+        self._control.start(shared, prompt_ids, sampling)
 
     def answer(self, now: float) -> Chunk | None:
         """Return the answer to the control request, once; a failure leads to DOWN.
@@ -208,12 +204,12 @@ class ControlRequest:
         """Name of the request's sample while it is in flight."""
         self._task: asyncio.Task[Chunk] | None = None
 
-    def start(self, engine: Engine, flights: Flights, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
+    def start(self, shared: SharedEngine, prompt_ids: Sequence[int], sampling: SamplingParams) -> None:
         """Submit the request in addition to everything in flight."""
         assert self._task is None, "one control request at a time"
         short = replace(sampling, max_tokens=1, max_turns=0)
         sample = Sample(-1, 0, tuple(prompt_ids), short, 0, id=f"control {next(self._numbers)}")
-        self._task = asyncio.create_task(_answer(engine, flights, sample), name=sample.id)
+        self._task = asyncio.create_task(_answer(shared, sample), name=sample.id)
         self.sample_ids = (sample.id,)
 
     def take(self) -> Chunk | None:
@@ -245,25 +241,25 @@ class ControlRequest:
             raise asyncio.CancelledError
 
 
-async def _answer(engine: Engine, flights: Flights, sample: Sample) -> Chunk:
+async def _answer(shared: SharedEngine, sample: Sample) -> Chunk:
     silent = Chunk(sample.id, (), (), -1, error=f"no answer to a request for one token in {CONTROL_SECONDS:g} s")
-    with flights.beside() as flight:
-        flight.submit(engine, [sample], 0.0, [])
+    with shared.another_user() as in_flight:
+        in_flight.submit(shared.engine, [sample], 0.0, [])
         try:
             while True:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(CONTROL_SECONDS):
-                        return await _first_chunk(engine, flights, flight)
-                if len(flights) == len(flight):  # otherwise the request may wait behind other samples
+                        return await _first_chunk(shared, in_flight)
+                if len(shared) == len(in_flight):  # otherwise the request may wait behind other samples
                     return silent
         finally:
-            await engine.interrupt([sample.id])
-            engine.forget([sample.id])
+            await shared.engine.interrupt([sample.id])
+            shared.engine.forget([sample.id])
 
 
-async def _first_chunk(engine: Engine, flights: Flights, flight: Flight) -> Chunk:
+async def _first_chunk(shared: SharedEngine, in_flight: InFlight) -> Chunk:
     while True:
-        for chunk in await flight.poll(partial(flights.poll, engine, flight)):
+        for chunk in await shared.poll(in_flight):
             if len(chunk.token_ids) or chunk.finish is not None or chunk.error is not None:
                 return chunk
         await asyncio.sleep(0)

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from april.rollout.admission.admission import Admission, largest_target
-from april.rollout.order import ORDERS, Order
 
 OnRewardError = Literal["raise", "zero", "reject"]
 """What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
@@ -43,7 +42,6 @@ class RolloutParams:
             no bound.
         partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy. N' is
             then N and the bound 0, whatever was given.
-        order: which unfinished samples the engine is given first: a name in `ORDERS`, or an `Order`.
         first_come: train on the groups that were complete first instead of the oldest; only without a bound.
         ramp_steps: N' grows from N to its value over so many steps; 1 makes the first step synchronous, 0 is no ramp.
         admission_window: a complete group waits until it is less than so many admissions after the oldest unfinished
@@ -62,7 +60,6 @@ class RolloutParams:
     over_sampling_batch_size: int | Literal["auto"] | Admission = "auto"
     max_staleness: int | None = MAX_STALENESS
     partial_rollout: bool = True
-    order: str | Order = "oldest"
     first_come: bool = False
     ramp_steps: int = 0
     admission_window: int | None = None
@@ -90,8 +87,6 @@ class RolloutParams:
             "max_staleness",
             "give a number of weight updates, or no bound",
         )
-        known = not isinstance(self.order, str) or self.order in ORDERS
-        require(known, "order", f"choose from {', '.join(ORDERS)}")
         if self.first_come and self.max_staleness is not None:
             first_come = names.get("first_come", "first_come")
             raise ValueError(f"{first_come} cannot keep {setting('max_staleness')}: set it to None, for no bound")

@@ -30,10 +30,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from april.rollout.engine import Chunk, Engine, Fault
+from april.rollout.engine import Chunk, Fault
 from april.rollout.engine_health import EngineHealth, EngineState, back_off
-from april.rollout.flight import Flight
-from april.rollout.flights import Flights
+from april.rollout.in_flight import InFlight, SharedEngine
 from april.rollout.suspects import Suspects
 from april.rollout.trajectory import Sample
 
@@ -163,13 +162,13 @@ class Retries:
         request.due = now + back_off(self._delay, failures.count)
         self._health.request_failed(now, chunk)
 
-    def due(self, engine: Engine, flights: Flights, flight: Flight) -> list[Sample]:
+    def due(self, shared: SharedEngine, in_flight: InFlight) -> list[Sample]:
         """Return the samples to submit now; they wait no longer. Decide about failures, and send a control request if
         nothing else provides evidence.
 
         Args:
-            flights: everything in flight in `engine`.
-            flight: the samples in flight that are retried here.
+            shared: the engine.
+            in_flight: the samples in flight that are retried here.
 
         Raises:
             EngineError: the outage has lasted for too long, or the engine as a whole failed.
@@ -179,17 +178,17 @@ class Retries:
         if not len(self):
             return []
         self._health.check(now, len(self))
-        ready = [] if self.down else self._ready(flight, now)
+        ready = [] if self.down else self._ready(in_flight, now)
         for request in ready:
             self._waiting.pop(request.id, None)
-        control_due = self._next_control(bool(flight))
+        control_due = self._next_control(bool(in_flight))
         if control_due is not None and control_due <= now and not ready:
-            self._send_control(engine, flights)
+            self._send_control(shared)
         if not self._waiting:
             self._witnesses.clear()
         return [request.sample for request in ready]
 
-    def _ready(self, flight: Flight, now: float) -> list[FailedRequest]:
+    def _ready(self, in_flight: InFlight, now: float) -> list[FailedRequest]:
         """Decide about failures that have a witness; return the requests to submit, else the next set of suspects."""
         witnessed = [request for request in self._undecided if request.due <= now and self._witnessed(request)]
         if lost := [request for request in witnessed if request.fault is Fault.LOST]:
@@ -200,7 +199,7 @@ class Retries:
         retrying = (request for request in self._waiting.values() if request.state is RequestState.RETRYING)
         ready = [request for request in retrying if request.due <= now]
         undecided = {request.id for request in self._undecided}
-        return ready or self._suspects.next_set(flight.samples.keys() | undecided, now)
+        return ready or self._suspects.next_set(in_flight.samples.keys() | undecided, now)
 
     def given_up(self) -> list[tuple[Sample, str]]:
         """Return the samples that were given up since the last call, each with its last error."""
@@ -290,11 +289,11 @@ class Retries:
         undecided = [request.due for request in self._undecided]
         return min(undecided) + (SILENCE if in_flight else 0.0) if undecided else None
 
-    def _send_control(self, engine: Engine, flights: Flights) -> None:
+    def _send_control(self, shared: SharedEngine) -> None:
         """Request one token, of a prompt that the engine has continued before, else of the waiting samples in turn."""
         requests = list(self._waiting.values())
         sample = requests[self._health.attempts % len(requests)].sample
-        self._health.ask(engine, flights, self._answered_prompt or sample.prompt_ids, sample.sampling, self._batch)
+        self._health.ask(shared, self._answered_prompt or sample.prompt_ids, sample.sampling, self._batch)
 
     def _take_answer(self, now: float) -> None:
         """Decide about the requests that failed before the control request, if the engine has answered it."""

@@ -34,19 +34,19 @@ from april.rollout.batch import RolloutBatch
 from april.rollout.buffer import Buffer
 from april.rollout.engine import Engine, EngineError
 from april.rollout.episodes import Episodes
-from april.rollout.evaluation import complete
+from april.rollout.evaluation import evaluate
 from april.rollout.events import Trained, Updated
 from april.rollout.history import History
+from april.rollout.in_flight import SharedEngine
 from april.rollout.journal import Journal
 from april.rollout.loop import RolloutLoop
 from april.rollout.params import FaultSettings, RolloutParams
 from april.rollout.prompt_source import PromptSource
-from april.rollout.retries import Retries
 from april.rollout.rewards import GroupRewardFunction, RewardFunction, RewardTasks
 from april.rollout.sampling import SamplingParams
 from april.rollout.staleness import StalenessError, select
 from april.rollout.state import RolloutState
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory import Group, Prompt, Sample
 from april.rollout.user_code import UserCode
 
 
@@ -73,6 +73,7 @@ class RolloutScheduler:
         overlap: generation continues while the trainer trains, and `update_weights` interrupts it only for the update.
             Choose it where the engine has devices of its own. Without it, the engine is idle between `next_batch`
             calls, so that engine and trainer can share a device.
+        sample_type: class of the samples; a simulation has one that counts tokens without storing them.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class RolloutScheduler:
         journal: Journal | None = None,
         episodes: Episodes | None = None,
         overlap: bool = False,
+        sample_type: type[Sample] = Sample,
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -105,11 +107,13 @@ class RolloutScheduler:
             raise ValueError("redraft: what an environment answered cannot become a draft; keep the tokens instead")
         filtered = dynamic_filter is not None
         scored = filtered or self.faults.on_reward_error == "reject"
-        self.state = _new_state(engine, params, self.sampling.max_tokens, filtered, scored)
+        self.state = _new_state(engine, params, self.sampling.max_tokens, filtered, scored, sample_type)
         self._history = History(self.state, journal)
         self._source = PromptSource(prompts, params.n_samples_per_prompt, self.sampling, seed, journal is not None)
+        self._shared = SharedEngine(engine)
         self._loop = RolloutLoop(
-            engine,
+            self._shared,
+            self._shared.rollouts,
             self._history,
             self._source,
             RewardTasks(reward, reward_scope, self.faults.reward_timeout),
@@ -132,12 +136,12 @@ class RolloutScheduler:
 
     @property
     def engine(self) -> Engine:
-        """Whatever generates; another one may take its place while nothing is in flight."""
-        return self._loop.engine
+        """The inference engine. It may be replaced while nothing is in flight."""
+        return self._shared.engine
 
     @engine.setter
     def engine(self, engine: Engine) -> None:
-        self._loop.engine = engine
+        self._shared.engine = engine
 
     @property
     def engine_version(self) -> int:
@@ -167,7 +171,7 @@ class RolloutScheduler:
     @property
     def in_flight(self) -> int:
         """Samples submitted to the engine and not finished, those of an evaluation included."""
-        return len(self._loop.flights)
+        return len(self._shared)
 
     async def next_batch(self, last: bool = False) -> RolloutBatch:
         """Return `rollout_batch_size` complete, rewarded groups, oldest first, with the step's statistics.
@@ -194,10 +198,10 @@ class RolloutScheduler:
                 chosen = self._select()
                 rewarded = chosen is not None and all(group.rewarded for group in chosen)
                 if chosen is None or (generate_on and not rewarded):
-                    await self._advance(or_verdict=chosen is not None)
-                elif loop.flight and not generate_on:
+                    await self._advance(or_reward=chosen is not None)
+                elif loop.generation.in_flight and not generate_on:
                     loop.stats.batch.interrupted_at = loop.stats.now
-                    await loop.interrupt()
+                    await loop.generation.interrupt()
                 elif not rewarded:
                     await loop.await_reward()
                 else:
@@ -210,23 +214,23 @@ class RolloutScheduler:
         generating = loop.running
         try:
             await loop.stop()
-            loop.check()
+            loop.raise_error()
             if not generating:
-                await loop.interrupt()  # a cancelled `update_weights` may have left samples in flight
-                loop.begin(self._update_seconds)
+                await loop.generation.interrupt()  # a cancelled `update_weights` may have left samples in flight
+                loop.start_step(self._update_seconds)
             with UserCode():
                 yield loop
         except BaseException:
             with suppress(EngineError):
-                await loop.interrupt()
+                await loop.generation.interrupt()
             raise
 
-    async def _advance(self, or_verdict: bool) -> None:
+    async def _advance(self, or_reward: bool) -> None:
         """Fill the engine and wait for the next result."""
         loop, size = self._loop, self.params.rollout_batch_size
         loop.fill()
         if not loop.stalled:
-            await loop.poll(or_verdict)
+            await loop.poll(or_reward)
         elif len(self.buffer) < loop.target:
             raise ValueError(f"the prompts ran out: {len(self.state.ready)} complete groups where a step needs {size}")
         else:
@@ -243,7 +247,7 @@ class RolloutScheduler:
 
     def _hand_over(self, chosen: list[Group], generate_on: bool) -> RolloutBatch:
         loop = self._loop
-        carried = loop.flight.carry(loop.stats.now) if generate_on else []
+        carried = loop.generation.in_flight.start_step(loop.stats.now) if generate_on else []
         chosen_ids = {group.id for group in chosen}
         rest = [group for group in self.buffer if group.id not in chosen_ids]
         batch = loop.stats.close(loop.next_train_version, chosen, rest)
@@ -253,9 +257,7 @@ class RolloutScheduler:
         if self.journal is not None:
             self.journal.flush()  # no await from here on: a cancelled call could otherwise lose the batch
         if generate_on:
-            loop.open_stats()
-            loop.stats.batch.request_intervals += carried
-            loop.start()
+            loop.continue_in_background(carried)
         return batch
 
     async def update_weights(self, weights: Any = None, version: int | None = None) -> None:
@@ -294,7 +296,7 @@ class RolloutScheduler:
             otherwise = "take a batch between two weight updates: not all groups can be trained on"
             self.state.check_bound(version, otherwise)
         if self.params.redraft:
-            await self._loop.rewards.close()  # responses that become drafts are scored no further
+            await self._loop.scoring.close()  # responses that become drafts are scored no further
         await self._update_engine(version, weights)
         self._history.apply(Updated(version))
 
@@ -333,16 +335,18 @@ class RolloutScheduler:
             EngineError: the engine failed or answered no request for `outage_limit` seconds, or a sample failed more
                 often than `max_retries` while the engine worked.
         """
-        sampling = sampling or self.sampling
-        groups = [
-            Group.start(i, prompt, n_samples_per_prompt, sampling, self.seed, evaluation=True)
-            for i, prompt in enumerate(prompts)
-        ]
         async with self._weights_lock:
-            retries = Retries(self.faults.max_retries, self.faults.retry_delay, self.faults.outage_limit)
-            apart = None if self.episodes is None else self.episodes.apart()  # one that does nothing now is falsy
-            await complete(self.engine, groups, retries, apart, self._loop.flights)
-        return groups
+            own_episodes = None if self.episodes is None else self.episodes.apart()
+            return await evaluate(
+                self._shared,
+                prompts,
+                n_samples_per_prompt,
+                sampling or self.sampling,
+                self.seed,
+                self.engine_version,
+                self.faults,
+                own_episodes,
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a restart needs, as JSON types. Call it between batches; with `overlap`, inside `pause`."""
@@ -380,7 +384,9 @@ class RolloutScheduler:
         return None
 
 
-def _new_state(engine: Engine, params: RolloutParams, max_tokens: int, filtered: bool, scored: bool) -> RolloutState:
+def _new_state(
+    engine: Engine, params: RolloutParams, max_tokens: int, filtered: bool, scored: bool, sample_type: type[Sample]
+) -> RolloutState:
     lengths = LengthModel.for_batch(max_tokens, params.rollout_batch_size * params.n_samples_per_prompt)
     admission = params.over_sampling_batch_size
     if admission == "auto":
@@ -389,4 +395,4 @@ def _new_state(engine: Engine, params: RolloutParams, max_tokens: int, filtered:
         admission = FixedAdmission(admission)
     if params.ramp_steps:
         admission = RampedAdmission(admission, params.ramp_steps)
-    return RolloutState(params, lengths, admission, filtered, scored)
+    return RolloutState(params, lengths, admission, filtered, scored, sample_type)

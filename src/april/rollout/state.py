@@ -45,16 +45,27 @@ class RolloutState:
         admission: decides how many groups are under way.
         filtered: a complete group is ready only once a filter has accepted it.
         scored: a complete group is ready only once it is rewarded, because a missing reward may turn it away.
+        sample_type: class of the samples of new groups.
+        evaluation: the groups are those of an evaluation, with names and seeds of their own.
     """
 
     def __init__(
-        self, params: RolloutParams, lengths: LengthModel, admission: Admission, filtered: bool, scored: bool
+        self,
+        params: RolloutParams,
+        lengths: LengthModel,
+        admission: Admission,
+        filtered: bool,
+        scored: bool,
+        sample_type: type[Sample] = Sample,
+        evaluation: bool = False,
     ) -> None:
         self.params = params
         self.lengths = lengths
         self.admission = admission
         self.filtered = filtered
         self.scored = scored
+        self.sample_type = sample_type
+        self.evaluation = evaluation
         self.engine_version = 0
         """The policy version that engines hold."""
         self.trainer_version = 0
@@ -83,7 +94,8 @@ class RolloutState:
                 if broken := self.absorb((event,)).broken:
                     raise broken[0]
             case Admitted(id, prompt, n, sampling, seed):
-                self.buffer.admit(Group.start(id, prompt, n, sampling, seed))
+                group = Group.start(id, prompt, n, sampling, seed, self.evaluation, self.sample_type)
+                self.buffer.admit(group)
             case Stepped():
                 self._step(event)
             case Restarted(sample_id):

@@ -1,4 +1,4 @@
-"""The account of the step that is being collected: its clock, and what is counted as it goes on."""
+"""Statistics of the batch that is being collected: its clock and its counts."""
 
 from __future__ import annotations
 
@@ -6,28 +6,33 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
-from april.rollout.batch import Plan, RequestInterval, RolloutBatch
+from april.rollout.batch import Failure, Plan, RequestInterval, RolloutBatch
 from april.rollout.buffer import Rejection
 from april.rollout.trajectory import Group
 
 
 class RejectionError(Exception):
-    """Too many groups of one step were turned away."""
+    """Too many groups of one step were rejected."""
 
 
 class StepStats:
-    """A step in the making.
+    """The batch that is being collected, with its statistics so far.
 
     Args:
-        plan: what admission aims at.
-        earlier: what attempts at this step brought that were cut short.
+        plan: the plan of admission.
     """
 
-    def __init__(self, plan: Plan, earlier: Sequence[RequestInterval] = ()) -> None:
-        self.batch = RolloutBatch(version=0, plan=plan, request_intervals=list(earlier))
+    def __init__(self, plan: Plan) -> None:
+        self.batch = RolloutBatch(version=0, plan=plan)
         self._began = 0.0
 
-    def start(self) -> None:
+    def start_step(self, plan: Plan, earlier: Sequence[RequestInterval]) -> None:
+        """Start the next batch.
+
+        Args:
+            earlier: intervals of attempts at this batch that were cut short.
+        """
+        self.batch = RolloutBatch(version=0, plan=plan, request_intervals=list(earlier))
         self._began = asyncio.get_running_loop().time()
 
     @property
@@ -35,8 +40,11 @@ class StepStats:
         """Seconds since the step began."""
         return asyncio.get_running_loop().time() - self._began
 
-    def reject(self, group: Group, reason: Rejection, limit: int | None, ready: int, needed: int) -> None:
-        """Count a group that was turned away.
+    def add_failure(self, failure: Failure) -> None:
+        self.batch.failures.append(failure)
+
+    def add_rejection(self, group: Group, reason: Rejection, limit: int | None, ready: int, needed: int) -> None:
+        """Count a rejected group.
 
         Raises:
             RejectionError: there were more than `limit`.
@@ -52,7 +60,7 @@ class StepStats:
             )
 
     def close(self, version: int, chosen: list[Group], rest: Sequence[Group]) -> RolloutBatch:
-        """The step that is taken at `version`; `rest` stays under way."""
+        """Return the batch of `chosen`, which the policy of `version` is trained on; `rest` stays in the buffer."""
         batch = self.batch
         batch.version, batch.groups, batch.seconds = version, chosen, self.now
         batch.occupancy /= max(batch.seconds, 1e-9)

@@ -12,9 +12,11 @@ Invariants:
 from __future__ import annotations
 
 import json
+import struct
 from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import shake_128
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,6 @@ from numpy.typing import NDArray
 
 from april.rollout.json_types import json_types
 from april.rollout.sampling import FinishReason, SamplingParams
-from april.rollout.seeds import seeds
 from april.rollout.tokens import checked_tokens, is_plain
 
 ENVIRONMENT = -1
@@ -93,6 +94,13 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @classmethod
+    def of(cls, version: int, token_ids: Sequence[int], logprobs: Sequence[float], packed: bool) -> Segment:
+        """A segment with these tokens, in arrays if `packed`, else in lists."""
+        if packed:
+            return cls(version, array("i", token_ids), array("d", logprobs))
+        return cls(version, list(token_ids), list(logprobs))
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append tokens of this source."""
@@ -186,45 +194,34 @@ class Sample:
     def extend(
         self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish: FinishReason | None = None
     ) -> int:
-        """Append tokens that policy `version` sampled, and finish the sample if the engine says so; how many they are.
+        """Append tokens that policy `version` sampled, end the sample if `finish` is given, and return their number.
 
         Raises:
-            ValueError: names the rule that is broken; nothing was appended.
+            ValueError: names the broken rule; nothing was appended.
         """
         if self.finish is not None:
             raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
         if self.turn_ended:
             raise ValueError("the turn has ended, and the environment has not answered it")
         count, packed = len(token_ids), isinstance(token_ids, array)
-        if logprobs is not token_ids:  # simulated tokens are their own log-probabilities
-            if count != len(logprobs):
-                raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
-            if not (count == 1 and is_plain(token_ids[0], logprobs[0])):
-                token_ids, logprobs = checked_tokens(token_ids, logprobs)
+        if count != len(logprobs):
+            raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
+        if not (count == 1 and is_plain(token_ids[0], logprobs[0])):
+            token_ids, logprobs = checked_tokens(token_ids, logprobs)
         if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
             segments = self.segments
             if segments and (last := segments[-1]).version == version:
-                if last.__class__ is Segment:  # the common case without a call
-                    last.token_ids.extend(token_ids)
-                    last.logprobs.extend(logprobs)
-                else:
-                    last.extend(token_ids, logprobs)
+                last.token_ids.extend(token_ids)  # not by `Segment.extend`: the call would cost as much as the rest
+                last.logprobs.extend(logprobs)
             else:
                 if version < 0 or (segments and self._latest > version):
                     raise ValueError(f"policy versions never go back, but {version} came")
-                if hasattr(token_ids, "segment"):  # a simulation's tokens make their own
-                    last = token_ids.segment(version)
-                else:
-                    last = Segment(version)
-                    if packed:
-                        last.token_ids, last.logprobs = array("i"), array("d")
-                    last.extend(token_ids, logprobs)
-                segments.append(last)
+                segments.append(Segment.of(version, token_ids, logprobs, packed))
             self.length += count
         if finish is not None:
-            self._end(finish)
+            self.end(finish)
         return count
 
     @property
@@ -233,7 +230,7 @@ class Sample:
         last = self.segments[-1].version
         return max([segment.version for segment in self.segments]) if last == ENVIRONMENT else last
 
-    def _end(self, finish: FinishReason) -> None:
+    def end(self, finish: FinishReason) -> None:
         """An engine says that it is over: the sample, or of an episode the turn."""
         if self.sampling.max_turns and finish is FinishReason.STOP:
             self.turn_ended = True
@@ -366,8 +363,13 @@ class Sample:
         }
 
 
-EVALUATION_SEED = 1 << 16
-"""What sets the seeds of evaluation apart from those of training."""
+def sample_seeds(seed: int, group_id: int, n: int, evaluation: bool = False) -> list[int]:
+    """Return the seeds of a group's samples: 64-bit hashes of the run's seed and the group's number.
+
+    SHAKE-128 makes the seeds of any two samples independent. Training and evaluation have seeds of their own.
+    """
+    key = f"{'evaluation' if evaluation else 'training'} {seed} {group_id}"
+    return list(struct.unpack(f"<{n}Q", shake_128(key.encode(), usedforsecurity=False).digest(8 * n)))
 
 
 @dataclass(slots=True)
@@ -439,16 +441,26 @@ class Group:
 
     @classmethod
     def start(
-        cls, id: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int, evaluation: bool = False
+        cls,
+        id: int,
+        prompt: Prompt,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        evaluation: bool = False,
+        sample_type: type[Sample] = Sample,
     ) -> Group:
         """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index.
 
         Args:
             evaluation: its samples have names and seeds that no training group's have.
+            sample_type: class of the samples.
         """
-        drawn = seeds(seed, id, n, EVALUATION_SEED) if evaluation else seeds(seed, id, n)
         name = f"evaluation {id}" if evaluation else str(id)
-        samples = [Sample(id, i, prompt.token_ids, sampling, own, id=f"{name}.{i}") for i, own in enumerate(drawn)]
+        samples = [
+            sample_type(id, index, prompt.token_ids, sampling, own, id=f"{name}.{index}")
+            for index, own in enumerate(sample_seeds(seed, id, n, evaluation))
+        ]
         return cls(id, prompt, samples)
 
     def to_dict(self) -> dict[str, Any]:

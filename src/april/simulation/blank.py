@@ -7,7 +7,8 @@ from functools import cache
 from itertools import repeat
 from typing import Any
 
-from april.rollout.trajectory import Segment
+from april.rollout.sampling import FinishReason
+from april.rollout.trajectory import Sample, Segment
 
 
 class Blank(Sequence[int]):
@@ -27,10 +28,6 @@ class Blank(Sequence[int]):
     def __getitem__(self, index: Any) -> Any:
         chosen = range(self.size)[index]
         return 0 if isinstance(chosen, int) else blank(len(chosen))
-
-    def segment(self, version: int) -> BlankSegment:
-        """Return a segment of this number of tokens, sampled by a policy version."""
-        return BlankSegment(version, self.size)
 
 
 blank = cache(Blank)
@@ -58,3 +55,25 @@ class BlankSegment(Segment):
 
     def extend(self, token_ids: Any, logprobs: Any) -> None:
         self.size += token_ids.size
+
+
+class BlankSample(Sample):
+    """A sample that counts blank tokens, as the simulated engine hands them out, without storing or checking them."""
+
+    __slots__ = ()
+
+    def extend(self, token_ids: Any, logprobs: Any, version: int, finish: FinishReason | None = None) -> int:
+        """Append as many blank tokens as `token_ids` has."""
+        count: int = token_ids.size
+        if count > self.budget_left:
+            raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
+        if count:
+            segments = self.segments
+            if segments and segments[-1].version == version:
+                segments[-1].extend(token_ids, logprobs)
+            else:
+                segments.append(BlankSegment(version, count))
+            self.length += count
+        if finish is not None:
+            self.end(finish)
+        return count

@@ -144,7 +144,7 @@ def arms(recipe: Recipe, overlap: bool = False) -> dict[str, dict[str, Any]]:
         )
     refuse_speculation(recipe.engine)
     params = recipe.rollout_params(partial_rollout=True)
-    policy = {name: getattr(params, name) for name in ("max_staleness", "order", "first_come")}
+    policy = {name: getattr(params, name) for name in ("max_staleness", "first_come")}
     automatic = {} if params.max_staleness is None else {AUTOMATIC: {"over_sampling_batch_size": "auto", **policy}}
     fixed = {f"N' = {target:,}": {"over_sampling_batch_size": target, **policy} for target in targets(recipe)}
     partial = {**fixed, **automatic}

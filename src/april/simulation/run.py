@@ -21,7 +21,8 @@ from april.rollout.episodes import Episodes
 from april.rollout.params import RolloutParams
 from april.rollout.sampling import SamplingParams
 from april.rollout.scheduler import RolloutScheduler
-from april.rollout.trajectory import Group, Prompt
+from april.rollout.trajectory import Group, Prompt, Sample
+from april.simulation.blank import BlankSample
 from april.simulation.cost_model import CostModel
 from april.simulation.engine import SimulatedEngine
 from april.simulation.turns import MOST_TURNS, Turns
@@ -184,7 +185,10 @@ def simulate(
     streamed = STREAMED * cost.decode_seconds[-1] if overlap else None
     engine = engine_type(cost, workload, replicas, on_update, resolution, streamed, turns)
     episodes = None if turns is None else turns.episodes(engine.replicas.ended, engine.room)
-    scheduler = scheduler_of(engine, workload, workload.prompts(), params, seed, dynamic_filter, episodes, overlap)
+    prompts = workload.prompts()
+    scheduler = scheduler_of(
+        engine, workload, prompts, params, seed, dynamic_filter, episodes, overlap, sample_type=BlankSample
+    )
     with _without_garbage_collection():
         collecting = (_overlap if overlap else _alternate)(scheduler, steps, train_token_seconds)
         records = run(collecting)
@@ -201,6 +205,7 @@ def scheduler_of(
     dynamic_filter: Callable[[Group], bool] | None = None,
     episodes: Episodes | None = None,
     overlap: bool = False,
+    sample_type: type[Sample] = Sample,
 ) -> RolloutScheduler:
     """Return a scheduler for `workload`; the parameters in `own` take precedence."""
     size, group_size = workload.rollout_batch_size, workload.n_samples_per_prompt
@@ -215,6 +220,7 @@ def scheduler_of(
         seed=seed,
         episodes=episodes,
         overlap=overlap,
+        sample_type=sample_type,
     )
 
 

@@ -214,7 +214,7 @@ def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> No
     uids = check(first.batches)
     spans = [len(set(row["extra_fields"]["policy_versions"])) for row in first.batches[1]]
     assert max(spans) > 1, "no sample was interrupted before the kill: the test saw nothing"
-    lost = first.agent_loop_manager.adapter.scheduler._loop.account.step.failures
+    lost = first.agent_loop_manager.adapter.scheduler._loop.stats.batch.failures
     assert any("ActorDiedError" in failure.error for failure in lost), "no request was lost: the test saw nothing"
 
     said = run("{dies:[0,2,0]}")

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from april import Group, Prompt, SamplingParams
 from april.rollout.admission.lengths import LengthModel
-from april.rollout.sampling import FinishReason
 
 CAP = 2000
 Lengths = NDArray[np.int64]
@@ -143,36 +141,6 @@ def test_even_draws_have_the_whole_distribution_in_every_stretch_and_the_same_co
     assert even.max(2).mean() == pytest.approx(lengths.max(1).mean(), rel=0.03)
 
 
-def group(lengths: list[int], finished: list[bool]) -> Group:
-    made = Group.start(0, Prompt((1,)), len(lengths), SamplingParams(max_tokens=CAP), seed=0)
-    for sample, length, done in zip(made.samples, lengths, finished, strict=True):
-        sample.extend([5] * length, [-1.0] * length, 0, FinishReason.STOP if done else None)
-    return made
-
-
-def test_expected_remaining_tokens_agree_with_those_of_the_population() -> None:
-    rng = np.random.default_rng(3)
-    model = LengthModel(CAP, half_life=1e9)
-    lengths = lognormal(rng, 100_000)
-    model.observe(np.zeros(len(lengths)), lengths, np.full(len(lengths), True))
-    for so_far in (0, 50, 200, 700, 1500, 1990):
-        truth = (lengths[lengths > so_far] - so_far).mean()
-        assert model.remaining(group([so_far], [False]))[0] == pytest.approx(truth, rel=0.06, abs=2)
-
-
-def test_siblings_say_how_long_a_sample_will_be() -> None:
-    rng = np.random.default_rng(4)
-    lengths = correlated(rng, 20_000, 4, 0.7)
-    model = learned(lengths)
-    for low, high in ((80, 120), (300, 400), (700, 900)):
-        like = ((lengths[:, :3] > low) & (lengths[:, :3] <= high)).all(1)
-        truth = (lengths[like, 3] - 50)[lengths[like, 3] > 50].mean()
-        middle = (low + high) // 2
-        expected = model.remaining(group([middle] * 3 + [50], [True] * 3 + [False]))
-        assert expected[:3].tolist() == [0, 0, 0]
-        assert expected[3] == pytest.approx(truth, rel=0.15)
-
-
 def test_it_is_saved_and_restored() -> None:
     rng = np.random.default_rng(5)
     model, again = LengthModel(CAP), LengthModel(CAP)
@@ -198,6 +166,3 @@ def test_responses_begun_with_a_larger_budget_count_as_truncated() -> None:
     larger.observe([0, 6, 20], [4, 30, 40], [True, True, False])
     smaller.observe([0, 6, 8], [4, 8, 8], [True, True, False])
     assert larger.state_dict() == smaller.state_dict()
-    group = Group.start(0, Prompt((1,), "p"), 1, SamplingParams(max_tokens=40), seed=0)
-    group.samples[0].extend([5] * 30, [-1.0] * 30, 0)
-    assert larger.remaining(group).tolist() == [0.0]

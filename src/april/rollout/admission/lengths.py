@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from april.rollout.trajectory import Group
-
 Floats = NDArray[np.float64]
 
 _SCORES = np.linspace(-6.0, 6.0, 2401)
@@ -158,38 +156,6 @@ class LengthModel:
         scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
         lengths: Floats = np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
         return lengths
-
-    def remaining(self, group: Group) -> Floats:
-        """Return the expected remaining tokens of each of a group's samples, shape [samples]; 0 for a finished one.
-
-        The expectation is conditional on the sample's length so far and on its siblings: on the lengths of finished
-        ones, and on the lengths that unfinished ones have exceeded.
-        """
-        lengths = self._within_budget([sample.policy_tokens for sample in group.samples])
-        unfinished = np.array([sample.finish is None for sample in group.samples])
-        if not unfinished.any():
-            return np.zeros(len(lengths))
-        return np.where(unfinished, self._expected(lengths, unfinished), 0.0)
-
-    def _expected(self, lengths: Floats, unfinished: NDArray[np.bool_]) -> Floats:
-        survival, rho, others = self.survival, self.correlation, len(lengths) - 1
-        scores = _score(self.cumulative(lengths))
-        density, beyond = np.exp(-(scores**2) / 2) / np.sqrt(2 * np.pi), np.maximum(1 - _cdf(scores), 1e-9)
-        scores = np.where(unfinished, density / beyond, scores)
-        siblings = scores.sum() - scores
-        spread = 1 + (others - 1) * rho if others else 1.0
-        centre, variance = rho * siblings / spread, 1 - rho**2 * others / spread
-        edges = (_score(1 - survival) - centre[:, None]) / np.sqrt(variance)
-        tail = np.maximum(1 - _cdf(edges), 1e-12)  # [samples, bins + 1]: survival of each, its siblings known
-        areas = np.diff(self.edges) * (tail[:, 1:] + tail[:, :-1]) / 2
-        after = np.concatenate((np.cumsum(areas[:, ::-1], 1)[:, ::-1], np.zeros((len(lengths), 1))), 1)
-        here = self._place(lengths)
-        bins = np.minimum(here.astype(int), len(self.edges) - 2)
-        rows, within = np.arange(len(lengths)), here - bins
-        now = tail[rows, bins] * (1 - within) + tail[rows, bins + 1] * within
-        area = after[rows, bins] * (1 - within) + after[rows, bins + 1] * within
-        expected: Floats = np.clip(area / now, 0.0, self.max_tokens - lengths)
-        return expected
 
     def _within_budget(self, lengths: ArrayLike) -> Floats:
         """Return lengths truncated to the budget: responses may have been started with a larger one."""

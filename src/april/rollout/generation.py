@@ -1,0 +1,270 @@
+"""Samples in generation: through the engine, and the turns of episodes through their environments, until they finish.
+
+Invariants:
+- every token that the engine returns is appended to its sample before anything else happens, so no interrupt, failed
+  request, dead engine or cancelled wait loses a sampled token;
+- an interrupt that has begun is completed even if its caller is cancelled;
+- nothing is submitted for a quarantined group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+from april.rollout.batch import Failure
+from april.rollout.buffer import Rejection
+from april.rollout.engine import Chunk, Engine, EngineError
+from april.rollout.episodes import EpisodeError, Episodes
+from april.rollout.history import History
+from april.rollout.in_flight import InFlight, SharedEngine, Wait, first_of, outlast
+from april.rollout.params import FaultSettings
+from april.rollout.quarantine import Quarantined
+from april.rollout.retries import Retries
+from april.rollout.step_stats import StepStats
+from april.rollout.trajectory import Group, Sample
+
+Finished = Callable[[Sequence[Sample], Sequence[Group]], None]
+"""Called with samples that have finished, and the groups that are complete with them."""
+
+
+class Generation:
+    """Generates the samples of the groups in a state.
+
+    Args:
+        shared: the engine.
+        in_flight: this user's samples in the engine.
+        history: applies and records the events.
+        stats: statistics of the batch that is being collected.
+        quarantined: groups that are left out.
+        faults: treatment of requests that fail.
+        episodes: the environments that answer the policy's turns.
+        on_finished: called when samples have finished.
+        on_progress: called whenever something was sampled.
+        give_up_limit: groups of one step that may be given up before the step fails; None for N'.
+    """
+
+    def __init__(
+        self,
+        shared: SharedEngine,
+        in_flight: InFlight,
+        history: History,
+        stats: StepStats,
+        quarantined: Quarantined,
+        faults: FaultSettings,
+        episodes: Episodes | None,
+        on_finished: Finished,
+        on_progress: Callable[[], None] | None,
+        give_up_limit: int | None,
+    ) -> None:
+        self.shared = shared
+        self.in_flight = in_flight
+        self.history = history
+        self.state = history.state
+        self.stats = stats
+        self.quarantined = quarantined
+        self.episodes = episodes
+        self.on_finished = on_finished
+        self.on_progress = on_progress
+        self.give_up_limit = give_up_limit
+        self.retries = Retries(faults.max_retries, faults.retry_delay, faults.outage_limit)
+        self._interrupted = False
+        """Some unfinished samples are not in flight: they were interrupted, or have never been submitted."""
+        self._answered: list[Sample] = []
+        """Samples whose environment has answered, to be submitted next."""
+
+    @property
+    def engine(self) -> Engine:
+        return self.shared.engine
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in flight, at an environment, or waiting for its next attempt."""
+        return not (self.in_flight or self.episodes or self.retries)
+
+    def start_step(self) -> None:
+        """Start with nothing in flight: every unfinished sample is submitted next."""
+        self._interrupted = True
+        self.retries.new_step()
+
+    def submit(self, admitted: Sequence[Group], due: Iterable[Sample]) -> None:
+        """Submit samples: interrupted ones first, then those of `admitted` groups, of answered turns, and those whose
+        next attempt is `due`."""
+        groups = [*self.state.buffer] if self._interrupted else admitted
+        if groups:
+            samples = [sample for group in groups for sample in group.samples if sample.finish is None]
+            self._submit([sample for sample in samples if sample not in self.retries] if self.retries else samples)
+        self._interrupted = False
+        if self._answered:
+            answered, self._answered = self._answered, []
+            self._submit([sample for sample in answered if sample.group_id in self.state.buffer.groups])
+        self._submit(due)
+
+    def _submit(self, samples: Iterable[Sample]) -> None:
+        in_flight, quarantined, journal = self.in_flight.samples, self.quarantined, self.history.journal
+        samples = [s for s in samples if s.finish is None and s.id not in in_flight and s.group_id not in quarantined]
+        if self.episodes is not None:
+            durable = None if journal is None else journal.drain
+            for sample in samples:
+                if sample.awaits_environment:
+                    self.episodes.begin(sample, self.state.buffer.group_of(sample), durable)
+            samples = [sample for sample in samples if not sample.awaits_environment]
+        self.in_flight.submit(self.engine, samples, self.stats.now, self.stats.batch.request_intervals)
+
+    def due_for_retry(self) -> list[Sample]:
+        """Return the samples whose next attempt is due; quarantine the groups of samples that have failed too often.
+
+        Raises:
+            EngineError: an outage has lasted too long, or too many groups were given up.
+        """
+        due = self.retries.due(self.shared, self.in_flight)
+        hopeless = None
+        for sample, error in self.retries.given_up():
+            if self._give_up(self.state.buffer.group_of(sample), Rejection.ENGINE, error):
+                hopeless = EngineError(
+                    f"requests to the engine keep failing; the last one, sample {sample.id}: {error}"
+                )
+        if hopeless is not None:
+            raise hopeless
+        return due
+
+    def _give_up(self, group: Group, reason: Rejection, error: str) -> bool:
+        """Quarantine a group; return whether that has happened to too many groups of the step."""
+        self.quarantined.add(group, reason, error)
+        rejections = self.stats.batch.rejections
+        given_up = len(self.quarantined) + sum(rejected is reason for _, rejected in rejections)
+        return given_up >= (self.give_up_limit or self.stats.batch.target)
+
+    async def poll(self, waits: Sequence[Wait]) -> bool:
+        """Wait for tokens, an environment's answer, a retry, or the end of one of `waits`; process the tokens.
+
+        Returns:
+            False, at once, if this has nothing to wait for.
+        """
+        before = self.stats.now
+        waits = [*waits, self.episodes.wait] if self.episodes else waits
+        waits = [*waits, self.retries.wait] if self.retries.controls else waits
+        if self.in_flight:
+            try:
+                chunks = await self.shared.poll(self.in_flight, self.retries.next(True), waits)
+            finally:
+                busy = self.engine.running / self.engine.capacity.slots
+                self.stats.batch.occupancy += (self.stats.now - before) * busy
+            self.absorb(chunks)
+        elif self.episodes:
+            await first_of(waits, self.retries.next(False))
+            self.stats.batch.environment_wait_seconds += self.stats.now - before
+        elif self.retries:
+            await first_of(waits, self.retries.next(False))
+        else:
+            return False
+        return True
+
+    def absorb(self, chunks: Sequence[Chunk]) -> None:
+        """Append tokens to their samples, then process the samples whose requests have ended.
+
+        Raises:
+            ChunkError: a chunk broke a rule; every other chunk was absorbed.
+        """
+        now, in_flight = self.stats.now, self.in_flight
+        tokens, ended, failed, complete, broken = self.history.absorb(chunks, in_flight.samples)
+        self.stats.batch.sampled_tokens += tokens
+        self.retries.received(chunks, in_flight.mark_started(chunks, now), in_flight.samples)
+        for chunk in failed:
+            self._request_failed(chunk, now)
+        ids = [chunk[0] for chunk in ended]
+        if self.episodes is None:
+            finished = in_flight.end(ids, now, "finished")
+        else:
+            finished = self._end_turns(ids, now)
+            self.episodes.drop(finished)
+        for error in broken:
+            if error.chunk.sample_id in in_flight.samples:
+                in_flight.end([error.chunk.sample_id], now, "failed")  # later tokens would leave a gap
+        self.on_finished(finished, complete)
+        if broken:  # raised last: every token of these chunks is in its sample
+            raise broken[0]
+        if self.on_progress is not None:
+            self.on_progress()
+
+    def _end_turns(self, ids: Sequence[str], now: float) -> list[Sample]:
+        """Pass ended turns to their environments; return the samples that have finished."""
+        samples = self.in_flight.samples
+        self._submit(self.in_flight.end([id for id in ids if samples[id].finish is None], now, "turn"))
+        return self.in_flight.end([id for id in ids if id in samples], now, "finished")
+
+    def _request_failed(self, chunk: Chunk, now: float) -> None:
+        """Record a failed request; its sample waits for its next attempt, which continues from its last token."""
+        group = self.state.buffer.group_of(self.in_flight.samples[chunk.sample_id])
+        self.stats.add_failure(Failure("engine", chunk.sample_id, group.prompt.id, chunk.error or ""))
+        [sample] = self.in_flight.end([chunk.sample_id], now, "failed")
+        if group.id not in self.quarantined:
+            self.retries.failed(sample, chunk)
+
+    def take_answers(self) -> None:
+        """Apply the answers that environments have given since the last call.
+
+        Raises:
+            EpisodeError: environments failed for too many groups.
+        """
+        finished: list[Sample] = []
+        complete: list[Group] = []
+        hopeless = None
+        for sample, group, event, failures in self.episodes.take() if self.episodes is not None else ():
+            self.stats.batch.failures += failures
+            if group.id not in self.state.buffer.groups or group.id in self.quarantined:
+                continue
+            if event is None:
+                if self._give_up(group, Rejection.ENVIRONMENT, failures[-1].error):
+                    hopeless = EpisodeError(
+                        f"environments keep failing; the last one, sample {sample.id}: {failures[-1].error}"
+                    )
+                continue
+            self.history.apply(event)
+            if sample.finish is None:
+                self._answered.append(sample)
+            else:
+                finished.append(sample)
+                if group.complete:
+                    complete.append(group)
+            if sample.finish is not None or not sample.transitions:
+                self.engine.forget([sample.id])
+        self.on_finished(finished, complete)
+        if hopeless is not None:  # raised last: every answer is in its sample
+            raise hopeless
+
+    def discard(self, group: Group) -> None:
+        """Free the resources of a group that was rejected."""
+        if unfinished := [sample.id for sample in group.samples if sample.finish is None]:
+            self.engine.forget(unfinished)
+        if self.episodes is not None:
+            self.episodes.drop(group.samples)
+
+    async def interrupt(self) -> None:
+        """Stop what is in flight, and keep every token of it."""
+        try:
+            if self.in_flight:
+                await self._interrupt()
+        finally:
+            await self.retries.stop()
+
+    async def _interrupt(self) -> None:
+        cancelled = False
+        try:
+            try:
+                chunks = await self.in_flight.interrupt(self.engine, self.retries.controls)
+            except asyncio.CancelledError:
+                cancelled = True
+                second = asyncio.ensure_future(self.in_flight.interrupt(self.engine, self.retries.controls))
+                await outlast(second)
+                chunks = second.result()
+            self.absorb(chunks)
+        except EngineError:  # tokens that the engine returned before are kept
+            if undelivered := self.in_flight.undelivered():
+                self.absorb(undelivered)
+            raise
+        finally:
+            self.in_flight.end_all(self.stats.now)
+            self._interrupted = True
+            if cancelled:
+                raise asyncio.CancelledError

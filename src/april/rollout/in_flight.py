@@ -1,0 +1,216 @@
+"""Samples that an engine has, and the wait for their results. Several users may share one engine.
+
+Invariants:
+- a chunk that the engine has returned is never lost, even if the wait for it is cancelled at that moment;
+- one user at a time polls the engine, for all of them, and no user waits on for chunks that another one has received;
+- each chunk goes to the user who has its sample; a chunk of an unknown sample goes to the rollouts, which report it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from april.rollout.batch import RequestInterval
+from april.rollout.engine import Chunk, Engine
+from april.rollout.trajectory import Sample
+
+Wait = Callable[[], Coroutine[Any, Any, None]]
+
+
+class InFlight:
+    """The samples of one user that are in the engine, by id, and the intervals of their requests."""
+
+    def __init__(self) -> None:
+        self.samples: dict[str, Sample] = {}
+        self._silent: dict[str, RequestInterval] = {}
+        """Intervals without a token so far."""
+        self._sampling: dict[str, RequestInterval] = {}
+        """Intervals that have produced at least one token."""
+        self._undelivered: list[Chunk] = []
+        """Chunks that came as a wait was cancelled, or while another user polled."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __contains__(self, sample: Sample) -> bool:
+        return sample.id in self.samples
+
+    def submit(self, engine: Engine, samples: Iterable[Sample], now: float, intervals: list[RequestInterval]) -> None:
+        """Submit samples, and append the intervals of their requests to `intervals`."""
+        submit, in_flight, silent = engine.submit, self.samples, self._silent
+        for sample in samples:
+            id = sample.id
+            assert id not in in_flight, "a sample is in the engine once"
+            submit(sample)
+            in_flight[id] = sample
+            tokens = sample.length - sample.environment_tokens
+            silent[id] = interval = RequestInterval(id, sample.group_id, now, tokens)
+            intervals.append(interval)
+
+    def mark_started(self, chunks: Sequence[Chunk], now: float) -> list[str]:
+        """Return the ids of samples whose first tokens since their submission are among `chunks`."""
+        silent, sampling = self._silent, self._sampling
+        if not silent:
+            return []
+        started = []
+        for chunk in [chunk for chunk in chunks if chunk[0] in silent]:
+            id, tokens = chunk[0], len(chunk[1])
+            if tokens and (interval := silent.pop(id, None)):
+                interval.queued, interval.first_tokens = now - interval.start, tokens
+                sampling[id] = interval
+                started.append(id)
+        return started
+
+    def end(
+        self, ids: Iterable[str], now: float, outcome: Literal["finished", "interrupted", "failed", "turn"]
+    ) -> list[Sample]:
+        """End the requests of these samples, and return the samples."""
+        samples, silent, sampling, ended = self.samples, self._silent, self._sampling, []
+        for id in ids:
+            sample = samples.pop(id)
+            interval = sampling.pop(id, None) or silent.pop(id)
+            interval.end, interval.after = now, sample.length - sample.environment_tokens
+            interval.outcome = outcome
+            ended.append(sample)
+        return ended
+
+    def end_all(self, now: float) -> None:
+        self.end(list(self.samples), now, "interrupted")
+
+    def start_step(self, now: float) -> list[RequestInterval]:
+        """Split the intervals at the end of a step, with every sample left in flight; return those of the next step."""
+        carried: dict[str, RequestInterval] = {}
+        for id, sample in self.samples.items():
+            interval = self._sampling.get(id) or self._silent[id]
+            running = interval.queued is not None or interval.running
+            interval.end, interval.after = now, sample.policy_tokens
+            interval.outcome = "running" if running else "interrupted"
+            carried[id] = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
+        self._silent, self._sampling = carried, {}
+        return list(carried.values())
+
+    async def interrupt(self, engine: Engine, controls: Sequence[str] = ()) -> list[Chunk]:
+        """Stop these samples and no others; return the tokens sampled for them that were not delivered yet.
+
+        Args:
+            controls: samples of control requests, which are stopped too; their tokens are thrown away.
+        """
+        interrupted = await engine.interrupt([*self.samples, *controls])
+        return [*self.undelivered(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
+
+    def undelivered(self) -> list[Chunk]:
+        """Return the chunks that the engine has returned for these samples and `poll` has not, once."""
+        chunks, self._undelivered = self._undelivered, []
+        return chunks
+
+    def deliver(self, chunks: Iterable[Chunk]) -> None:
+        """Keep chunks of these samples, which another user has received, for the next `poll`."""
+        self._undelivered += chunks
+
+    async def poll(
+        self,
+        ask: Callable[[], Coroutine[Any, Any, list[Chunk]]],
+        timeout: float | None = None,
+        or_until: Sequence[Wait] = (),
+    ) -> list[Chunk]:
+        """Return the next chunks, which `ask` waits for; none if `timeout` seconds pass or one of `or_until` ends."""
+        if self._undelivered:
+            return self.undelivered()
+        if timeout is None and not or_until:
+            return await ask()
+        poll = asyncio.ensure_future(ask())
+        first: set[asyncio.Future[Any]] = {poll, *(asyncio.ensure_future(wait()) for wait in or_until)}
+        try:
+            await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await _cancel(first)
+        except asyncio.CancelledError:
+            await _cancel(first)
+            if not poll.cancelled() and poll.exception() is None:  # it ended at the same moment, with tokens
+                self._undelivered[:0] = [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
+            raise
+        return [] if poll.cancelled() else poll.result()
+
+
+class SharedEngine:
+    """An engine, and the users that have samples in it: the rollouts, evaluations and control requests.
+
+    Attributes:
+        engine: may be replaced while nothing is in flight.
+        rollouts: samples of the rollouts, the permanent user.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.rollouts = InFlight()
+        self._others: list[InFlight] = []
+        self._polling = asyncio.Lock()
+
+    def __len__(self) -> int:
+        """Samples in flight, of all users."""
+        return len(self.rollouts) + sum(map(len, self._others))
+
+    @contextmanager
+    def another_user(self) -> Iterator[InFlight]:
+        """Add a user for the block, at whose end it must have no samples in the engine."""
+        user = InFlight()
+        self._others.append(user)
+        try:
+            yield user
+        finally:
+            self._others.remove(user)
+
+    async def poll(self, user: InFlight, timeout: float | None = None, or_until: Sequence[Wait] = ()) -> list[Chunk]:
+        """Return the next chunks of `user`: none if the engine returned chunks of other users only, `timeout` seconds
+        have passed or one of `or_until` has ended."""
+        return await user.poll(partial(self._poll, user), timeout, or_until)
+
+    async def _poll(self, user: InFlight) -> list[Chunk]:
+        async with self._polling:
+            return user.undelivered() or self._deal(await self.engine.poll(), user)
+
+    def _deal(self, chunks: list[Chunk], user: InFlight) -> list[Chunk]:
+        """Return the chunks of `user`, and deliver the rest to their own users."""
+        if not self._others:
+            return chunks
+        dealt: dict[InFlight, list[Chunk]] = {}
+        for chunk in chunks:
+            owner = next((other for other in self._others if chunk.sample_id in other.samples), self.rollouts)
+            dealt.setdefault(owner, []).append(chunk)
+        own = dealt.pop(user, [])
+        for owner, theirs in dealt.items():
+            owner.deliver(theirs)
+        return own
+
+
+async def first_of(waits: Sequence[Wait], timeout: float | None = None) -> None:
+    """Wait until one of `waits` has ended, or `timeout` seconds have passed."""
+    if not waits:
+        assert timeout is not None, "there is nothing to wait for"
+        await asyncio.sleep(timeout)
+        return
+    tasks: set[asyncio.Future[Any]] = {asyncio.ensure_future(wait()) for wait in waits}
+    try:
+        await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await _cancel(tasks)
+
+
+async def outlast(task: asyncio.Future[Any]) -> bool:
+    """Wait until `task` has ended, even if the caller is cancelled; return whether it was."""
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            cancelled = True
+    return cancelled
+
+
+async def _cancel(tasks: set[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
