@@ -384,7 +384,7 @@ async def test_what_is_computed_for_a_group_that_is_turned_away_is_cancelled() -
             ended.append(sample.id)
         return 0.0
 
-    rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject", seed=2)
+    rollouts = scheduler(ScriptedEngine(), reward=score, on_reward_error="reject", seed=6)
     async with rollouts:
         await rollouts.next_batch()
         assert ended == ["0.1"], "at once, not when the run ends"
@@ -444,7 +444,7 @@ async def test_a_rejected_group_is_replaced_by_one_new_prompt() -> None:
 
 async def test_a_filter_that_rejects_everything_ends_in_an_error() -> None:
     rollouts = scheduler(ScriptedEngine(), dynamic_filter=lambda group: False, max_rejected_groups=20)
-    with pytest.raises(RejectionError, match=r"21 groups of this step were turned away \(filter: 21\)"):
+    with pytest.raises(RejectionError, match=r"21 groups of this step were rejected \(filter: 21\)"):
         await run(rollouts, 1)
 
 

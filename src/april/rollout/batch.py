@@ -1,4 +1,4 @@
-"""What one rollout step brought, and what happened while it was collected."""
+"""The batch of one rollout step, with the statistics of its collection."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rate(amount: float, seconds: float) -> float:
 
 
 class Alternative(NamedTuple):
-    """What a choice of N' is expected to bring in the long run."""
+    """Forecast for one choice of N' in the long run."""
 
     target: int
     consumed_tokens_per_second: float
@@ -31,14 +31,14 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What admission wants of a step, why, and what it expects of it.
+    """Decision of admission about a step, with its forecast.
 
     Args:
-        target: groups to have under way (N'), complete ones that wait included; at least `rollout_batch_size`.
+        target: groups to have in the buffer (N'), including complete groups; at least `rollout_batch_size`.
         reason: a sentence for the report.
-        consumed_tokens_per_second: expected of a step in the long run; None if nothing is expected.
-        staleness: expected mean staleness, in versions.
-        alternatives: each N' that was thought about, least first.
+        consumed_tokens_per_second: forecast for the long run; None without a forecast.
+        staleness: forecast of the mean staleness, in versions.
+        alternatives: each N' that was considered, smallest first.
     """
 
     target: int
@@ -53,7 +53,7 @@ class Plan:
 
 @dataclass(slots=True)
 class RequestInterval:
-    """One sample's stay in the engine during one step. Times are seconds from the start of the step."""
+    """Time of one request of a sample in the engine, within one step. Times are seconds from the start of the step."""
 
     sample_id: str
     group_id: int
@@ -63,14 +63,14 @@ class RequestInterval:
     queued: float | None = None
     """Seconds until its first new token; None if none came."""
     first_tokens: int = 0
-    """Tokens that came with it."""
+    """Tokens of the chunk with the first new token."""
     end: float = 0.0
     after: int = 0
     outcome: Literal["finished", "interrupted", "failed", "turn", "running"] = "interrupted"
-    """What ended it. `turn`: its turn, and its environment answers. `running`: only the step, and the sample goes on
-    beside training."""
+    """Reason for its end. `turn`: the policy's turn ended, and the environment answers. `running`: the step ended, and
+    the sample continues in the next step."""
     running: bool = False
-    """It was running when the step began: nothing was submitted for it, and nothing prefilled."""
+    """The sample was decoding when the step began: it was neither submitted nor prefilled in this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A group that was left out because requests for it, or its reward, kept failing; `error` is the last failure."""
+    """A group that was left out because its requests, or its reward, kept failing; `error` is the last failure."""
 
     group_id: int
     prompt_id: str
@@ -104,80 +104,80 @@ class Quarantine:
 
 @dataclass(slots=True)
 class RolloutBatch:
-    """Exactly N complete, rewarded groups, and the account of how they came about.
+    """Exactly N complete, rewarded groups, and the statistics of their collection.
 
-    `seconds` is the whole of `next_batch` by the event loop's clock, or the time since the step before was taken where
-    generation goes on; `reward_wait_seconds` the part of it in which generation was over and rewards were not,
-    `environment_wait_seconds` that in which nothing was generated because all samples left awaited their environments.
-    `occupancy` is the time-weighted share of the engine's slots that were decoding.
+    `seconds` is the duration of `next_batch` by the event loop's clock; with `overlap`, the time since the previous
+    batch was returned. `reward_wait_seconds` is the part of it in which only rewards were awaited, and
+    `environment_wait_seconds` the part in which only environments were. `occupancy` is the time-weighted share of the
+    engine's slots that were decoding.
     """
 
     version: int
-    """Of the policy that trains on it."""
+    """Version of the policy that is trained on the batch."""
     plan: Plan
-    """What admission aimed at in this step, and why."""
+    """Plan of admission for this step."""
     groups: list[Group] = field(default_factory=list)
     request_intervals: list[RequestInterval] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     rejections: list[tuple[int, Rejection]] = field(default_factory=list)
     quarantined: list[Quarantine] = field(default_factory=list)
-    """Those of the rejected groups that a fault turned away, and which."""
+    """The rejected groups that were quarantined because of a fault."""
     seconds: float = 0.0
     reward_wait_seconds: float = 0.0
     environment_wait_seconds: float = 0.0
     update_seconds: float | None = None
-    """Of the weight update before the step, or in the midst of it; None if this process saw none."""
+    """Duration of the weight update before or within the step; None if this process has made none."""
     interrupted_at: float | None = None
     resumed_at: float | None = None
-    """When generation went on after a weight update in the midst of the step; None if it was interrupted for good."""
+    """Time at which generation resumed after a weight update within the step; None if there was none."""
     sampled_tokens: int = 0
     occupancy: float = 0.0
     surplus_groups: int = 0
-    """Complete groups that wait for the next step."""
+    """Complete groups left for the next step."""
     buffered_groups: int = 0
-    """Groups under way after the step, surplus ones included."""
+    """Groups in the buffer after the step, including surplus groups."""
     buffered_tokens: int = 0
 
     @property
     def target(self) -> int:
-        """Groups that admission wanted under way (N')."""
+        """Groups that admission wanted in the buffer (N')."""
         return self.plan.target
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens of the groups that policies sampled."""
+        """Tokens of the batch that policies sampled."""
         return sum(group.tokens for group in self.groups)
 
     @property
     def environment_tokens(self) -> int:
-        """Tokens of the groups that environments put in."""
+        """Tokens of the batch that environments inserted."""
         return sum(group.environment_tokens for group in self.groups)
 
     @property
     def environment_seconds(self) -> float:
-        """That environments took for the episodes, over all of their turns."""
+        """Seconds that environments took for the episodes of the batch, over all turns."""
         samples = (sample for group in self.groups for sample in group.samples)
         return sum(one.seconds for sample in samples for one in sample.transitions)
 
     @property
     def reward_metrics(self) -> dict[str, float]:
-        """Means of the numbers that reward functions gave beside the reward, as `reward/<name>`; over the samples that
-        have them."""
-        said: dict[str, list[float]] = {}
+        """Mean of each number in the samples' `reward_info`, as `reward/<name>`, over the samples that have it."""
+        numbers: dict[str, list[float]] = {}
         for sample in (sample for group in self.groups for sample in group.samples):
             for name, value in sample.reward_info.items():
                 if isinstance(value, (int, float)):
-                    said.setdefault(f"reward/{name}", []).append(float(value))
-        return {name: sum(values) / len(values) for name, values in sorted(said.items())}
+                    numbers.setdefault(f"reward/{name}", []).append(float(value))
+        return {name: sum(values) / len(values) for name, values in sorted(numbers.items())}
 
     @property
     def training_seconds(self) -> float:
-        """Time of the trainer beside generation: from the step before to the weight update. 0 if that stood still."""
+        """Seconds that the trainer trained during generation: from the previous batch to the weight update; 0 without
+        overlap."""
         return 0.0 if self.resumed_at is None or self.interrupted_at is None else self.interrupted_at
 
     @property
     def stretches(self) -> list[list[RequestInterval]]:
-        """The stays of each stretch of generation, which a weight update in the midst of the step ends."""
+        """The request intervals before the weight update within the step and after it; one list without an update."""
         middle = self.resumed_at
         if middle is None:
             return [self.request_intervals]
@@ -188,13 +188,13 @@ class RolloutBatch:
 
     @property
     def resumed_samples(self) -> int:
-        """Samples that went on from tokens they had when the step began."""
+        """Samples that were resumed from tokens of earlier steps."""
         first = {span.sample_id: span for span in reversed(self.request_intervals)}
         return sum(span.before > 0 and not span.running for span in first.values())
 
     @property
     def interrupted_samples(self) -> int:
-        """Samples stopped after at least one token; those that never left the engine's queue are not counted."""
+        """Samples interrupted after at least one token; samples that never left the engine's queue do not count."""
         last = {span.sample_id: span for span in self.request_intervals}
         return sum(span.outcome == "interrupted" and span.after > 0 for span in last.values())
 
@@ -224,7 +224,7 @@ class RolloutBatch:
 
     @property
     def episode_metrics(self) -> dict[str, float]:
-        """Of the episodes trained on, and of the environments that failed meanwhile; nothing without an environment."""
+        """Metrics of the episodes in the batch and of failed environments; empty without an environment."""
         samples = [sample for group in self.groups for sample in group.samples if sample.transitions]
         kinds = Counter(failure.kind for failure in self.failures)
         failed = {failure.sample_id for failure in self.failures if failure.kind.startswith("environment")}
@@ -246,7 +246,7 @@ class RolloutBatch:
 
     @property
     def redraft_metrics(self) -> dict[str, float]:
-        """Of the responses that began as drafts of older weights; nothing without any."""
+        """Metrics of the responses whose drafts were sampled under older weights; empty without any."""
         samples = [sample for group in self.groups for sample in group.samples if sample.draft]
         if not samples:
             return {}
@@ -258,7 +258,7 @@ class RolloutBatch:
 
     @property
     def throughput_metrics(self) -> dict[str, float]:
-        """Tokens per second. Empty for a step that sampled nothing because enough complete groups had waited: such a
+        """Tokens per second; empty for a step that sampled nothing because enough complete groups were left: such a
         step takes microseconds, and its rates would be meaningless."""
         if not self.sampled_tokens:
             return {}
@@ -278,7 +278,7 @@ class RolloutBatch:
         return {name: value for name, value in expected.items() if value is not None}
 
     def metrics(self) -> dict[str, float]:
-        """The account of the step as numbers for a log: the names are the same wherever april runs."""
+        """Return the statistics as numbers for a log, under the same names wherever april runs."""
         return {
             "policy_version": self.version,
             "staleness_mean": float(self.staleness.mean()),
@@ -304,12 +304,12 @@ class RolloutBatch:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """The account of the step, without its groups, as JSON types; `from_dict` restores it."""
-        account = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}
+        """Return the statistics, without the groups, as JSON types; `from_dict` restores them."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "groups"}
         records = ("request_intervals", "failures", "quarantined")
-        return account | {
+        return own | {
             "plan": asdict(self.plan),
-            **{name: [asdict(item) for item in account[name]] for name in records},
+            **{name: [asdict(item) for item in own[name]] for name in records},
         }
 
     @classmethod

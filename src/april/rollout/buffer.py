@@ -1,9 +1,9 @@
-"""The groups under way: admitted, and neither trained on nor rejected yet.
+"""The buffer: groups that were admitted, and neither trained on nor rejected yet.
 
 Invariants, checked by `Buffer.check` at the end of every step:
-- admitted = under way + trained + rejected, and no group is counted twice;
-- every token that was sampled is in exactly one sample: sampled = tokens under way + trained + rejected, and those of
-  episodes that had to begin again; and so is every token that an environment put in.
+- admitted = buffered + trained + rejected, and no group is counted twice;
+- every sampled token is in exactly one sample: sampled = buffered + trained + rejected + tokens of episodes that were
+  restarted + tokens that became drafts; the same holds for tokens that environments inserted.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from april.rollout.trajectory import Group, Sample
 
 
 class Rejection(StrEnum):
-    """Why a complete group is not trained on."""
+    """Reason why a group is not trained on."""
 
     FILTER = "filter"
-    """The dynamic-sampling filter turned it away: it carries no signal."""
+    """The dynamic-sampling filter rejected it: it carries no signal."""
     REWARD = "reward"
     """Its reward function failed, and the run is set to leave such groups out."""
     ENGINE = "engine"
-    """A request of it kept failing."""
+    """A request of one of its samples kept failing."""
     ENVIRONMENT = "environment"
-    """An environment of it kept failing."""
+    """An environment of one of its samples kept failing."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Groups, or episodes that began again, and tokens that met one fate."""
+    """Counts of groups (or restarted episodes) and tokens with the same outcome."""
 
     groups: int = 0
     tokens: int = 0
@@ -51,7 +51,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Buffer:
-    """Groups under way in the order of admission, and the count of those that left."""
+    """The buffered groups in the order of admission, and the counts of groups that left."""
 
     groups: dict[int, Group] = field(default_factory=dict)
     admitted: int = 0
@@ -60,7 +60,7 @@ class Buffer:
     trained: Tally = field(default_factory=Tally)
     rejected: dict[Rejection, Tally] = field(default_factory=lambda: {reason: Tally() for reason in Rejection})
     restarted: Tally = field(default_factory=Tally)
-    """Episodes that had to begin again, and what they had said by then."""
+    """Restarted episodes, and the tokens that they had."""
     redrafted: Tally = field(default_factory=Tally)
     """Groups whose responses became drafts as the weights changed."""
 
@@ -72,14 +72,14 @@ class Buffer:
 
     @property
     def samples(self) -> Iterator[Sample]:
-        """The samples of the groups under way."""
+        """The samples of the buffered groups."""
         return chain.from_iterable([group.samples for group in self.groups.values()])
 
     def find(self, sample_id: str) -> Sample:
-        """The sample of that name.
+        """Return the sample with this id.
 
         Raises:
-            KeyError: it is not under way.
+            KeyError: it is not in the buffer.
         """
         group_id, _, index = sample_id.rpartition(" ")[2].partition(".")
         try:
@@ -106,20 +106,20 @@ class Buffer:
         self.rejected[reason].count(self.groups.pop(group.id))
 
     def redraft(self) -> None:
-        """Every response under way becomes a draft."""
+        """Turn every buffered response into a draft."""
         for group in self:
             self.redrafted.count(group)
             group.redraft()
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of the groups under way."""
+        """Sampled tokens of the buffered groups."""
         return sum([sample.length - sample.environment_tokens for sample in self.samples])
 
     @property
     def discarded_tokens(self) -> int:
-        """Sampled tokens that are in no group under way, trained or rejected, nor of an episode that began again,
-        nor a draft. Always zero."""
+        """Sampled tokens that are in no buffered, trained or rejected group, and belong to no restarted episode and no
+        draft. Always zero."""
         left = sum(tally.tokens for tally in self._left)
         return self.sampled_tokens - self.tokens - left
 

@@ -1,14 +1,15 @@
-"""What the core asks of whatever generates.
+"""The engine protocol: the core's interface to inference engines.
 
-An engine is a multiplexed stream: samples go in with `submit`, everything sampled for any of them comes out of `poll`
-as a batch of chunks. The scheduler owns each token as it arrives, so an abort, a dead server or a cut connection loses
-nothing that was sampled.
+An engine is a multiplexed stream: `submit` adds samples, and `poll` returns the tokens sampled for any of them as a
+batch of chunks. The scheduler owns each token as it arrives, so an abort, a dead server or a cut connection loses no
+sampled token.
 
 Invariants every engine keeps:
-- every sampled token is handed out exactly once, by `poll` or by `interrupt`, in order within its sample;
-- after `interrupt` returns, nothing runs for the samples it named, and the others go on as if nothing had happened;
-- a cancelled `poll` loses nothing: what it would have returned comes from the next one;
-- a `poll` that waits while samples are interrupted goes on waiting for the others, and returns once there are none;
+- every sampled token is returned exactly once, by `poll` or by `interrupt`, in order within its sample;
+- after `interrupt` returns, nothing runs for the named samples, and every other sample is unaffected;
+- a cancelled `poll` loses nothing: the next `poll` returns its chunks;
+- a `poll` that waits while samples are interrupted continues to wait for the other samples, and returns once there are
+  none;
 - an engine only reads a sample, and only inside `submit`: the scheduler appends the chunks.
 """
 
@@ -24,12 +25,12 @@ from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
 
 KVPolicy = Literal["recompute", "keep"]
-"""What happens to the KV cache of an unfinished sample when the weights change. `recompute`: it is dropped, and prompt
-and response so far are prefilled again under the new weights. `keep`: the sample goes on with the old KV cache."""
+"""Treatment of the KV cache of unfinished samples when the weights change. `recompute`: it is dropped, and prompt and
+response so far are prefilled again under the new weights. `keep`: the sample continues with the old KV cache."""
 
 
 class Fault(Enum):
-    """Kinds of failed requests, by what the failure tells about the sample."""
+    """Kinds of failed requests, by the evidence about the sample that they give."""
 
     UNKNOWN = "unknown"
     """Either the sample or the engine is the cause."""
@@ -42,10 +43,10 @@ class Fault(Enum):
 
 
 class Chunk(NamedTuple):
-    """Tokens that one policy version sampled for one sample.
+    """Tokens sampled by one policy version for one sample.
 
-    `finish` is set on the last chunk of a sample that ended. `error` says why a request failed; the sample stays
-    unfinished, with every token already handed out. It is no longer in flight and may be submitted again. `fault` names
+    `finish` is set on the last chunk of a sample that ended. `error` is the reason why a request failed; the sample
+    stays unfinished, with every token returned so far. It is no longer in flight and may be submitted again. `fault` is
     the kind of the failure.
     """
 
@@ -64,12 +65,12 @@ make_chunk: Callable[[tuple[Any, ...]], Chunk] = partial(tuple.__new__, Chunk)
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an engine can hold.
+    """Capacity of an engine.
 
     Args:
-        slots: samples that decode together; more may be submitted, they wait inside the engine.
+        slots: samples that decode together; further samples wait inside the engine.
         context_length: prompt and response tokens of one sample together.
-        kv_tokens: tokens whose KV cache fits, over all samples; None if not known.
+        kv_tokens: tokens whose KV cache fits, over all samples; None if unknown.
     """
 
     slots: int
@@ -88,17 +89,17 @@ class Capacity:
 
 
 class EngineError(Exception):
-    """An engine that cannot go on. The samples it held keep every token handed out before."""
+    """An engine failed as a whole. Its samples keep every token returned before."""
 
 
 class ChunkError(EngineError):
-    """An engine handed out a chunk that breaks a rule. Nothing of the chunk was kept."""
+    """An engine returned a chunk that breaks a rule. Nothing of the chunk was kept."""
 
     def __init__(self, chunk: Chunk, rule: str) -> None:
         tokens, version = len(chunk.token_ids), chunk.version
         finish = "" if chunk.finish is None else f", finish {chunk.finish}"
         super().__init__(
-            f"sample {chunk.sample_id}: the engine handed out a chunk of {tokens} tokens (policy version {version}"
+            f"sample {chunk.sample_id}: the engine returned a chunk of {tokens} tokens (policy version {version}"
             f"{finish}) that breaks a rule: {rule}"
         )
         self.chunk = chunk
@@ -110,14 +111,14 @@ class Engine(Protocol):
 
     @property
     def running(self) -> int:
-        """Samples that are decoding now, at most `capacity.slots`; the others in flight wait inside the engine."""
+        """Samples that are decoding now, at most `capacity.slots`; other samples in flight wait inside the engine."""
         ...
 
     def submit(self, sample: Sample) -> None:
         """Start or resume a sample: the engine continues prompt and response so far up to the sample's budget.
 
-        Samples are served in the order of submission. A sample that was interrupted may be resumed on its KV cache,
-        if the engine still holds it.
+        Samples are served in the order of submission. An interrupted sample may be resumed on its KV cache, if the
+        engine still has it.
 
         Raises:
             ValueError: the sample does not fit this engine (context length, vocabulary, sampling settings); the
@@ -126,7 +127,7 @@ class Engine(Protocol):
         ...
 
     async def poll(self) -> list[Chunk]:
-        """Wait until something was sampled and return all of it; at once with nothing if no sample is in flight.
+        """Wait until tokens were sampled and return all of them; return nothing at once if no sample is in flight.
 
         Raises:
             EngineError: the engine as a whole has failed.
@@ -134,23 +135,23 @@ class Engine(Protocol):
         ...
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        """Stop the named samples, all if none are named, and return what was sampled for them but not handed out yet.
+        """Stop the named samples, all if none are named, and return the tokens sampled for them and not returned yet.
 
-        Names of samples that are not in flight are allowed: what is queued for them is returned too.
+        Samples that are not in flight may be named: tokens that are queued for them are returned too.
         """
         ...
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """Go over to policy `version`. Called only while nothing is in flight.
+        """Switch to policy `version`. Called only while nothing is in flight.
 
-        `weights` says where they are, in a form the engine documents: nothing for an engine that shares the trainer's
-        parameters, a directory of safetensors for a server.
+        `weights` has a form that the engine documents: None for an engine that shares the trainer's parameters, a
+        directory of safetensors for a server.
         """
         ...
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Give up what is held (KV caches, tokens not handed out) for interrupted samples, for all of them if none are
-        named. What is submitted under their ids from then on starts from its own tokens."""
+        """Drop the KV caches and undelivered tokens of interrupted samples, of all of them if none are named. A sample
+        that is submitted under one of these ids later starts from its own tokens."""
         ...
 
     async def close(self) -> None: ...

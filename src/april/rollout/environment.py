@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from april.rollout.json_types import encodable, finite_number, json_types, shown
-from april.rollout.tokens import MOST_TOKEN_ID
+from april.rollout.tokens import MAX_TOKEN_ID
 from april.rollout.trajectory import Prompt, Sample
 from april.rollout.user_code import in_one_line
 
@@ -206,7 +206,7 @@ def checked_observation(observation: Any) -> Observation:
     if isinstance(observation, str):
         return encodable(observation)
     if isinstance(observation, TokenIds):
-        if all(isinstance(token, int) and 0 <= token <= MOST_TOKEN_ID for token in observation):
+        if all(isinstance(token, int) and 0 <= token <= MAX_TOKEN_ID for token in observation):
             return observation
         raise ObservationError("an observation of token ids holds something that is no token id")
     if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):

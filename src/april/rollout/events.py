@@ -1,6 +1,6 @@
-"""What can happen to the rollouts, as values that never change.
+"""Events of the rollouts, as immutable values.
 
-`RolloutState.apply` says what each one does; the journal keeps them in the order in which they happened.
+`RolloutState.apply` defines the effect of each event; the journal stores events in their order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from april.rollout.trajectory import Prompt, Reward, Transition
 
 
 class Admitted(NamedTuple):
-    """A group of `n_samples` was begun; `prompts` is the state of the prompt stream behind it, if it has one."""
+    """A group of `n_samples` was started; `prompts` is the state of the prompt stream after it, if it has one."""
 
     group_id: int
     prompt: Prompt
@@ -31,7 +31,7 @@ Sampled: TypeAlias = Chunk
 
 
 class Stepped(NamedTuple):
-    """An environment answered a turn of a sample, or began its episode (turn -1): it put tokens into it, or ended it.
+    """An environment answered a turn of a sample, or started its episode (turn -1): it inserted tokens, or ended it.
 
     There is exactly one for each turn of an attempt, in their order.
     """
@@ -44,45 +44,45 @@ class Stepped(NamedTuple):
     transition: Transition
     finish: FinishReason | None = None
     state: Any = None
-    """What the environment saved, if it saves itself: JSON types."""
+    """Saved state of the environment, as JSON types, if it can save itself."""
 
 
 class Restarted(NamedTuple):
-    """An episode begins again: its environment cannot be brought to where it was. Its tokens are counted and gone."""
+    """An episode restarts because its environment cannot be restored. Its tokens are counted and dropped."""
 
     sample_id: str
     reason: str
 
 
 class Rewarded(NamedTuple):
-    """Samples of a group were scored: reward by index."""
+    """Samples of a group were scored: rewards by sample index."""
 
     group_id: int
     rewards: Mapping[int, Reward]
 
 
 class Accepted(NamedTuple):
-    """The filter has let a complete group pass."""
+    """The dynamic filter accepted a complete group."""
 
     group_id: int
 
 
 class Rejected(NamedTuple):
-    """A group was turned away."""
+    """A group was rejected."""
 
     group_id: int
     reason: Rejection
 
 
 class Trained(NamedTuple):
-    """A step was handed to training: the ids of its groups, and its account."""
+    """A batch was handed to training: the ids of its groups, and its statistics."""
 
     group_ids: Sequence[int]
     step: RolloutBatch
 
 
 class Updated(NamedTuple):
-    """The engine went over to the weights of policy `version`."""
+    """The engine received the weights of policy `version`."""
 
     version: int
 

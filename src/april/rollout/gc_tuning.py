@@ -1,7 +1,7 @@
 """Python's garbage collector in a process that holds many samples.
 
-It looks through all young objects each time that 700 more have come, and through all there are when they are a quarter
-more: with 262,144 samples under way, of which none is garbage, that is as much work again as the scheduler's own
+By default the collector examines all young objects after every 700 new ones, and all objects once their number has
+grown by a quarter. With 262,144 samples, none of them garbage, that doubles the work of the scheduler
 (benchmarks/simulation/scheduler_share.json).
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 
 THRESHOLDS = (10_000, 20, 100)
-"""Objects more than went, before the youngest are looked through; and how many times before the next older ones are."""
+"""New objects before a collection of the youngest generation, and collections of a generation before one of the
+next."""
 
 
 def raise_gc_thresholds() -> None:
-    """Set this process's collector to look seldom."""
+    """Make collections rare in this process."""
     gc.set_threshold(*THRESHOLDS)

@@ -88,8 +88,8 @@ class Generation:
         self.retries.new_step()
 
     def submit(self, admitted: Sequence[Group], due: Iterable[Sample]) -> None:
-        """Submit samples: interrupted ones first, then those of `admitted` groups, of answered turns, and those whose
-        next attempt is `due`."""
+        """Submit samples: interrupted samples first, then samples of `admitted` groups, of answered turns, and samples
+        whose next attempt is `due`."""
         groups = [*self.state.buffer] if self._interrupted else admitted
         if groups:
             samples = [sample for group in groups for sample in group.samples if sample.finish is None]
@@ -241,7 +241,7 @@ class Generation:
             self.episodes.drop(group.samples)
 
     async def interrupt(self) -> None:
-        """Stop what is in flight, and keep every token of it."""
+        """Stop the samples in flight, and keep every token of them."""
         try:
             if self.in_flight:
                 await self._interrupt()

@@ -2,7 +2,7 @@
 
 The loop is in one of three states. It is *stopped*; or a caller *drives* it, by calling `settle`, `fill` and `poll` in
 turn; or it *runs* in a background task, which does the same. `start` and `stop` begin and end the background task,
-`pause` also interrupts what is in flight, and `close` ends the loop.
+`pause` also interrupts the samples in flight, and `close` ends the loop.
 
 Each iteration:
 - `settle` applies the answers of environments and the rewards, and rejects groups;
@@ -107,7 +107,7 @@ class RolloutLoop:
 
     @property
     def target(self) -> int:
-        """Groups to have in the buffer now: as many as admission wants and the bound allows."""
+        """Groups to have in the buffer now: the smaller of the plan's target and the bound's limit."""
         size, bound, wanted = self.params.rollout_batch_size, self.params.max_staleness, self.stats.batch.target
         if bound is None:
             return wanted
@@ -138,7 +138,7 @@ class RolloutLoop:
                 raise asyncio.CancelledError
 
     async def pause(self) -> None:
-        """End the background task, and interrupt what is in flight; every token is kept."""
+        """End the background task, and interrupt the samples in flight; every token is kept."""
         await self.stop()
         try:
             await self.generation.interrupt()
@@ -214,7 +214,7 @@ class RolloutLoop:
             raise error
 
     def fill(self) -> None:
-        """Admit groups up to `target`, and submit every sample that can go on.
+        """Admit groups up to `target`, and submit every sample that can continue.
 
         Raises:
             EngineError: an outage has lasted too long, or too many groups were given up.

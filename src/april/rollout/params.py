@@ -1,7 +1,7 @@
-"""What a scheduler is told, as two values that check themselves.
+"""Parameters of a scheduler, as two values that validate themselves.
 
 Invariant: a `RolloutParams` that exists can be kept: N <= N' <= N * (max_staleness + 1) where N' is fixed and there is
-a bound. Every rule about N, N', the bound and the choice of groups stands here and nowhere else.
+a bound. Every rule about N, N', the bound and the choice of groups is here and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args
 from april.rollout.admission.admission import Admission, largest_target
 
 OnRewardError = Literal["raise", "zero", "reject"]
-"""What a failing reward function means: the run stops, the sample scores 0, or its group is left out."""
+"""Consequence of a failing reward function: the run stops, the sample scores 0, or its group is left out."""
 
 MAX_STALENESS = 5
-"""The staleness bound of whoever sets none."""
+"""Default staleness bound."""
 AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})
 Recovery = Literal["replay", "snapshot", "stateless", "restart"]
 """How an environment that is gone, after a crash or a failure, is brought to where its episode stands. `replay`: reset
@@ -31,25 +31,21 @@ OnError = Literal["observe", "end", "reject"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParams:
-    """How many groups are under way, and which of them a step trains on.
+    """Number of groups that are generated at once, and the choice of groups that a step trains on.
 
     Args:
-        rollout_batch_size: complete groups a step trains on (N).
-        n_samples_per_prompt: samples in a group (G).
-        over_sampling_batch_size: groups under way in a step (N'); "auto" to have it chosen from what is observed, or an
-            `Admission` of your own.
-        max_staleness: the most weight updates between a group's first token and the step that trains on it; None for
-            no bound.
-        partial_rollout: with False, every step begins and ends with nothing under way: synchronous, on-policy. N' is
-            then N and the bound 0, whatever was given.
-        first_come: train on the groups that were complete first instead of the oldest; only without a bound.
-        ramp_steps: N' grows from N to its value over so many steps; 1 makes the first step synchronous, 0 is no ramp.
-        admission_window: a complete group waits until it is less than so many admissions after the oldest unfinished
-            one; None for no window.
-        redraft: what is under way when the weights change is not kept but becomes a draft, which the engine verifies
-            under the new weights: every token is on-policy, and there is no bound to keep. Only for engines that verify
-            drafts (the embedded one); others sample everything again.
-        names: what errors call these settings, where the user knows them by other names.
+        rollout_batch_size: complete groups a step trains on (N). n_samples_per_prompt: samples in a group (G).
+        over_sampling_batch_size: groups in the buffer during a step (N'); "auto" chooses the number from observed
+        lengths and speeds; or an `Admission` of your own. max_staleness: the most weight updates between a group's
+        first token and the step that trains on it; None for no bound. partial_rollout: with False, every step starts
+        and ends with an empty buffer: synchronous and on-policy. N' is then N and the bound 0. first_come: train on the
+        groups that were complete first instead of the oldest groups; only without a bound. ramp_steps: steps over which
+        N' grows from N to its value; 1 makes the first step synchronous, 0 is no ramp. admission_window: hold back a
+        complete group while this many groups or more were admitted between the oldest unfinished group and it; None for
+        no window. redraft: turn buffered responses into drafts when the weights change; the engine verifies them under
+        the new weights, so every token is on-policy, and no bound is needed. Only for engines that verify drafts (the
+        embedded engine); other engines sample every token again. names: names of these settings in error messages, if
+        the user knows them by other names.
 
     Raises:
         ValueError: settings that cannot be kept; the message names them and the remedy.
@@ -115,30 +111,30 @@ class RolloutParams:
         if largest is not None and target > largest:
             raise ValueError(
                 f"{own} cannot keep {setting('max_staleness')}: with {setting('rollout_batch_size')} at most {largest} "
-                f"groups may be under way; lower the first, or raise the second to {-(-target // size) - 1}"
+                f"groups may be in the buffer; lower the first, or raise the second to {-(-target // size) - 1}"
             )
 
     @property
     def largest_target(self) -> int | None:
-        """The most groups under way for which the staleness bound can be kept; None if there is no bound."""
+        """Largest number of buffered groups for which the staleness bound can be kept; None without a bound."""
         return largest_target(self.rollout_batch_size, self.max_staleness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSettings:
-    """What is done about rewards and requests that fail.
+    """Treatment of rewards and requests that fail.
 
     Args:
-        on_reward_error: what a failing reward function means.
+        on_reward_error: consequence of a failing reward function.
         reward_timeout: seconds a reward may take; None for no limit.
         max_retries: requests of one sample in a row, without a token between them, that may fail while the engine
             answers others, before the sample's group is quarantined: left out, with the reason in the step's account,
             and replaced by a new prompt.
-        retry_delay: seconds before a sample whose request failed goes on from its last token; twice as long after
+        retry_delay: seconds before a sample whose request failed continues from its last token; twice as long after
             each further failure in a row.
         outage_limit: seconds that no request at all may be answered, before `next_batch` raises EngineError. Until then
-            nothing is given up, and everything goes on from its last token when the engine answers again.
-        max_rejected_groups: groups of one step that may be turned away before `next_batch` gives up; None for no limit.
+            nothing is given up, and every sample continues from its last token when the engine answers again.
+        max_rejected_groups: groups of one step that may be rejected before `next_batch` gives up; None for no limit.
 
     Raises:
         ValueError: names the setting.

@@ -1,6 +1,6 @@
-"""Where new groups come from.
+"""The source of new groups.
 
-Invariant: a prompt that was admitted is not admitted again, across restarts too, where the prompts know their position.
+Invariant: an admitted prompt is not admitted again, also across restarts if the prompts can save their position.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from april.rollout.user_code import UserCode
 
 
 class PromptSource:
-    """Prompts in their order, and what is sampled for each.
+    """Prompts in their order, with the sampling settings of their groups.
 
     Args:
-        prompts: if they have `state_dict` and `load_state_dict`, their position is known.
-        n_samples: of each prompt.
-        sampling: how tokens are drawn, and the response budget.
-        seed: every sample's seed follows from it.
-        journalled: whether each admission keeps the position behind it.
+        prompts: their position is saved if they have `state_dict` and `load_state_dict`.
+        n_samples: samples of each prompt.
+        sampling: sampling parameters and the response budget.
+        seed: seed of the run, from which the seed of every sample follows.
+        journalled: store the position after each admission in its event.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class PromptSource:
         self._next: Iterator[Prompt] = iter(prompts)
 
     def admit(self, group_id: int) -> Admitted | None:
-        """The group that comes next; None if the prompts ran out.
+        """Return the admission of the next group; None if the prompts ran out.
 
         Raises:
-            ValueError: it is no prompt, its tokens are no token ids, or its metadata cannot be saved.
+            ValueError: the next item is no prompt, its tokens are no token ids, or its metadata cannot be saved.
         """
         with UserCode():
             prompt = next(self._next, None)
@@ -55,18 +55,18 @@ class PromptSource:
 
     @property
     def position(self) -> Any:
-        """The place in the prompts, as JSON types; None if they do not know it."""
+        """Position in the prompts, as JSON types; None if they cannot save it."""
         return self.prompts.state_dict() if hasattr(self.prompts, "state_dict") else None
 
     def go_to(self, position: Any) -> None:
-        """Go on behind `position`, if there is one."""
+        """Continue after `position`, if it is not None."""
         if position is not None:
             self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
             self._next = iter(self.prompts)
 
 
 def _checked(prompt: Any) -> Prompt:
-    """The prompt with its token ids, given as any sequence of integers, as a tuple of int."""
+    """Return the prompt with its token ids, any sequence of integers, as a tuple of int."""
     if not isinstance(prompt, Prompt):
         raise ValueError(f"prompts must be april.Prompt objects, not {shown(prompt)}")
     try:

@@ -1,4 +1,4 @@
-"""How tokens of a response are drawn, and why it ends."""
+"""Sampling parameters, and reasons why a response ends."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """The policy ended the response itself, with a stop token; the stop token is the last of the response."""
     LENGTH = "length"
-    """The response budget ran out, or, of a sample without environment, the engine's context: it is truncated."""
+    """The response budget ran out or, in a sample without environment, the engine's context: the sample is
+    truncated."""
     CONTEXT = "context"
-    """An episode has no room left in the engine's context: it is truncated."""
+    """The engine's context has no room left for an episode: it is truncated."""
     TURNS = "turns"
-    """An episode had all its turns: it is truncated."""
+    """An episode reached its limit of turns: it is truncated."""
     DEADLINE = "deadline"
-    """An episode's environment took all the seconds it may: it is truncated."""
+    """An episode's environment reached its time limit: the episode is truncated."""
     DONE = "done"
     """The environment ended the episode."""
     BRIDGE = "bridge"
-    """What the environment said cannot be put behind the turn token by token."""
+    """The chat template cannot append the environment's answer to the turn without changing earlier tokens."""
     FAILED = "failed"
-    """The environment failed, and the run is set to end episodes there."""
+    """The environment failed, and the settings end such episodes."""
 
     @property
     def truncated(self) -> bool:
-        """Whether a budget ended the sample, not the policy nor the environment."""
+        """Whether a budget ended the sample, neither the policy nor the environment."""
         return self in _TRUNCATED
 
 
@@ -37,10 +38,11 @@ _TRUNCATED = frozenset({FinishReason.LENGTH, FinishReason.CONTEXT, FinishReason.
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """Sampling parameters of a response.
 
-    The recorded log-probability is that of the distribution the token was drawn from: softmax(logits / temperature),
-    renormalised over what `top_k`, `top_p` and `min_p` leave. At `temperature=0` (greedy) it is log softmax(logits).
+    The recorded log-probability belongs to the distribution that the token was drawn from: softmax(logits /
+    temperature), renormalised over the tokens that `top_k`, `top_p` and `min_p` keep. At `temperature=0` (greedy) it is
+    log softmax(logits).
 
     Args:
         max_tokens: response budget of a sample, in tokens, over all its segments and interruptions.
@@ -48,10 +50,10 @@ class SamplingParams:
         top_p: keep the smallest set of tokens whose probability reaches `top_p`; 1 keeps all.
         top_k: keep the `top_k` most probable tokens; 0 keeps all.
         min_p: keep tokens at least `min_p` times as probable as the most probable one; 0 keeps all.
-        stop_token_ids: a sample ends with the first of these that it draws; of an episode, the turn. The
-            engines in this process take the model's end-of-sequence tokens where there are none; servers take none.
+        stop_token_ids: the first of these tokens ends the sample, or the turn of an episode. Without any, engines in
+            this process use the model's end-of-sequence tokens; servers use none.
         max_turns: turns of an episode with an environment; 0: no environment, the sample ends with its turn.
-        observations_count: whether what an environment answers to turns counts towards `max_tokens` as well.
+        observations_count: whether the answers of an environment to turns count towards `max_tokens` as well.
     """
 
     max_tokens: int = 1024
@@ -76,7 +78,7 @@ class SamplingParams:
         require(self.max_turns >= 0, "max_turns", "must be 0 (no environment) or positive")
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings as JSON types; `from_dict` restores them."""
+        """Return the settings as JSON types; `from_dict` restores them."""
         return {name: getattr(self, name) for name in SamplingParams.__slots__}
 
     @classmethod

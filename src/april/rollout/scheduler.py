@@ -56,16 +56,16 @@ class RolloutScheduler:
     Use it as an async context manager. Call `next_batch` for each training step, and `update_weights` after it.
 
     Args:
-        engine: whatever generates.
-        prompts: where new prompts come from. If it has `state_dict` and `load_state_dict`, its position is part of
+        engine: the inference engine.
+        prompts: source of new prompts. If it has `state_dict` and `load_state_dict`, its position is part of
             the scheduler's own state.
         reward: scores a finished sample, `reward(prompt, sample)`, or with `reward_scope="group"` a complete group,
-            `reward(prompt, samples)`. Sync (run in a thread) or async.
-        params: how many groups are under way, and which of them a step trains on.
-        sampling: how tokens are drawn, and the response budget.
-        faults: what is done about rewards and requests that fail.
-        dynamic_filter: called with each complete, rewarded group; False turns it away, and a new prompt replaces it.
-        seed: every sample's seed follows from it.
+            `reward(prompt, samples)`. A plain function runs in a thread; it may also be async.
+        params: how many groups are generated at once, and which of them a step trains on.
+        sampling: sampling parameters and the response budget.
+        faults: treatment of rewards and requests that fail.
+        dynamic_filter: called with each complete, rewarded group; False rejects it, and a new prompt replaces it.
+        seed: seed of the run, from which the seed of every sample follows.
         on_progress: called with the scheduler whenever something was sampled or scored.
         journal: records every event on disk. Events that it holds beyond the loaded state are replayed first:
             `next_batch` returns their batches again, unchanged.
@@ -155,12 +155,12 @@ class RolloutScheduler:
 
     @property
     def seed(self) -> int:
-        """Every sample's seed follows from it."""
+        """Seed of the run, from which the seed of every sample follows."""
         return self._source.seed
 
     @property
     def buffer(self) -> Buffer:
-        """The groups under way, and the count of those that left."""
+        """The groups that were admitted and have not been trained on or rejected, and counts of the others."""
         return self.state.buffer
 
     @property
@@ -170,7 +170,7 @@ class RolloutScheduler:
 
     @property
     def in_flight(self) -> int:
-        """Samples submitted to the engine and not finished, those of an evaluation included."""
+        """Samples in the engine, including samples of an evaluation."""
         return len(self._shared)
 
     async def next_batch(self, last: bool = False) -> RolloutBatch:

@@ -109,7 +109,7 @@ class Scoring:
         return self._filter(group)
 
     def _filter(self, group: Group) -> Failure | None:
-        """Ask the filter about a group that is complete and rewarded; return the failure if it ends the step."""
+        """Call the filter with a group that is complete and rewarded; return the failure if it ends the step."""
         if self.dynamic_filter is None or group.id in self.state.ready or group.id in self.quarantined:
             return None
         if not (group.complete and group.rewarded):

@@ -1,10 +1,10 @@
-"""What rollouts are at one moment, and the one way in which it changes.
+"""The state of the rollouts, which only events change.
 
 Invariants:
-- `apply` is the only thing that changes the state (`absorb` is its fast path for sampled tokens): living is apply and
-  record, and replaying the records of a run that died is apply;
+- only `apply` changes the state (`absorb` is its fast path for sampled tokens): a live run applies and records events,
+  and after a crash the recorded events are applied again;
 - an event that breaks a rule changes nothing;
-- what was saved and loaded goes on with the same groups and the same tokens.
+- a state that was saved and loaded continues with the same groups and the same tokens.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from april.rollout.trajectory import Group, Sample
 
 
 class Absorbed(NamedTuple):
-    """What came of a batch of chunks: tokens that are in their samples now, the chunks that end a request and those
-    that tell of an error, the groups that are complete with them, and the chunks that broke a rule."""
+    """Result of absorbing a batch of chunks: the number of tokens appended, the chunks that end a request, the chunks
+    with an error, the groups that are complete now, and an error for each chunk that broke a rule."""
 
     tokens: int
     ended: list[Chunk]
@@ -37,16 +37,16 @@ class Absorbed(NamedTuple):
 
 
 class RolloutState:
-    """Groups under way, rewards, counts, policy version, and what was learnt of lengths and engine.
+    """Buffered groups, rewards, counts, policy versions, and the models of lengths and engine.
 
     Args:
-        params: how many groups are under way, and how old they may be.
+        params: how many groups are generated at once, and their largest staleness.
         lengths: the length model.
-        admission: decides how many groups are under way.
+        admission: decides how many groups are in the buffer.
         filtered: a complete group is ready only once a filter has accepted it.
         scored: a complete group is ready only once it is rewarded, because a missing reward may turn it away.
         sample_type: class of the samples of new groups.
-        evaluation: the groups are those of an evaluation, with names and seeds of their own.
+        evaluation: give the groups the names and seeds of an evaluation.
     """
 
     def __init__(
@@ -67,26 +67,26 @@ class RolloutState:
         self.sample_type = sample_type
         self.evaluation = evaluation
         self.engine_version = 0
-        """The policy version that engines hold."""
+        """Policy version of the engine's weights."""
         self.trainer_version = 0
-        """The policy version that training makes of all that was handed to it: `version`, or more while it is at it."""
+        """Policy version that results from training on every batch so far: at least `engine_version`."""
         self.buffer = Buffer()
         self.ready: dict[int, Group] = {}
-        """Complete groups that may be trained on: nothing can turn them away any more."""
-        self._lengths: dict[str, int] = {}
-        """Policy tokens of samples under way when the last step was handed over; 0 for what came since."""
-        self._sampled: int | None = 0
-        """Tokens that had been sampled by then; None: not known."""
-        self._left: list[RequestInterval] = []
-        """Growth, since then, of samples whose groups were turned away."""
-        self._ended: dict[str, int] = {}
-        """Episodes that their environments have ended since then, and the policy's tokens of each."""
+        """Complete groups that may be trained on: nothing can reject them any more."""
+        self._tokens_at_last_step: dict[str, int] = {}
+        """Policy tokens that each buffered sample had when the last batch was returned."""
+        self._sampled_at_last_step: int | None = 0
+        """Tokens that had been sampled by then; None if unknown."""
+        self._removed_growth: list[RequestInterval] = []
+        """Growth, since then, of samples whose groups were rejected."""
+        self._ended_episodes: dict[str, int] = {}
+        """Policy tokens of the episodes that their environments have ended since then."""
 
     def apply(self, event: Event) -> None:
-        """Let `event` happen.
+        """Apply `event`.
 
         Raises:
-            ChunkError: a chunk that no engine may hand out.
+            ChunkError: a chunk that breaks a rule of the engine protocol.
             LookupError, ValueError: the event does not follow from those before it.
         """
         match event:
@@ -99,20 +99,20 @@ class RolloutState:
             case Stepped():
                 self._step(event)
             case Restarted(sample_id):
-                self._begin_again(self.buffer.find(sample_id))
+                self._restart(self.buffer.find(sample_id))
             case Rewarded(group_id, rewards):
                 group = self.buffer.groups[group_id]
                 for index, reward in rewards.items():
                     sample = group.samples[index]
                     sample.reward, sample.reward_info = reward.value, reward.info
-                self._consider(group)
+                self._mark_ready(group)
             case Accepted(group_id):
                 self.ready[group_id] = self.buffer.groups[group_id]
             case Rejected(group_id, reason):
                 group = self.buffer.groups[group_id]
                 self.ready.pop(group_id, None)
                 self.buffer.reject(group, reason)
-                self._left += self._growth(group.samples)
+                self._removed_growth += self._growth(group.samples)
             case Trained():
                 self._train(event)
             case Updated(version):
@@ -124,15 +124,14 @@ class RolloutState:
                     self._redraft()
 
     def absorb(self, chunks: Sequence[Chunk], among: Mapping[str, Sample] | None = None) -> Absorbed:
-        """Append what engines sampled. A chunk that breaks a rule is left out, with what follows it for the same
-        sample; the others are not.
+        """Append sampled tokens. A chunk that breaks a rule is left out, with the later chunks of the same sample.
 
         Args:
-            among: the samples that may get something, by name; all that are under way if None.
+            among: the samples that may receive tokens, by id; every buffered sample if None.
         """
         find = self.buffer.find if among is None else among.__getitem__
         tokens, current, groups = 0, self.engine_version, self.buffer.groups
-        wrong: set[str] = set()
+        rejected: set[str] = set()
         ended: list[Chunk] = []
         failed: list[Chunk] = []
         complete: list[Group] = []
@@ -140,7 +139,7 @@ class RolloutState:
         for chunk in chunks:
             id, token_ids, logprobs, version, finish, error, _ = chunk
             try:
-                if id in wrong:
+                if id in rejected:
                     raise KeyError(id)
                 sample = find(id)
                 if version != current and len(token_ids) and not self._late(version, groups[sample.group_id]):
@@ -149,7 +148,7 @@ class RolloutState:
             except (KeyError, ValueError, TypeError) as reason:
                 rule = "no such sample is in flight" if isinstance(reason, KeyError) else str(reason)
                 broken.append(ChunkError(chunk, rule))
-                wrong.add(id)
+                rejected.add(id)
                 continue
             if finish is not None:
                 ended.append(chunk)
@@ -160,12 +159,12 @@ class RolloutState:
                 failed.append(chunk)
         self.buffer.sampled_tokens += tokens
         for group in complete:
-            self._consider(group)
+            self._mark_ready(group)
         return Absorbed(tokens, ended, failed, complete, broken)
 
     def _late(self, version: int, group: Group) -> bool:
-        """Whether tokens of an earlier version may still come: of a request that a server froze over an update. They
-        must not make their group older than the bound has been checked for."""
+        """Whether tokens of an earlier version are allowed: a server may freeze a request during an update. They must
+        not make their group older than it was when the bound was checked."""
         first = group.first_version
         return first is not None and first <= version < self.engine_version
 
@@ -173,29 +172,29 @@ class RolloutState:
         sample = self.buffer.find(event.sample_id)
         if event.turn != len(sample.transitions) - 1:
             raise ValueError(f"turn {event.turn} was answered where turn {len(sample.transitions) - 1} is due")
-        if event.action != (spoken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
-            raise ValueError(f"the answer is to a turn {event.action}, and the turn that was spoken is {spoken}")
+        if event.action != (taken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
+            raise ValueError(f"the answer belongs to turn {event.action}, but the policy's turn is {taken}")
         sample.observe(event.token_ids, event.transition, event.finish, event.state)
         self.buffer.environment_tokens += len(event.token_ids)
         if sample.finish is not None:
-            self._ended[sample.id] = sample.policy_tokens
-        self._consider(self.buffer.group_of(sample))
+            self._ended_episodes[sample.id] = sample.policy_tokens
+        self._mark_ready(self.buffer.group_of(sample))
 
-    def _begin_again(self, sample: Sample) -> None:
+    def _restart(self, sample: Sample) -> None:
         if sample.finish is not None:
-            raise ValueError(f"the sample has finished ({sample.finish}) and cannot begin again")
-        self._left += self._growth([sample])
-        self._lengths.pop(sample.id, None)
+            raise ValueError(f"the sample has finished ({sample.finish}) and cannot restart")
+        self._removed_growth += self._growth([sample])
+        self._tokens_at_last_step.pop(sample.id, None)
         self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
-        self.buffer.group_of(sample).begin_again(sample.index)
+        self.buffer.group_of(sample).restart(sample.index)
 
     def _redraft(self) -> None:
-        self._left += self._growth(self.buffer.samples)
-        self._lengths, self._ended = {}, {}
+        self._removed_growth += self._growth(self.buffer.samples)
+        self._tokens_at_last_step, self._ended_episodes = {}, {}
         self.buffer.redraft()
         self.ready = {}
 
-    def _consider(self, group: Group) -> None:
+    def _mark_ready(self, group: Group) -> None:
         """Make a group ready as soon as nothing can turn it away."""
         if not self.filtered and group.complete and (group.rewarded or not self.scored):
             self.ready.setdefault(group.id, group)
@@ -209,26 +208,26 @@ class RolloutState:
         self.trainer_version = step.version + 1
         for group in step.groups:
             self.ready.pop(group.id, None)
-        self._lengths = {
+        self._tokens_at_last_step = {
             sample.id: sample.length - sample.environment_tokens
             for sample in self.buffer.samples
             if sample.length > sample.environment_tokens
         }
-        self._left = []
-        self._sampled = self.buffer.sampled_tokens
+        self._removed_growth = []
+        self._sampled_at_last_step = self.buffer.sampled_tokens
         self.buffer.check()
         self._learn(step.request_intervals, step.groups)
-        self._ended = {}
+        self._ended_episodes = {}
         self.admission.observe(step)
 
     def _learn(self, spans: Sequence[RequestInterval], groups: Sequence[Group]) -> None:
-        """What the stays say of lengths. An episode ends with its environment's word, behind its last stay: in the step
-        of that, or in a later one."""
+        """Learn lengths from the request intervals. An episode is ended by its environment, after its last interval: in
+        the same step or a later one."""
         before = [span.before for span in spans]
         after = [span.after for span in spans]
         finished = [span.outcome == "finished" for span in spans]
-        last = {span.sample_id: place for place, span in enumerate(spans)} if self._ended else {}
-        for id, length in self._ended.items():
+        last = {span.sample_id: place for place, span in enumerate(spans)} if self._ended_episodes else {}
+        for id, length in self._ended_episodes.items():
             if id in last:
                 finished[last[id]] = True
             else:
@@ -239,7 +238,7 @@ class RolloutState:
         self.lengths.observe_groups([[s.length - s.environment_tokens for s in group.samples] for group in groups])
 
     def _growth(self, samples: Iterable[Sample]) -> list[RequestInterval]:
-        before = self._lengths
+        before = self._tokens_at_last_step
         return [
             RequestInterval(
                 sample.id,
@@ -255,17 +254,17 @@ class RolloutState:
 
     @property
     def grown(self) -> list[RequestInterval]:
-        """What was sampled since the last step was handed over, sample by sample and without times: what an attempt at
-        the next step brought that was cut short."""
-        if self.buffer.sampled_tokens == self._sampled:
+        """Tokens sampled since the last batch was returned, as intervals without times, one per sample: the result of
+        attempts at the next batch that were cut short."""
+        if self.buffer.sampled_tokens == self._sampled_at_last_step:
             return []
-        return [*self._left, *self._growth(self.buffer.samples)]
+        return [*self._removed_growth, *self._growth(self.buffer.samples)]
 
     def check_bound(self, version: int, otherwise: str) -> None:
-        """Whether all groups under way can be trained on within the bound, if the next step is for policy `version`.
+        """Check that every buffered group can be trained on within the bound, if policy `version` is trained next.
 
         Raises:
-            StalenessError: they cannot; the message begins with `otherwise`.
+            StalenessError: some cannot; the message begins with `otherwise`.
         """
         size, bound = self.params.rollout_batch_size, self.params.max_staleness
         begun = [first for group in self.buffer if (first := group.first_version) is not None]
@@ -273,37 +272,37 @@ class RolloutState:
             raise StalenessError(f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {size}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON types."""
+        """Return the state as JSON types."""
         return {
             "engine_version": self.engine_version,
             "trainer_version": self.trainer_version,
             "buffer": self.buffer.state_dict(),
             "ready": list(self.ready),
-            "before": dict(self._lengths),
-            "left": [asdict(span) for span in self._left],
-            "ended": dict(self._ended),
+            "before": dict(self._tokens_at_last_step),
+            "left": [asdict(span) for span in self._removed_growth],
+            "ended": dict(self._ended_episodes),
             "lengths": self.lengths.state_dict(),
             "admission": self.admission.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Become what `state_dict` was taken of.
+        """Restore the state of `state_dict`.
 
         Raises:
-            StalenessError: with this bound, not all of its groups can be trained on.
+            StalenessError: not all groups can be trained on within this bound.
         """
         self.restore(state)
         self.check_bound(self.trainer_version, "the saved groups cannot all be trained on")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """`load_state_dict`, whether or not the groups can be trained on."""
+        """`load_state_dict` without a check of the staleness bound."""
         self.engine_version = state["engine_version"]
         self.trainer_version = state["trainer_version"]
         self.buffer = Buffer.from_state_dict(state["buffer"])
         self.ready = {id: self.buffer.groups[id] for id in state["ready"]}
-        self._lengths = dict(state["before"])
-        self._left = [RequestInterval(**span) for span in state["left"]]
-        self._sampled = None
-        self._ended = dict(state.get("ended", {}))
+        self._tokens_at_last_step = dict(state["before"])
+        self._removed_growth = [RequestInterval(**span) for span in state["left"]]
+        self._sampled_at_last_step = None
+        self._ended_episodes = dict(state.get("ended", {}))
         self.lengths.load_state_dict(state["lengths"])
         self.admission.load_state_dict(state["admission"])

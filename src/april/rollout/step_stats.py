@@ -54,7 +54,7 @@ class StepStats:
         if limit is not None and len(rejections) > limit:
             counts = ", ".join(f"{reason}: {n}" for reason, n in Counter(reason for _, reason in rejections).items())
             raise RejectionError(
-                f"{len(rejections)} groups of this step were turned away ({counts}) and only "
+                f"{len(rejections)} groups of this step were rejected ({counts}) and only "
                 f"{ready} of {needed} can be trained on: make the task easier or harder, switch the filter off, "
                 "or raise max_rejected_groups"
             )

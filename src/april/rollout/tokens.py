@@ -1,4 +1,4 @@
-"""Sampled tokens as engines hand them out: which are accepted, and how they are kept."""
+"""Validation and storage of sampled tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from math import inf, isfinite
 from typing import Any
 
-MOST_TOKEN_ID = 2**31 - 1
-MOST_LOGPROB = 1e-3
-"""Log-probabilities above 0 by more than this are no rounding error."""
+MAX_TOKEN_ID = 2**31 - 1
+MAX_LOGPROB = 1e-3
+"""Largest log-probability that counts as a rounding error of 0."""
 
 
 def is_plain(token_id: Any, logprob: Any) -> bool:
-    """Whether a token needs no conversion and breaks no rule: `checked_tokens` without a copy."""
+    """Whether a token is valid and needs no conversion: `checked_tokens` without a copy."""
     own = token_id.__class__ is int and logprob.__class__ is float
-    return own and 0 <= token_id <= MOST_TOKEN_ID and -inf < logprob <= MOST_LOGPROB
+    return own and 0 <= token_id <= MAX_TOKEN_ID and -inf < logprob <= MAX_LOGPROB
 
 
 def checked_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[array[int], array[float]]:
-    """Token ids and log-probabilities, given as any sequences of numbers, as packed arrays.
+    """Return token ids and log-probabilities, given as any sequences of numbers, as packed arrays.
 
     Raises:
         ValueError: a token id is negative or no 31-bit integer, or a log-probability is above 0 or not finite.
@@ -34,6 +34,6 @@ def checked_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple
         raise ValueError(f"token id {min(ids)} is negative")
     if not isfinite(sum(drawn)):
         raise ValueError(f"a log-probability is no finite number: {list(drawn)}")
-    if drawn and max(drawn) > MOST_LOGPROB:
+    if drawn and max(drawn) > MAX_LOGPROB:
         raise ValueError(f"a log-probability is {max(drawn):g}, above 0")
     return ids, drawn

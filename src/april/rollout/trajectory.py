@@ -1,12 +1,12 @@
-"""What a rollout is, token by token.
+"""Trajectories: prompts, samples and groups of samples, token by token.
 
 Invariants:
-- tokens go in and tokens come out: nothing here, and nothing that decides, ever looks at text;
-- a segment is a run of tokens from one source, a policy version or an environment; every policy token keeps the
-  log-probability it was drawn with and the version that drew it, across any number of interruptions;
+- nothing here, and no decision of the scheduler, looks at text: tokens go in and tokens come out;
+- a segment is a run of tokens from one source, a policy version or an environment; every policy token keeps its
+  behaviour log-probability and its policy version across any number of interruptions;
 - only the last segment of an unfinished sample grows; a finished sample never changes;
-- the response budget, the seed and the finish reason belong to the sample, not to a request, so that resuming spends
-  nothing twice.
+- the response budget, the seed and the finish reason belong to the sample, not to a request, so a resumed sample
+  spends nothing twice.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from april.rollout.sampling import FinishReason, SamplingParams
 from april.rollout.tokens import checked_tokens, is_plain
 
 ENVIRONMENT = -1
-"""The version of tokens that no policy sampled: tool output, the next turn of a conversation."""
+"""Version of tokens that no policy sampled: tool output, the next turn of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as token ids, with whatever its reward needs (answer, text, source) in `metadata`.
+    """A prompt as token ids, with the data that its reward needs (answer, text, source) in `metadata`.
 
     `id` names the prompt in errors and reports; it need not be unique over epochs. Metadata must be JSON types: it is
     part of checkpoints.
@@ -45,10 +45,10 @@ class Prompt:
     """Metadata as JSON text, made by `sealed`."""
 
     def sealed(self) -> Prompt:
-        """The prompt with its metadata serialised: what user code does to the metadata later is not saved.
+        """Return the prompt with its metadata serialised: later changes of the metadata by user code are not saved.
 
         Raises:
-            ValueError: the metadata is not JSON types; the message names the prompt and the part.
+            ValueError: part of the metadata is not JSON types; the message names the prompt and the part.
         """
         return replace(self, saved=json.dumps(self._metadata()))
 
@@ -58,7 +58,7 @@ class Prompt:
         return json_types(dict(self.metadata), f"prompt {self.id!r}: metadata")
 
     def to_dict(self) -> dict[str, Any]:
-        """The prompt as JSON types; `from_dict` restores it exactly.
+        """Return the prompt as JSON types; `from_dict` restores it exactly.
 
         Raises:
             ValueError: see `sealed`.
@@ -72,8 +72,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a reward function may say beside its number: `info` holds its components, and whatever else is worth
-    keeping with the sample. It must survive JSON; its numbers become the metrics `reward/<name>`."""
+    """A reward with additional data: `info` holds its components and other values to keep with the sample, as JSON
+    types. The numbers in `info` become the metrics `reward/<name>`."""
 
     value: float
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -84,8 +84,8 @@ class Segment:
     """A run of tokens from one source.
 
     `version` is the policy version that sampled them, or ENVIRONMENT. `logprobs` has one entry per token: the
-    behaviour log-probability in nats for policy tokens, 0 for environment tokens. Tokens that came packed, in arrays,
-    stay so: 12 bytes each instead of the 68 of objects in lists.
+    behaviour log-probability in nats for policy tokens, 0 for environment tokens. Tokens that the engine returns in
+    arrays are stored in arrays: 12 bytes each instead of 68 for objects in lists.
     """
 
     version: int
@@ -110,32 +110,32 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What an environment answered to one turn, or to the reset that begins an episode.
+    """The answer of an environment to one turn, or to the reset that starts an episode.
 
-    `start` and `tokens` say where its tokens lie in the response; the turn that it answers ends before them.
+    `start` and `tokens` give the position of its tokens in the response; the answered turn ends before them.
     """
 
     start: int
-    """Response tokens before the observation's."""
+    """Response tokens before the observation."""
     tokens: int
-    """Of the observation, with what the chat template puts around it."""
+    """Tokens of the observation, with the tokens that the chat template puts around it."""
     reward: float = 0.0
     done: bool = False
     observation: str = ""
-    """Fingerprint of what the environment said."""
+    """Fingerprint of the observation."""
     seconds: float = 0.0
-    """That the environment took."""
+    """Seconds that the environment took."""
     failed: bool = False
-    """The environment failed, and the observation says so: the turn has not reached it."""
+    """The environment failed, and the observation reports that: the turn has not reached the environment."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Sample:
-    """One response in the making: a prompt and the segments that follow it.
+    """One response, finished or not: a prompt and the segments that follow it.
 
-    The budget counts the tokens that policies sampled; those of an environment come on top, unless it is told to count
-    what an environment answers (`SamplingParams.observations_count`).
+    The budget counts the tokens that policies sampled; with `SamplingParams.observations_count` it also counts the
+    answers of an environment.
     """
 
     group_id: int
@@ -147,22 +147,22 @@ class Sample:
     finish: FinishReason | None = None
     reward: float | None = None
     length: int = 0
-    """Response tokens so far; kept beside the segments because it is asked for at every chunk."""
+    """Response tokens so far; stored because it is read at every chunk."""
     environment_tokens: int = 0
-    """How many of them an environment put in."""
+    """Response tokens that an environment inserted."""
     reward_info: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward function said beside its number."""
+    """Additional data of the reward (`Reward.info`)."""
     id: str = ""
     transitions: tuple[Transition, ...] = ()
-    """Of an episode: the reset's, and one for each turn that was answered."""
+    """In an episode: the answer to the reset, and one for each answered turn."""
     turn_ended: bool = False
     """The policy has ended a turn that the environment has not answered."""
     attempt: int = 0
-    """How often the episode was begun again."""
+    """Number of times that the episode was restarted."""
     state: Any = None
-    """What the environment saved last, if it saves itself."""
+    """Latest saved state of the environment, if it can save itself."""
     draft: Sequence[int] = ()
-    """The response that older weights gave, for an engine to verify."""
+    """Response sampled under older weights, for an engine to verify."""
 
     def __post_init__(self) -> None:
         self.id = self.id or f"{self.group_id}.{self.index}"
@@ -180,7 +180,8 @@ class Sample:
         return self.sampling.max_tokens - self.policy_tokens
 
     def room(self, context_length: int) -> int:
-        """Tokens that the policy may still sample where prompt and response are `context_length` at most."""
+        """Tokens that the policy may still sample if prompt and response together have at most `context_length`
+        tokens."""
         return min(self.budget_left, context_length - len(self.prompt_ids) - self.length)
 
     @property
@@ -213,7 +214,7 @@ class Sample:
         if count:
             segments = self.segments
             if segments and (last := segments[-1]).version == version:
-                last.token_ids.extend(token_ids)  # not by `Segment.extend`: the call would cost as much as the rest
+                last.token_ids.extend(token_ids)  # not by `Segment.extend`: the call would double the cost
                 last.logprobs.extend(logprobs)
             else:
                 if version < 0 or (segments and self._latest > version):
@@ -231,7 +232,7 @@ class Sample:
         return max([segment.version for segment in self.segments]) if last == ENVIRONMENT else last
 
     def end(self, finish: FinishReason) -> None:
-        """An engine says that it is over: the sample, or of an episode the turn."""
+        """End the sample, or the turn of an episode, for a reason that an engine has given."""
         if self.sampling.max_turns and finish is FinishReason.STOP:
             self.turn_ended = True
         elif self.sampling.max_turns and finish is FinishReason.LENGTH and self.budget_left > 0:
@@ -246,17 +247,19 @@ class Sample:
         finish: FinishReason | None = None,
         state: Any = None,
     ) -> None:
-        """Append what an environment answered, and finish the sample if there is nothing more to say.
+        """Append the answer of an environment, and finish the sample if `finish` is given.
 
         Raises:
-            ValueError: names the rule that is broken; nothing was appended.
+            ValueError: names the broken rule; nothing was appended.
         """
         if self.finish is not None:
             raise ValueError(f"the sample has finished ({self.finish}) and cannot take more tokens")
         if not self.awaits_environment:
             raise ValueError("an environment answered a turn that has not ended")
         if (transition.start, transition.tokens) != (self.length, len(token_ids)):
-            raise ValueError(f"an answer of {len(token_ids)} tokens at {self.length} says that it is {transition}")
+            raise ValueError(
+                f"an answer of {len(token_ids)} tokens at {self.length} does not fit its transition, {transition}"
+            )
         self.transitions = (*self.transitions, transition)
         self.turn_ended, self.state = False, state
         if token_ids:
@@ -267,8 +270,8 @@ class Sample:
             self.environment_tokens += len(token_ids)
         self.finish = finish
 
-    def begin_again(self) -> None:
-        """Give up everything behind the prompt: the environment cannot be brought to where it was."""
+    def restart(self) -> None:
+        """Drop everything after the prompt, because the environment cannot be restored."""
         self.segments, self.transitions = [], ()
         self.length = self.environment_tokens = 0
         self.turn_ended, self.state, self.reward, self.reward_info = False, None, None, {}
@@ -276,18 +279,18 @@ class Sample:
 
     @property
     def follows_draft(self) -> bool:
-        """Whether there is a draft, and the response is what it begins with."""
+        """Whether there is a draft, and the response is a prefix of it."""
         return bool(self.draft) and self.kept_of_draft == self.length
 
     @property
     def kept_of_draft(self) -> int:
-        """Tokens of the draft that the response begins with."""
+        """Length of the common prefix of draft and response."""
         both = zip(self.draft, self.response_ids, strict=False)
         return next((i for i, (old, new) in enumerate(both) if old != new), min(len(self.draft), self.length))
 
     def redraft(self) -> None:
-        """Give up the response, which becomes the draft of the one that newer weights give. Where a draft was not
-        verified to its end, its rest stays."""
+        """Turn the response into a draft for newer weights. If the present draft was not verified to its end, its rest
+        is kept."""
         if not self.follows_draft:
             self.draft = self.response_ids
         self.segments, self.finish, self.reward, self.reward_info = [], None, None, {}
@@ -300,7 +303,7 @@ class Sample:
 
     @property
     def awaits_environment(self) -> bool:
-        """Whether the environment speaks next: it answers a turn, or begins."""
+        """Whether the environment acts next: it answers a turn, or starts the episode."""
         return self.finish is None and (self.turn_ended or not self.transitions) and self.sampling.max_turns > 0
 
     @property
@@ -309,7 +312,7 @@ class Sample:
         return max(len(self.transitions) - 1, 0)
 
     def turn_ids(self, index: int) -> tuple[int, ...]:
-        """The tokens of the policy's turn `index`, the last one's as far as they came."""
+        """Return the tokens of the policy's turn `index`; of an unfinished turn, the tokens so far."""
         before = self.transitions[index]
         start = before.start + before.tokens
         end = self.transitions[index + 1].start if index + 1 < len(self.transitions) else self.length
@@ -323,7 +326,7 @@ class Sample:
 
     @property
     def response_ids(self) -> list[int]:
-        """Every token after the prompt, in order."""
+        """All tokens after the prompt, in order."""
         return [token for segment in self.segments for token in segment.token_ids]
 
     @property
@@ -342,7 +345,7 @@ class Sample:
         return np.not_equal(self.versions, ENVIRONMENT)
 
     def to_dict(self) -> dict[str, Any]:
-        """All there is to know about the sample but its prompt and sampling settings, as JSON types."""
+        """Return the sample, without its prompt and sampling settings, as JSON types."""
         return {
             "index": self.index,
             "seed": self.seed,
@@ -382,9 +385,9 @@ class Group:
     id: int
     prompt: Prompt
     samples: list[Sample]
-    _begun: int | None = field(default=None, init=False, repr=False, compare=False)
+    _first_version: int | None = field(default=None, init=False, repr=False, compare=False)
     _finished: int = field(default=0, init=False, repr=False, compare=False)
-    """The first so many samples have finished: asked at every end, a group looks at each of them once."""
+    """Number of leading samples known to have finished, so that `complete` examines each sample once."""
 
     @property
     def complete(self) -> bool:
@@ -401,12 +404,12 @@ class Group:
     @property
     def first_version(self) -> int | None:
         """The policy version of the group's first token; None while none was sampled."""
-        if self._begun is None:  # versions never go back, so what came first stays first
+        if self._first_version is None:  # versions never decrease, so the first token stays the oldest
             first = min([s.segments[0].version for s in self.samples if s.segments], default=None)
             if first == ENVIRONMENT:
                 first = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
-            self._begun = first
-        return self._begun
+            self._first_version = first
+        return self._first_version
 
     @property
     def tokens(self) -> int:
@@ -415,23 +418,23 @@ class Group:
 
     @property
     def environment_tokens(self) -> int:
-        """Response tokens that environments put in, over all samples."""
+        """Response tokens that environments inserted, over all samples."""
         return sum([sample.environment_tokens for sample in self.samples])
 
-    def begin_again(self, index: int) -> None:
-        """An episode of it begins anew; its first token may come from a later version then."""
-        self.samples[index].begin_again()
-        self._begun, self._finished = None, 0
+    def restart(self, index: int) -> None:
+        """Restart the episode of one sample; the group's first token may then have a later version."""
+        self.samples[index].restart()
+        self._first_version, self._finished = None, 0
 
     def redraft(self) -> None:
-        """Every response of it becomes a draft."""
+        """Turn every response into a draft."""
         for sample in self.samples:
             sample.redraft()
-        self._begun, self._finished = None, 0
+        self._first_version, self._finished = None, 0
 
     @property
     def environment_seed(self) -> int:
-        """What the environments of its samples begin with: the same for all, so that they meet the same problem."""
+        """Seed of the environments: the same for all samples, so that they get the same problem."""
         return self.samples[0].seed % 2**31
 
     def staleness(self, version: int) -> int:
@@ -450,10 +453,10 @@ class Group:
         evaluation: bool = False,
         sample_type: type[Sample] = Sample,
     ) -> Group:
-        """A new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index.
+        """Return a new group of `n` samples. Each sample's seed follows from the run's `seed`, the group and the index.
 
         Args:
-            evaluation: its samples have names and seeds that no training group's have.
+            evaluation: give the samples ids and seeds that no training sample has.
             sample_type: class of the samples.
         """
         name = f"evaluation {id}" if evaluation else str(id)
@@ -464,7 +467,7 @@ class Group:
         return cls(id, prompt, samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """The group as JSON types; `from_dict` restores it exactly."""
+        """Return the group as JSON types; `from_dict` restores it exactly."""
         sampling = self.samples[0].sampling
         return {
             "id": self.id,
