@@ -154,6 +154,8 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(recipe:
     for one, other in zip(metrics(killed), metrics(straight), strict=True):
         assert one.keys() == other.keys()
         for name, value in one.items():
+            if name in ("samples_interrupted", "samples_resumed"):  # a killed run collects a step in several pieces
+                continue
             same = pytest.approx(other[name], rel=1e-5, abs=1e-5) if isinstance(value, float) else other[name]
             assert value == same, name
 
