@@ -170,7 +170,7 @@ async def test_a_stop_while_nodes_are_reserved_is_heeded_at_once(
 
     async with connected(raylets.address):
         settings = ProcessSettings(
-            module="tests.cluster.program", needs=NodeRequirements(""), directory=os.getcwd(), line=STATUS_FD
+            module="tests.cluster.program", requirements=NodeRequirements(""), directory=os.getcwd(), line=STATUS_FD
         )
         taking = ProcessPlacements(Demand(9, 0)).take(1, settings, lambda why: True, lambda: bool(reserving()))
         with pytest.raises(EngineError, match="stopped before the ranks had nodes"):
@@ -200,9 +200,9 @@ async def test_programs_on_nodes_end_alone_or_are_lost_and_give_back_their_place
     async with connected(raylets.address):
         places = ProcessPlacements(Demand(1, 0))
         with marked(tmp_path) as marker:
-            needs = NodeRequirements("org/model", tmp_path, marker)
+            requirements = NodeRequirements("org/model", tmp_path, marker)
             settings = ProcessSettings(
-                module="tests.cluster.program", needs=needs, directory=os.getcwd(), line=STATUS_FD
+                module="tests.cluster.program", requirements=requirements, directory=os.getcwd(), line=STATUS_FD
             )
             placements = await places.take(3, settings, lambda why: True)
         with pytest.raises(EngineError, match="0 of 1 ranks fit, each with 1 CPU"):
