@@ -141,8 +141,8 @@ class Trainer(PPOTrainer):
         compute = self.actor.compute_advantages
 
         def kept(batch: Any) -> Any:
-            self.steps.append(self.rollouts.step)
-            self.rejected += len(self.rollouts.step.rejections)
+            self.steps.append(self.rollouts.latest)
+            self.rejected += len(self.rollouts.latest.rejections)
             self.batches.append([dict(trajectory) for trajectory in batch])
             return compute(batch)
 

@@ -144,9 +144,9 @@ class Trainer(PPOTrainer):
         if len(self.batches) == self.stop_after:
             raise KeyboardInterrupt
         actors = self.actor_model_group
-        self.staleness.append(self.samples_generator.step.metrics()["staleness_max"])
+        self.staleness.append(self.samples_generator.latest.metrics()["staleness_max"])
         self.batches.append(rollout_samples)
-        self.samples.append([sample for group in self.samples_generator.step.groups for sample in group.samples])
+        self.samples.append([sample for group in self.samples_generator.latest.groups for sample in group.samples])
         self.weights.append({name: p.detach().clone() for name, p in actors.policy.named_parameters()})
         actors.optimizer.zero_grad()
         for experience in rollout_samples:
@@ -286,7 +286,7 @@ def test_the_filter_replaces_groups(run: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"train__async_enable": True}, "--train.async_enable = True: april carries unfinished"),
+        ({"train__async_enable": True}, "--train.async_enable = True: april keeps unfinished"),
         ({"train__agent_func_path": "x.py"}, "--train.agent_func_path = x.py: april generates one turn"),
         ({"rollout__vllm_generate_batch_size": 8}, "--rollout.vllm_generate_batch_size = 8: april has its own"),
         ({"algo__advantage": SimpleNamespace(is_correction_level="off")}, "is_correction_level off"),

@@ -46,7 +46,7 @@ class Watch(TrainingCallback):  # type: ignore[misc]
         self.waiting: list[Any] = []
 
     def on_step_end(self, trainer: Any, callback_input: Any, control: Any) -> None:
-        self.steps.append(trainer.generator.step)
+        self.steps.append(trainer.generator.latest)
         self.batches.append(callback_input.batch)
 
     def on_log(self, trainer: Any, callback_input: Any, control: Any) -> None:
@@ -182,7 +182,7 @@ def test_an_environment_of_several_turns_is_named(run: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"trainer__fully_async__enabled": True}, "trainer.fully_async.enabled = True: april carries unfinished"),
+        ({"trainer__fully_async__enabled": True}, "trainer.fully_async.enabled = True: april keeps unfinished"),
         ({"generator__max_turns": 2}, "generator.max_turns = 2: april generates one turn"),
         ({"generator__sampling_params__stop": ["x"]}, "generator.sampling_params.stop = .*april stops at token ids"),
         ({"generator__sampling_params__temperature": 0.7}, "logprobs_mode = None: with a temperature"),

@@ -1,15 +1,13 @@
-"""AReaL with active partial rollouts: `from april.integrations.areal import PPOTrainer` in place of AReaL's, in a
-script that AReaL's launcher starts.
+"""Rollouts for AReaL's trainer.
 
 Invariants:
 - a step trains on `train_dataset.batch_size` complete groups, the oldest first, none staler than
-  `rollout.max_head_offpolicyness`; a group that a filter turns away is replaced;
-- an episode is AReaL's own workflow, which asks for its response, and gets it once it is finished while others
-  generate;
-- rows come from AReaL's dataloader in its order, each once an epoch; what it has given is under way here, trained on,
-  or turned away, and AReaL's recovery state holds it;
-- generation goes on while AReaL trains, and from its `pause` to its `resume` nothing of april's runs on its servers;
-- evaluation is AReaL's own and neither sees nor changes the buffer.
+  `rollout.max_head_offpolicyness`; a group that a filter rejects is replaced;
+- AReaL's own workflow makes each prompt and scores each response, while other samples are generated;
+- rows come from AReaL's dataloader in its order, each once an epoch; every row drawn is in flight, trained on or
+  rejected, and is part of AReaL's recovery state;
+- generation overlaps training; between AReaL's `pause` and `resume` the servers run no request of april's;
+- evaluation is AReaL's own and neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -42,8 +40,8 @@ from april.rollout.trajectory import Group, Prompt, Reward, Sample
 FORMAT = 2
 
 
-class Prompts:
-    """AReaL's training dataloader, with what is under way as a part of its state. Only `Rollouts` draws from it."""
+class TrainingDataloader:
+    """AReaL's training dataloader. Its state includes april's buffer, and only `Rollouts` draws from it."""
 
     def __init__(self, dataloader: Any, rollouts: Rollouts) -> None:
         self.rows = DataloaderRows(dataloader)
@@ -58,23 +56,23 @@ class Prompts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "april" not in state:
-            raise ValueError("AReaL's recovery state was saved without april: start the run anew")
+            raise ValueError("AReaL's recovery state was saved without april: start a new run")
         self.rows.load_state_dict(state["rows"])
         self._rollouts.load_state_dict(state["april"])
 
 
 class Rollouts:
-    """The buffer between AReaL's calls, and an event loop on which it generates meanwhile."""
+    """The rollout buffer, and an event loop that generates between AReaL's calls."""
 
     def __init__(self, config: PPOConfig, settings: Settings) -> None:
         self.config = config
         self.params = params_of(config, settings)
-        self.prompts: Prompts | None = None
+        self.dataloader: TrainingDataloader | None = None
         self.adapter: RolloutAdapter | None = None
-        self.step: RolloutBatch | None = None
-        """The last one."""
+        self.latest: RolloutBatch | None = None
+        """The batch returned last."""
         self._loop = EventLoop("april rollouts")
-        self._questions = EventLoop("april prompts")
+        self._prompt_loop = EventLoop("april prompts")
         self._workflow: RolloutWorkflow | None = None
         self._accept: Callable[[dict[str, Any]], bool] | None = None
         self._sampling = SamplingParams()
@@ -84,7 +82,7 @@ class Rollouts:
     def batch(
         self, addresses: Sequence[str], version: int, workflow: RolloutWorkflow, accept: Any
     ) -> list[dict[str, torch.Tensor]]:
-        """A trajectory for each group of a step: AReaL's tensors of shape `[n_samples, length]`."""
+        """Return the next batch: for each group AReaL's tensors, of shape `[n_samples, length]`."""
         return self._loop.run(self._batch(addresses, version, workflow, accept))
 
     async def _batch(
@@ -92,20 +90,20 @@ class Rollouts:
     ) -> list[dict[str, torch.Tensor]]:
         if self.adapter is None:
             self._workflow, self._accept = workflow, accept
-            self.adapter = await self._begin(addresses)
+            self.adapter = await self._connect(addresses)
         await self.adapter.advance_to(version)
-        self.step = await self.adapter.next_batch()
-        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in self.step.metrics().items()})
-        return [self._trajectory(group) for group in self.step.groups]
+        self.latest = await self.adapter.next_batch()
+        stats_tracker.get("rollout").scalar(**{f"april/{name}": value for name, value in self.latest.metrics().items()})
+        return [self._trajectory(group) for group in self.latest.groups]
 
-    async def _begin(self, addresses: Sequence[str]) -> RolloutAdapter:
-        assert self.prompts is not None, "AReaL's trainer has no dataloader"
-        self._sampling = self._sampling_of(self._asked(self.prompts.rows.peek()))
+    async def _connect(self, addresses: Sequence[str]) -> RolloutAdapter:
+        assert self.dataloader is not None, "AReaL's trainer has no dataloader"
+        self._sampling = self._sampling_of(self._request_for(self.dataloader.rows.peek()))
         urls = [address if "://" in address else f"http://{address}" for address in addresses]
         adapter = RolloutAdapter(
             await connect(urls, UnlabelledSGLang, self.config.actor.path),
             self.params,
-            extra=map(self._encode, self.prompts.rows),
+            extra=map(self._encode, self.dataloader.rows),
             reward=self._score,
             sampling=self._sampling,
             dynamic_filter=self._keep,
@@ -117,31 +115,31 @@ class Rollouts:
         await adapter.update_weights(version=adapter.version)
         return adapter
 
-    def _asked(self, row: Any) -> ModelRequest:
-        """What the workflow asks its engine for, given a row."""
-        return self._questions.run(self._question(copy.deepcopy(row)))
+    def _request_for(self, row: Any) -> ModelRequest:
+        """Return the request that the workflow sends to its engine for a row."""
+        return self._prompt_loop.run(self._captured_request(copy.deepcopy(row)))
 
-    async def _question(self, row: Any) -> ModelRequest:
+    async def _captured_request(self, row: Any) -> ModelRequest:
         assert self._workflow is not None
         try:
             await self._workflow.arun_episode(RequestCapture(), row)
         except RequestMade as made:
             return made.request
-        raise ValueError("the workflow returns without asking its engine for a response")
+        raise ValueError("the workflow returned without a request to its engine")
 
     @staticmethod
     def _sampling_of(request: ModelRequest) -> SamplingParams:
-        asked = request.gconfig
+        gconfig = request.gconfig
         return SamplingParams(
-            max_tokens=asked.max_new_tokens,
-            temperature=0.0 if asked.greedy else asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k if asked.top_k < 1e8 else 0,
-            stop_token_ids=tuple(id for id in asked.stop_token_ids if id is not None),
+            max_tokens=gconfig.max_new_tokens,
+            temperature=0.0 if gconfig.greedy else gconfig.temperature,
+            top_p=gconfig.top_p,
+            top_k=gconfig.top_k if gconfig.top_k < 1e8 else 0,
+            stop_token_ids=tuple(id for id in gconfig.stop_token_ids if id is not None),
         )
 
     def _encode(self, row: Any) -> Prompt:
-        request = self._asked(row)
+        request = self._request_for(row)
         total = len(request.input_ids) + request.gconfig.max_new_tokens
         if total > request.gconfig.max_tokens:
             raise ValueError(
@@ -149,30 +147,30 @@ class Rollouts:
                 "raise it"
             )
         if self._sampling_of(request) != self._sampling:
-            raise ValueError("the workflow asks for some rows with other gconfig than for others: april keeps to one")
+            raise ValueError("the workflow's gconfig differs between rows: april needs the same for all")
         return Prompt(tuple(request.input_ids), metadata={"row": row})
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """What the workflow makes of a finished response."""
+        """Run the workflow with a finished response, and return its reward and tensors."""
         assert self._workflow is not None
         workflow_context.set(WorkflowContext(is_eval=False, task_id=int(sample.group_id)))
         made = await self._workflow.arun_episode(WorkflowResponse(sample), copy.deepcopy(prompt.metadata["row"]))
         if made is None:
             return Reward(0.0, {"tensors": None})
         if not all(isinstance(value, torch.Tensor) for value in made.values()):
-            raise RuntimeError("the workflow returns something else than tensors: april takes tensors of one sequence")
+            raise RuntimeError("the workflow returned values that are not tensors: april takes tensors of one sequence")
         tensors = {name: (str(value.dtype).removeprefix("torch."), value.tolist()) for name, value in made.items()}
         return Reward(float(made["rewards"].float().mean()), {"tensors": tensors})
 
     def _keep(self, group: Group) -> bool:
-        """No episode was rejected by its workflow, nor the group by AReaL's filter."""
+        """Return whether the workflow accepted all samples, and AReaL's filter the group."""
         if any(sample.reward_info["tensors"] is None for sample in group.samples):
             return False
         return self._accept is None or bool(self._accept(self._trajectory(group)))
 
     @staticmethod
     def _trajectory(group: Group) -> dict[str, torch.Tensor]:
-        """As AReaL's grouped workflow puts episodes together."""
+        """Concatenate a group's tensors as AReaL's grouped workflow does."""
         made: dict[str, torch.Tensor] = concat_padded_tensors(
             [
                 {
@@ -185,13 +183,13 @@ class Rollouts:
         return made
 
     def pause(self) -> None:
-        """From here on nothing runs on the servers, and their weights may change."""
+        """Interrupt generation until `resume`, so that the weights of the servers may change."""
         if self.adapter is not None and self._paused is None:
             self._paused = AsyncExitStack()
             self._loop.run(self._paused.enter_async_context(self.adapter.scheduler.pause()))
 
     def resume(self, version: int) -> None:
-        """Go on, under the weights of AReaL's `version`."""
+        """Resume generation, under the weights of AReaL's `version`."""
         if self._paused is not None:
             self._loop.run(self._resume(version))
 
@@ -203,7 +201,7 @@ class Rollouts:
         await paused.aclose()
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """The buffer; None before the first batch. While paused."""
+        """Return the buffer, or None before the first batch. Call it while paused."""
         if self.adapter is None:
             return self._saved
         return self._loop.run(self._state(self.adapter))
@@ -212,10 +210,10 @@ class Rollouts:
         return with_format(FORMAT, **adapter.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state_dict`, before the first batch.
+        """Restore `state_dict`. Call it before the first batch.
 
         Raises:
-            ValueError: another april made it.
+            ValueError: the state has another format.
         """
         self._saved = None if state is None else check_format(state, FORMAT, "AReaL's recovery state")
 
@@ -224,7 +222,7 @@ class Rollouts:
             adapter, self.adapter = self.adapter, None
             self._loop.run(self._close(adapter))
         self._loop.close()
-        self._questions.close()
+        self._prompt_loop.close()
 
     async def _close(self, adapter: RolloutAdapter) -> None:
         await adapter.close()

@@ -23,17 +23,17 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "gconfig.stop": (None, TEXT),
     "gconfig.min_new_tokens": (0, "april does not forbid a response to end: leave it out"),
     "gconfig.frequency_penalty": (0.0, "log-probabilities would not be those that tokens are drawn with: leave it out"),
-    "gconfig.ignore_eos": (False, "april's responses end with the model's end token: set it to false"),
+    "gconfig.ignore_eos": (False, "april's responses end with the model's end-of-sequence token: set it to false"),
     "gconfig.use_beam_search": (False, "a beam is no sample of the policy: set it to false"),
 }
-"""Settings under which AReaL would do something else."""
+"""AReaL settings that april does not support."""
 
 
 def params_of(config: PPOConfig, settings: Settings) -> RolloutParams:
-    """How many groups are under way, and how old they may be.
+    """Return the rollout parameters: number of groups in flight and their staleness bound.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is out of range.
     """
     return settings.params(
         config.train_dataset.batch_size,
@@ -48,10 +48,10 @@ def params_of(config: PPOConfig, settings: Settings) -> RolloutParams:
 
 
 def check(config: PPOConfig, settings: Settings) -> None:
-    """Refuse settings under which rollouts would not be what they say, each by name.
+    """Check that april supports AReaL's settings.
 
     Raises:
-        ValueError: names the setting and the remedy.
+        ValueError: a setting is not supported, or is out of range.
     """
     refuse(UNSUPPORTED, lambda name, default: at(config, name, default))
     if is_single_controller():

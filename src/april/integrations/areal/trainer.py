@@ -10,13 +10,13 @@ from areal.api.cli_args import PPOConfig
 from areal.engine import RemoteSGLangEngine
 from areal.trainer import rl_trainer
 
-from april.integrations.areal.rollouts import Prompts, Rollouts
+from april.integrations.areal.rollouts import Rollouts, TrainingDataloader
 from april.integrations.areal.settings import check
 from april.integrations.settings import Settings
 
 
 class Engine(RemoteSGLangEngine):  # type: ignore[misc]
-    """AReaL's engine, whose training batches come from april."""
+    """AReaL's rollout engine, with training batches from april."""
 
     def __init__(self, config: Any, rollouts: Rollouts) -> None:
         super().__init__(config)
@@ -31,7 +31,7 @@ class Engine(RemoteSGLangEngine):  # type: ignore[misc]
         group_size: int = 1,
         dynamic_bs: bool = False,
     ) -> list[dict[str, torch.Tensor]]:
-        """See `Rollouts.batch`. As with AReaL's own, the workflow of the first call is that of all."""
+        """See `Rollouts.batch`. As in AReaL, all calls use the workflow of the first call."""
         resolved = self._engine._resolve_workflow(workflow, workflow_kwargs)
         accept = self._engine._resolve_should_accept_fn(should_accept_fn)
         return self.rollouts.batch(self._engine.addresses, self.get_version(), resolved, accept)
@@ -53,10 +53,10 @@ class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
     """AReaL's trainer with april's rollouts. `rollout.max_head_offpolicyness` is the staleness bound.
 
     Args:
-        over_sampling_batch_size: groups under way (N'), or "auto": chosen from what is observed.
+        over_sampling_batch_size: number of groups in flight (N'), or "auto" to choose it from measurements.
 
     Raises:
-        ValueError: names a setting that is not supported.
+        ValueError: a setting is not supported, or is out of range.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
     def _create_dataloader(self, dataset: Any, dataset_config: Any, rank: int, world_size: int) -> Any:
         dataloader = super()._create_dataloader(dataset, dataset_config, rank, world_size)
         if dataset_config is self.config.train_dataset:
-            self.rollouts.prompts = Prompts(dataloader, self.rollouts)
-            return self.rollouts.prompts
+            self.rollouts.dataloader = TrainingDataloader(dataloader, self.rollouts)
+            return self.rollouts.dataloader
         return dataloader
 
     def _init_rollout(self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None) -> Any:

@@ -1,16 +1,13 @@
-"""OpenRLHF with active partial rollouts: `python -m april.integrations.openrlhf` in place of
-`python -m openrlhf.cli.train_ppo_ray`, with the same flags.
+"""OpenRLHF's generator of training samples, on april's scheduler.
 
 Invariants:
 - a step trains on `--rollout.batch_size` complete groups, each next to each other, every sample with its own prompt and
-  label; groups that OpenRLHF's filter turns away are replaced;
-- a sample is scored once, by OpenRLHF's own executor, while others generate;
-- prompts come from OpenRLHF's dataloader in its order, each once an episode; what it has given is under way here,
-  trained on, or turned away, and OpenRLHF's checkpoint holds it;
-- the engines have one set of weights from the moment that OpenRLHF has brought them there to the next time;
-- evaluation sees and changes nothing of the buffer.
-
-Three names of OpenRLHF's are replaced where it looks for them: its vLLM actor, its trainer, and in that its generator.
+  label; groups that OpenRLHF's filter rejects are replaced;
+- a sample is scored once, by OpenRLHF's own executor, while others are generated;
+- prompts come from OpenRLHF's dataloader in its order, each once an episode; every prompt drawn is in flight, trained
+  on or rejected, and is part of OpenRLHF's checkpoint;
+- the weights of the engines change only when OpenRLHF broadcasts new ones;
+- evaluation neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -62,17 +59,17 @@ def rows_of(batch: Any) -> Iterator[tuple[Any, ...]]:
 
 
 class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc]
-    """OpenRLHF's, with a scheduler between its prompts and its engines."""
+    """OpenRLHF's generator, with april's scheduler between its prompts and its engines."""
 
     def __init__(self, settings: Settings, generate_kwargs: Mapping[str, Any], **parts: Any) -> None:
         super().__init__(**parts)
         check(self.args, settings)
         self.generate_kwargs = dict(generate_kwargs)
         self.updated = True
-        """OpenRLHF has brought new weights to the engines since the last rollout."""
+        """OpenRLHF has broadcast weights to the engines since the last rollout."""
         self._executor = SingleTurnAgentExecutor(getattr(self.args.reward, "remote_url", None))
         self._steps = 0
-        """Steps taken in this episode."""
+        """Number of training steps in this episode."""
         self._loop = EventLoop("april rollouts")
         self._loop.run(self._set_up(settings))
 
@@ -87,8 +84,8 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             dynamic_filter=self._keep if self.args.algo.dynamic_filtering_enable else None,
             seed=self.args.train.seed,
         )
-        self.step: RolloutBatch | None = None
-        """The last one."""
+        self.latest: RolloutBatch | None = None
+        """The batch returned last."""
 
     def _sampling(self, kwargs: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(
@@ -105,13 +102,13 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         return self._encode(prompt, label)
 
     def _encode(self, prompt: str, label: Any) -> Prompt:
-        """As OpenRLHF's executor tokenizes it, and shortens it where it would leave a response no room."""
+        """Tokenize a prompt as OpenRLHF's executor does; a prompt that leaves no room for a response is shortened."""
         ids = self.tokenizer(text=prompt, add_special_tokens=False)["input_ids"]
         room = self.generate_kwargs["max_len"] - (self.generate_kwargs.get("max_new_tokens") or 1)
         return Prompt(tuple(ids[-room:]), metadata={"prompt": prompt, "label": label})
 
     async def _respond(self, prompt: Prompt, sample: Sample) -> dict[str, Any]:
-        """What OpenRLHF's executor makes of a finished sample: its reward above all."""
+        """Run OpenRLHF's executor with a finished sample, and return its response, which includes the reward."""
         kwargs = self.generate_kwargs
         params = SimpleNamespace(max_tokens=kwargs.get("max_new_tokens"), logprobs=1)
         response: dict[str, Any] = await self._executor.execute(
@@ -127,21 +124,21 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
         response = await self._respond(prompt, sample)
-        said = {name: response[name] for name in ("reward", "scores", "extra_logs")}
-        if self._executor.reward_endpoints and said["reward"] is None:
-            raise RuntimeError("OpenRLHF's executor got no reward (its log says why)")
-        info = json.loads(as_json(said))
+        outcome = {name: response[name] for name in ("reward", "scores", "extra_logs")}
+        if self._executor.reward_endpoints and outcome["reward"] is None:
+            raise RuntimeError("OpenRLHF's executor got no reward; its log contains the reason")
+        info = json.loads(as_json(outcome))
         value = info["reward"][0] if isinstance(info["reward"], list) else info["reward"]
         return Reward(0.0 if value is None else float(value), info)
 
     def _keep(self, group: Group) -> bool:
-        """OpenRLHF's filter by the mean score of a group."""
-        scores = [_number(sample.reward_info["scores"]) for sample in group.samples]
+        """Apply OpenRLHF's filter, which is a range of a group's mean score."""
+        scores = [_scalar(sample.reward_info["scores"]) for sample in group.samples]
         low, high = self.args.algo.dynamic_filtering_range
         return bool(low < sum(scores) / len(scores) < high)
 
     def _experiences(self, groups: Sequence[Group], kwargs: Mapping[str, Any]) -> list[Any]:
-        """As OpenRLHF makes them of its engines' responses."""
+        """Convert groups to OpenRLHF's experiences, as OpenRLHF converts the responses of its engines."""
         made = []
         for group in groups:
             for sample in group.samples:
@@ -155,36 +152,37 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
                     "action_ranges": [(prompt, prompt + sample.length)],
                     "rollout_log_probs": [0.0] * prompt + sample.logprobs.tolist(),
                     "truncated": sample.finish is FinishReason.LENGTH,
-                    "reward": _number(sample.reward_info["reward"]),
-                    "scores": _number(sample.reward_info["scores"]),
-                    "extra_logs": {k: _number(v) for k, v in sample.reward_info["extra_logs"].items()},
+                    "reward": _scalar(sample.reward_info["reward"]),
+                    "scores": _scalar(sample.reward_info["scores"]),
+                    "extra_logs": {k: _scalar(v) for k, v in sample.reward_info["extra_logs"].items()},
                 }
                 made.append(self._process_response_into_experience(response, **kwargs))
         return made
 
-    def _awake(self, what: str) -> None:
+    def _call_engines(self, method: str) -> None:
         if self.args.vllm.enable_sleep:
-            vllm_engine.batch_vllm_engine_call(self.vllm_engines, what)
+            vllm_engine.batch_vllm_engine_call(self.vllm_engines, method)
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
-        """A step's samples, the % of groups that the filter kept, prompts begun, and whether the episode is over."""
+        """Return a step's samples, the percentage of groups that the filter kept, the number of prompts drawn, and
+        whether the episode is over."""
         before = self.rows.drawn
-        self._awake("wake_up")
+        self._call_engines("wake_up")
         try:
-            self._loop.run(self._catch_up())
-            step = self._loop.run(self.adapter.next_batch())
+            self._loop.run(self._follow_weights())
+            batch = self._loop.run(self.adapter.next_batch())
         finally:
-            self._awake("sleep")
-        self.step = step
+            self._call_engines("sleep")
+        self.latest = batch
         self._steps += 1
         over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
         if over:
             self._steps = 0
-        kept = 100 * len(step.groups) / (len(step.groups) + len(step.rejections))
+        kept = 100 * len(batch.groups) / (len(batch.groups) + len(batch.rejections))
         share = kept if self.args.algo.dynamic_filtering_enable else None
-        return self._experiences(step.groups, generate_kwargs), share, self.rows.drawn - before, over
+        return self._experiences(batch.groups, generate_kwargs), share, self.rows.drawn - before, over
 
-    async def _catch_up(self) -> None:
+    async def _follow_weights(self) -> None:
         if self.updated:
             await self.adapter.follow_weights()
             self.updated = False
@@ -192,15 +190,15 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
     def _generate_vllm(
         self, dataloader_iter: Any, num_prompts: int, dynamic_filtering: bool, **generate_kwargs: Any
     ) -> tuple[list[Any], int, bool]:
-        """Evaluation: complete groups of exactly the prompts that come next."""
+        """Generate complete groups of exactly the next prompts, for evaluation."""
         prompts, labels, _, over = samples_generator._collect_prompt_batch(dataloader_iter, num_prompts)
         count = generate_kwargs.get("n_samples_per_prompt", self.args.rollout.n_samples_per_prompt)
-        asked = [self._encode(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
-        groups = self._loop.run(self._evaluate(asked, count, self._sampling(generate_kwargs)))
-        return self._experiences(groups, generate_kwargs), len(asked), over
+        encoded = [self._encode(prompt, label) for prompt, label in zip(prompts, labels, strict=True)]
+        groups = self._loop.run(self._evaluate(encoded, count, self._sampling(generate_kwargs)))
+        return self._experiences(groups, generate_kwargs), len(encoded), over
 
     async def _evaluate(self, prompts: Sequence[Prompt], count: int, sampling: SamplingParams) -> list[Group]:
-        await self._catch_up()
+        await self._follow_weights()
         groups = await self.adapter.evaluate(prompts, count, sampling)
         for group in groups:
             for sample in group.samples:
@@ -209,7 +207,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         return groups
 
     def state_dict(self) -> str:
-        """The buffer, for OpenRLHF's checkpoint."""
+        """Return the buffer as text, for OpenRLHF's checkpoint."""
         return as_json(with_format(FORMAT, steps=self._steps, **self.adapter.state_dict()))
 
     def load_state_dict(self, saved: str) -> None:
@@ -219,5 +217,5 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._steps, self.updated = state["steps"], True
 
 
-def _number(value: Any) -> Any:
+def _scalar(value: Any) -> Any:
     return value[0] if isinstance(value, list) else value

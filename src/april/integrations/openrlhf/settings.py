@@ -11,23 +11,23 @@ from april.rollout.params import RolloutParams
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "train.async_enable": (
         False,
-        "april carries unfinished samples over steps of its synchronous trainer: leave it out",
+        "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
     ),
-    "train.partial_rollout_enable": (False, "that is what april does: leave it out"),
+    "train.partial_rollout_enable": (False, "april does partial rollouts itself: leave it out"),
     "train.agent_func_path": (None, "april generates one turn a sample: leave it out"),
     "data.max_images_per_prompt": (0, "april's prompts are text: leave it out"),
 }
-"""Settings under which OpenRLHF would do something else."""
+"""OpenRLHF flags that april does not support."""
 
 
 SPELLING = "--april.{}"
 
 
 def params_of(args: Any, settings: Settings) -> RolloutParams:
-    """How many groups are under way, and how old they may be.
+    """Return the rollout parameters: number of groups in flight and their staleness bound.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a flag is out of range.
     """
     return settings.params(
         args.rollout.batch_size,
@@ -38,10 +38,10 @@ def params_of(args: Any, settings: Settings) -> RolloutParams:
 
 
 def check(args: Any, settings: Settings) -> None:
-    """Refuse settings under which rollouts would not be what they say, each by name.
+    """Check that april supports OpenRLHF's flags.
 
     Raises:
-        ValueError: names the setting and the remedy.
+        ValueError: a flag is not supported, or is out of range.
     """
     refuse(UNSUPPORTED, lambda name, default: at(args, name, default), "--{} = {}")
     generated = getattr(args.rollout, "vllm_generate_batch_size", None) or args.rollout.batch_size

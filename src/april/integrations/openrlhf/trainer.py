@@ -1,4 +1,8 @@
-"""OpenRLHF's trainer with april's rollouts, and the start module that installs it."""
+"""OpenRLHF's trainer with april's rollouts, and the command that starts it.
+
+Three classes of OpenRLHF are replaced where OpenRLHF looks them up: its vLLM actor, its trainer, and the trainer's
+generator of samples.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from april.integrations.settings import Settings
 
 
 class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
-    """OpenRLHF's trainer with april's generator, which is part of its checkpoints."""
+    """OpenRLHF's trainer with april's generator. Its checkpoints include the rollout buffer."""
 
     samples_generator: Any
 
@@ -51,14 +55,14 @@ class PPOTrainer(undecorated(ppo_trainer.PPOTrainer)):  # type: ignore[misc]
     ) -> None:
         logs = {
             **(logs_dict or {}),
-            **{f"april/{name}": v for name, v in self.samples_generator.step.metrics().items()},
+            **{f"april/{name}": v for name, v in self.samples_generator.latest.metrics().items()},
         }
         states = {**(client_states or {}), "april": self.samples_generator.state_dict()}
         super().save_logs_and_checkpoints(global_step, logs, states)
 
 
-class Standing:
-    """Stands where OpenRLHF looks for its trainer's actor class."""
+class TrainerActor:
+    """Replaces the actor class of OpenRLHF's trainer."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -68,9 +72,9 @@ class Standing:
 
 
 def install(settings: Settings) -> None:
-    """Have OpenRLHF make april's actors and trainer in this process."""
+    """Replace OpenRLHF's vLLM actor and trainer in this process."""
     vllm_engine.RolloutRayActor = ray.remote(RolloutActor)
-    ppo_trainer.PPOTrainer = Standing(settings)
+    ppo_trainer.PPOTrainer = TrainerActor(settings)
 
 
 def main() -> None:

@@ -1,14 +1,13 @@
-"""SkyRL with active partial rollouts: `trainer.override_entrypoint=april.integrations.skyrl` behind
-`python -m skyrl.train.entrypoints.main_base`, with the same settings.
+"""SkyRL's generator on april's scheduler.
 
 Invariants:
 - a step trains on `trainer.train_batch_size` complete groups, each next to each other, every sample with its own prompt
   and reward;
-- a sample is scored once, by SkyRL's own agent loop and environment, while others generate;
-- prompts come from SkyRL's dataloader in its order, each once an epoch; what it has given is under way here, trained
-  on, or turned away, and SkyRL's checkpoint holds it;
+- a sample is scored once, by SkyRL's own agent loop and environment, while others are generated;
+- prompts come from SkyRL's dataloader in its order, each once an epoch; every prompt drawn is in flight, trained on or
+  rejected, and is part of SkyRL's checkpoint;
 - between SkyRL's calls nothing runs on its servers, so they sleep and take weights with nothing in flight;
-- evaluation is SkyRL's own and neither sees nor changes the buffer.
+- evaluation is SkyRL's own and neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from april.rollout.trajectory import Group, Prompt, Reward, Sample
 FORMAT = 2
 
 
-class Prompts:
-    """SkyRL's training dataloader: its loop gets its batches here, and april what it begins beyond them.
+class TrainingDataloader:
+    """SkyRL's training dataloader: SkyRL's loop draws batches from it, and april extra prompts.
 
     Args:
-        dataloader: SkyRL's own.
-        size: rows of a batch.
+        dataloader: SkyRL's own dataloader.
+        size: number of rows of a batch.
     """
 
     def __init__(self, dataloader: Any, size: int) -> None:
         self.rows = DataloaderRows(dataloader)
         self.size = size
         self._steps = 0
-        """Batches that the loop has had of this epoch."""
+        """Number of this epoch's batches that the loop has drawn."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -94,22 +93,22 @@ class AgentLoopResponse(FinishedResponse):
         }
 
     async def finish_session(self, session_id: str) -> None:
-        """Nothing on a server is held for it."""
+        """The servers hold nothing for a session."""
 
 
 class Generator(SkyRLGymGenerator):  # type: ignore[misc]
-    """SkyRL's generator, with a scheduler between its prompts and its servers."""
+    """SkyRL's generator, with april's scheduler between its prompts and its servers."""
 
     def __init__(self, cfg: SkyRLTrainConfig, settings: Settings, **parts: Any) -> None:
         check(cfg, settings)
         super().__init__(**parts)
         self.cfg = cfg
         self.settings = settings
-        self.prompts: Prompts | None = None
-        """SkyRL's prompts, once its trainer has built its dataloader."""
+        self.dataloader: TrainingDataloader | None = None
+        """Set once SkyRL's trainer has built its dataloader."""
         self.adapter: RolloutAdapter | None = None
-        self.step: RolloutBatch | None = None
-        """The last one."""
+        self.latest: RolloutBatch | None = None
+        """The batch returned last."""
         self._weights: int | None = None
         """SkyRL's count of weights when rollouts were last collected."""
         self._saved: Mapping[str, Any] | None = None
@@ -120,14 +119,14 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
             return await super().generate(input_batch, disable_tqdm)
         adapter = await self._connected()
-        step = await adapter.rollout([self._encode(row) for row in self._rows(input_batch)])
-        self.step = step
-        output = await self._assembled(step.groups, input_batch)
-        output["rollout_metrics"].update({f"april/{name}": value for name, value in step.metrics().items()})
+        taken = await adapter.rollout([self._encode(row) for row in self._rows(input_batch)])
+        self.latest = taken
+        output = await self._assembled(taken.groups, input_batch)
+        output["rollout_metrics"].update({f"april/{name}": value for name, value in taken.metrics().items()})
         return output
 
     def _rows(self, batch: GeneratorInput) -> list[dict[str, Any]]:
-        """What SkyRL's dataset says of each prompt asked for, which comes once for each sample of its group."""
+        """Return the dataset rows of the requested prompts. SkyRL repeats each prompt for every sample of its group."""
         columns = zip(batch["prompts"], batch["env_classes"], batch["env_extras"], batch["trajectory_ids"], strict=True)
         return [
             {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": id.instance_id}
@@ -136,11 +135,11 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         ]
 
     def _extra(self) -> Iterator[Prompt]:
-        assert self.prompts is not None, "SkyRL's trainer has no dataloader"
-        return map(self._encode, self.prompts.rows)
+        assert self.dataloader is not None, "SkyRL's trainer has no dataloader"
+        return map(self._encode, self.dataloader.rows)
 
     def _encode(self, row: Mapping[str, Any]) -> Prompt:
-        """As SkyRL's agent loop begins: what the environment makes of the prompt, in the chat template."""
+        """Make a prompt as SkyRL's agent loop does: initialise the environment, and apply the chat template."""
         given = {**row, "env_class": row["env_class"] or self.cfg.environment.env_class}
         try:
             as_json(given)
@@ -166,7 +165,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return Prompt(tuple(ids), metadata=given)
 
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """What SkyRL's agent loop makes of a finished response."""
+        """Run SkyRL's agent loop with a finished response, and return its reward and output."""
         row = prompt.metadata
         loop = copy.copy(self)
         loop.inference_engine_client = AgentLoopResponse(sample, self.inference_engine_client)
@@ -184,11 +183,11 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return Reward(float(np.sum(info["reward"])), info)
 
     def _keep(self, group: Group) -> bool:
-        """SkyRL's filter: the group's rewards are not all the same."""
+        """Apply SkyRL's filter: the rewards of a group must differ."""
         return len(group.samples) == 1 or len({sample.reward for sample in group.samples}) > 1
 
     async def _assembled(self, groups: Sequence[Group], batch: GeneratorInput) -> GeneratorOutput:
-        """What SkyRL's generator makes of the outputs of its agent loop."""
+        """Assemble a batch as SkyRL's generator does from the outputs of its agent loop."""
         outputs: dict[str, TrajectoryOutput] = {}
         names = ("prompts", "env_classes", "env_extras", "trajectory_ids")
         columns: dict[str, list[Any]] = {name: [] for name in names}
@@ -210,9 +209,9 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         return await SkyRLGymGenerator.generate(generator, batch, disable_tqdm=True)
 
     async def _connected(self) -> RolloutAdapter:
-        """The buffer, with SkyRL's servers and the weights they hold."""
+        """Return the adapter, connected to SkyRL's servers and at the version of their weights."""
         if self.adapter is None:
-            self.adapter = await self._begin()
+            self.adapter = await self._connect()
             if self._saved is not None:
                 self.adapter.load_state_dict(self._saved)
         weights = self.inference_engine_client.weight_version
@@ -221,7 +220,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
             self._weights = weights
         return self.adapter
 
-    async def _begin(self) -> RolloutAdapter:
+    async def _connect(self) -> RolloutAdapter:
         drawn = self.generator_cfg.sampling_params
         filters = self.cfg.trainer.algorithm.dynamic_sampling.type == "filter"
         return RolloutAdapter(
@@ -242,16 +241,16 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         )
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """The buffer, for SkyRL's checkpoint; None before the first rollout."""
+        """Return the buffer for SkyRL's checkpoint, or None before the first rollout."""
         if self.adapter is None:
             return self._saved
         return with_format(FORMAT, **self.adapter.state_dict())
 
     def load_state_dict(self, saved: Mapping[str, Any], where: str) -> None:
-        """Go on from `state_dict`, before the first rollout.
+        """Restore `state_dict`. Call it before the first rollout.
 
         Raises:
-            ValueError: another april made it.
+            ValueError: the state has another format.
         """
         self._saved = check_format(saved, FORMAT, where)
 

@@ -1,7 +1,4 @@
-"""What SkyRL's settings say to april, and those under which its rollouts would not be what they say.
-
-Importing this needs SkyRL, as `skyrl.py` does, which asks for its version.
-"""
+"""SkyRL's settings that april reads, and those that april does not support."""
 
 from __future__ import annotations
 
@@ -21,14 +18,17 @@ TEXT = "april's prompts are text: leave it out"
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "trainer.fully_async.enabled": (
         False,
-        "april carries unfinished samples over steps of the synchronous trainer: leave it out",
+        "april keeps unfinished samples across steps of the synchronous trainer: leave it out",
     ),
     "trainer.policy.model.lora.rank": (0, "april has not been run with SkyRL's adapters: leave it out"),
     "generator.max_turns": (1, ONE_TURN),
     "generator.step_wise_trajectories": (False, ONE_TURN),
     "generator.batched": (False, "april generates each sample by itself: leave it out"),
     "generator.vision_language_generator": (False, TEXT),
-    "generator.chat_template.name_or_path": (None, "it writes responses anew, without log-probabilities: leave it out"),
+    "generator.chat_template.name_or_path": (
+        None,
+        "it renders responses again, which loses log-probabilities: leave it out",
+    ),
     "generator.sampling_params.stop": (None, "april stops at token ids and never looks at text: leave it out"),
     "generator.sampling_params.additional_kwargs": (None, "april does not know what they mean: leave it out"),
     f"{ENGINE}.backend": ("vllm", "april has been run with vllm: choose it"),
@@ -39,14 +39,14 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
         "april does not record which tokens top-k kept: set it to false",
     ),
 }
-"""Settings under which SkyRL would do something else."""
+"""SkyRL settings that april does not support."""
 
 
 def params_of(cfg: SkyRLTrainConfig, settings: Settings) -> RolloutParams:
-    """How many groups are under way, and how old they may be.
+    """Return the rollout parameters: number of groups in flight and their staleness bound.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is out of range.
     """
     return settings.params(
         cfg.trainer.train_batch_size,
@@ -59,10 +59,10 @@ def params_of(cfg: SkyRLTrainConfig, settings: Settings) -> RolloutParams:
 
 
 def check(cfg: SkyRLTrainConfig, settings: Settings) -> None:
-    """Refuse settings under which rollouts would not be what they say, each by name.
+    """Check that april supports SkyRL's settings.
 
     Raises:
-        ValueError: names the setting and the remedy.
+        ValueError: a setting is not supported, or is out of range.
     """
     refuse(UNSUPPORTED, lambda name, default: at(cfg, name, default))
     drawn, algorithm = cfg.generator.sampling_params, cfg.trainer.algorithm

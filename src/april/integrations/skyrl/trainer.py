@@ -18,15 +18,15 @@ from skyrl.train.utils.utils import initialize_ray
 
 from april.disk import as_json
 from april.integrations.settings import Settings
-from april.integrations.skyrl.generator import Generator, Prompts
+from april.integrations.skyrl.generator import Generator, TrainingDataloader
 from april.integrations.skyrl.settings import check
 
 STATE = "april.json"
-"""The file of a checkpoint of SkyRL's that holds the buffer."""
+"""File of the rollout buffer in a checkpoint of SkyRL."""
 
 
 class Trainer(RayPPOTrainer):  # type: ignore[misc]
-    """SkyRL's trainer, whose checkpoints hold the buffer."""
+    """SkyRL's trainer. Its checkpoints include the rollout buffer."""
 
     generator: Generator
     train_dataloader: Any
@@ -34,8 +34,8 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
     def _build_train_dataloader_and_compute_training_steps(self) -> None:
         super()._build_train_dataloader_and_compute_training_steps()
         if self.train_dataloader is not None:
-            self.train_dataloader = Prompts(self.train_dataloader, self.cfg.trainer.train_batch_size)
-            self.generator.prompts = self.train_dataloader
+            self.train_dataloader = TrainingDataloader(self.train_dataloader, self.cfg.trainer.train_batch_size)
+            self.generator.dataloader = self.train_dataloader
 
     async def train(self) -> None:
         try:
@@ -63,7 +63,7 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
 
 
 class Experiment(BasePPOExp):  # type: ignore[misc]
-    """SkyRL's experiment with april's generator and trainer, for an entrypoint of your own in place of `BasePPOExp`."""
+    """SkyRL's experiment with april's generator and trainer. Use it in place of `BasePPOExp` in your own entrypoint."""
 
     def __init__(self, cfg: SkyRLTrainConfig, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
@@ -88,15 +88,15 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
 
 @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def run(cfg: SkyRLTrainConfig, settings: Settings) -> None:
-    """As SkyRL's own entrypoint: not on the head node."""
+    """Run the experiment in a Ray task, as SkyRL's entrypoint does, which keeps it off the head node."""
     Experiment(cfg, settings).run()
 
 
 def read(arguments: Sequence[str]) -> tuple[SkyRLTrainConfig, Settings]:
-    """SkyRL's configuration of a command line, and april's settings of it (`april.over_sampling_batch_size=192`).
+    """Read SkyRL's configuration and april's settings (`april.over_sampling_batch_size=192`) from a command line.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is unknown or invalid.
     """
     own = [argument for argument in arguments if argument.startswith("april.")]
     theirs = [a for a in arguments if not a.startswith(("april.", "trainer.override_entrypoint="))]
