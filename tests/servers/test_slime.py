@@ -322,7 +322,7 @@ def test_a_router_without_servers_is_one_clear_line(args: Namespace, monkeypatch
     monkeypatch.setattr(servers, "REGISTRATION", 0.0)
     args.sglang_router_ip, args.sglang_router_port = _start_router(args)
     init_http_client(args)
-    with pytest.raises(EngineError, match=r"slime's router at .* knows of no server"):
+    with pytest.raises(EngineError, match=r"slime's router at .* lists no server"):
         plugin.rollout(args, 0, plugin.DataSource(args))
 
 

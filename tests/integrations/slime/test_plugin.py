@@ -54,7 +54,7 @@ def test_the_data_source_is_slimes_with_its_own_checkpoint(args: Namespace) -> N
     assert [group[0].prompt for group in first] == [f"prompt {i} of many: " for i in range(3)]
 
 
-def test_a_group_put_back_is_begun_again(args: Namespace) -> None:
+def test_a_group_put_back_is_started_again(args: Namespace) -> None:
     source = plugin.DataSource(args)
     (group,) = source.get_samples(1)
     group[0].status = Sample.Status.ABORTED

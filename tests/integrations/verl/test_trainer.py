@@ -206,9 +206,9 @@ def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> No
             train(config_of(model, data, tmp_path, *settings, custom), Kept)
         return str(raised.value)
 
-    way_on = "verl starts none anew. Step {0} was completed. It is saved as {1}/global_step_{0}: start the run again"
+    hint = "verl does not restart replicas. Step {0} was completed. It is saved as {1}/global_step_{0}: start the run"
     said = run(f"{{still_from:{N},standing:1,dies:[1,1,3]}}")
-    assert said.startswith(f"Replica tiny-1 has died, and {way_on.format(2, tmp_path)}")
+    assert said.startswith(f"Replica tiny-1 has died, and {hint.format(2, tmp_path)}")
     (first,) = trainers
     assert len(first.batches) == 2
     uids = check(first.batches)
@@ -218,7 +218,7 @@ def test_a_replica_that_is_killed(model: Path, data: Path, tmp_path: Path) -> No
     assert any("ActorDiedError" in failure.error for failure in lost), "no request was lost: the test saw nothing"
 
     said = run("{dies:[0,2,0]}")
-    assert said.startswith(f"Replica tiny-0 has died, and {way_on.format(3, tmp_path)}")
+    assert said.startswith(f"Replica tiny-0 has died, and {hint.format(3, tmp_path)}")
     again = trainers[-1]
     assert not set(uids) & set(check(again.batches, first_step=3))
     (batch,) = again.batches

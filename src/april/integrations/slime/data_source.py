@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 def rollout(
     args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """slime's rollout function. With a data source other than `DataSource`, the buffer is in no checkpoint.
+    """Generate a rollout for slime. Without `DataSource` as the data source, checkpoints do not include the buffer.
 
-    With `--partial-rollout`, `--over-sampling-batch-size` groups are under way (N'); without it, rollouts are
-    synchronous and on-policy. Two settings have no flag of slime's and go into the file of `--custom-config-path`:
-    `april_max_staleness` (5), the most weight updates between a group's first token and the rollout that hands it over,
-    and `april_over_sampling_batch_size`, which may be `auto`.
+    With `--partial-rollout`, `--over-sampling-batch-size` is the number of groups in flight (N'); without it, rollouts
+    are synchronous and on-policy. Two settings belong in the file of `--custom-config-path`: `april_max_staleness`
+    (default 5), the maximum number of weight updates between a group's first token and the rollout that
+    returns it, and `april_over_sampling_batch_size`, which may be `auto`.
 
     Raises:
-        ValueError: a setting is not supported, or a prompt does not fit the servers.
-        EngineError: no server answers, or requests keep failing. Nothing sampled is lost; it may be called again.
+        ValueError: a setting is not supported, or a prompt is too long for the servers.
+        EngineError: no server answers, or requests keep failing. No sampled token is lost; call again.
         RewardError: a reward model failed.
         StalenessError: the weights were updated more often than the bound allows.
     """
@@ -41,15 +41,15 @@ def rollout(
     rollouts = getattr(data_source, "rollouts", None)
     if rollouts is None:
         if not isinstance(data_source, DataSource):
-            log.warning("unfinished samples are in no checkpoint: use --data-source-path %s.DataSource", __package__)
+            log.warning("checkpoints lack unfinished samples: use --data-source-path %s.DataSource", __package__)
         rollouts = data_source.rollouts = SlimeRollouts(args, data_source)
     return run(rollouts.collect(rollout_id))
 
 
 class DataSource(RolloutDataSourceWithBuffer):
-    """slime's data source, with the buffer as a part of its checkpoint: `<save>/rollout/april_<rollout_id>.json`.
+    """slime's data source. Its checkpoint includes the rollout buffer: `<save>/rollout/april_<rollout_id>.json`.
 
-    Groups that `add_samples` puts back are begun again from their prompts.
+    Groups that `add_samples` returns to it are started again from their prompts.
     """
 
     def __init__(self, args: Namespace) -> None:
@@ -72,7 +72,7 @@ class DataSource(RolloutDataSourceWithBuffer):
         if path.exists():
             self.rollouts = SlimeRollouts(self.args, self, json.loads(path.read_text()))
         else:
-            log.info("%s does not exist: no unfinished samples to go on with", path)
+            log.info("%s does not exist: there are no unfinished samples to resume", path)
 
 
 def state_path(checkpoint: str, rollout_id: int) -> Path:

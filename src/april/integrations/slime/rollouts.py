@@ -1,17 +1,17 @@
-"""slime with active partial rollouts: `--rollout-function-path april.integrations.slime.rollout` and
-`--data-source-path april.integrations.slime.DataSource`.
+"""Rollouts for slime's trainer.
 
 Invariants:
-- a rollout is exactly `rollout_batch_size` complete groups, each together, every sample with its own prompt and label;
-- a sample is scored once, by slime's own reward models and hooks, with the tokens and log-probabilities it was drawn
-  with; what slime's data source gave out is either waiting here, handed to training, or turned away by its filter;
-- after a rollout nothing runs on slime's servers, so its cache flushes and weight updates find them idle;
-- the buffer is saved and restored with slime's checkpoint, beside the state of its data source; so is a batch that was
-  handed over for a later rollout than the one that the checkpoint is of (slime's `train_async.py` is one ahead);
-- evaluation is slime's own and neither sees nor changes the buffer.
+- a rollout is exactly `rollout_batch_size` complete groups, each next to each other, every sample with its own prompt
+  and label;
+- a sample is scored once, by slime's own reward models and hooks, with the log-probabilities that its tokens were drawn
+  with; every group from slime's data source is in the buffer, handed to training, or rejected by slime's filter;
+- after a rollout slime's servers run no request of april's, so cache flushes and weight updates find them idle;
+- the buffer is part of slime's checkpoint, beside the state of its data source; so is a batch that was returned for a
+  later rollout than that of the checkpoint (slime's `train_async.py` is one rollout ahead);
+- evaluation is slime's own and neither reads nor changes the buffer.
 
-slime updates the servers' weights and starts and stops the servers; april streams from each of them directly, because
-the router in front of them passes no control calls on.
+slime starts and stops the servers and updates their weights. april streams from each server directly, because slime's
+router does not forward control calls.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ log = logging.getLogger(__name__)
 FORMAT = 5
 
 TRUSTED = True
-"""Code that a model brings with it: slime, which trusts it, has run it before it calls april."""
+"""Run code that a model brings with it: slime has run it before it calls april."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The groups that were handed over for a rollout, at a policy version."""
+    """Groups that were returned for a rollout, at a policy version."""
 
     rollout_id: int
     version: int
     groups: list[Group]
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any] | None) -> Batch | None:
-        """What `to_dict` made."""
+    def from_dict(cls, saved: Mapping[str, Any] | None) -> Batch | None:
+        """Restore `to_dict`; None stays None."""
         if saved is None:
             return None
         return cls(saved["rollout_id"], saved["version"], [Group.from_dict(group) for group in saved["groups"]])
@@ -81,31 +81,31 @@ class Batch:
 
 
 def support_sets_of(args: Namespace, saved: Mapping[str, Any] | None) -> SupportSets | None:
-    """The tokens that were kept, where slime trains on them; as they were saved.
+    """Return the support sets, restored from a checkpoint, or None if slime does not train on them.
 
     Raises:
-        ValueError: those of the unfinished samples are not known.
+        ValueError: the checkpoint lacks the support sets of its unfinished samples.
     """
     wanted, known = args.rollout_top_p != 1, saved and saved["support_sets"]
     if saved is not None and wanted != (known is not None):
         was = "1" if known is None else "not 1"
         raise ValueError(
-            f"--rollout-top-p {args.rollout_top_p}: the unfinished samples of slime's checkpoint were begun while it "
+            f"--rollout-top-p {args.rollout_top_p}: the unfinished samples of slime's checkpoint were started while it "
             f"was {was}: set it as it was"
         )
     return SupportSets(known) if wanted else None
 
 
 class SlimeRollouts:
-    """The buffer between slime's calls: the scheduler's groups.
+    """The rollout buffer between slime's calls.
 
-    slime's samples of a prompt are its metadata, and what slime's hooks and reward models made of a finished one beside
-    its tokens is the `slime` in what its reward says.
+    slime's samples of a prompt are the prompt's metadata; the changes that slime's hooks and reward models made to a
+    finished sample are kept under `slime` in its reward info.
 
     Args:
-        args: slime's.
-        data_source: gives out new groups of samples by `get_samples(1)`.
-        state: of `state_dict`, to go on from.
+        args: slime's arguments.
+        data_source: returns a new group of samples from `get_samples(1)`.
+        state: `state_dict` to restore.
     """
 
     def __init__(self, args: Namespace, data_source: Any, state: Mapping[str, Any] | None = None) -> None:
@@ -118,19 +118,19 @@ class SlimeRollouts:
         self._label: str | None = None
         self._interval = StreamInterval("auto")
         self._saved = check_format(state, FORMAT, "slime's checkpoint") if state else None
-        self._batch = Batch.of(self._saved["ahead"]) if self._saved is not None else None
+        self._batch = Batch.from_dict(self._saved["ahead"]) if self._saved is not None else None
         self._support_sets = support_sets_of(args, self._saved)
         self._filter = load_function(args.dynamic_sampling_filter_path) if args.dynamic_sampling_filter_path else None
         self._gatherer = MetricGatherer()
         self._rejected: list[list[SlimeSample]] = []
 
     async def collect(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """`rollout_batch_size` complete groups, scored, as slime trains on them.
+        """Return `rollout_batch_size` complete, scored groups as slime's samples.
 
-        After a restart, first those that had been handed over for this rollout and not trained on.
+        After a restart, return the saved batch if it was returned for this rollout and not trained on.
         """
-        again = self._adapter is None and self._batch is not None and self._batch.rollout_id == rollout_id
-        metrics = {} if again else await self._generate(rollout_id)
+        saved = self._adapter is None and self._batch is not None and self._batch.rollout_id == rollout_id
+        metrics = {} if saved else await self._generate(rollout_id)
         assert self._batch is not None
         groups = [self._hand_over(group, self._batch.version) for group in self._batch.groups]
         if self.args.rollout_sample_filter_path is not None:
@@ -141,28 +141,29 @@ class SlimeRollouts:
         return RolloutFnTrainOutput(samples=groups, metrics={**metrics, **self._gatherer.collect()})
 
     async def _generate(self, rollout_id: int) -> dict[str, Any]:
-        """A new batch; returns april's metrics of it."""
+        """Generate a new batch and return its metrics."""
         engine, label = await connect(self.args, self._support_sets, self._interval)
         try:
             adapter = await self._continue(engine, label)
             self._gatherer, self._rejected = MetricGatherer(), []
-            step = await adapter.next_batch()
+            batch = await adapter.next_batch()
             for group in adapter.scheduler.buffer:
                 mark_unfinished(group, rollout_id)
             if self._support_sets is not None:
                 self._support_sets.keep(
-                    {sample.id for g in (*adapter.scheduler.buffer, *step.groups) for sample in g.samples}
+                    {sample.id for g in (*adapter.scheduler.buffer, *batch.groups) for sample in g.samples}
                 )
         finally:
             await engine.close()
-        self._batch = Batch(rollout_id, step.version, step.groups)
-        return {f"rollout/april/{name}": value for name, value in step.metrics().items()}
+        self._batch = Batch(rollout_id, batch.version, batch.groups)
+        return {f"rollout/april/{name}": value for name, value in batch.metrics().items()}
 
     async def state_dict(self, rollout_id: int) -> dict[str, Any]:
-        """The buffer as JSON types. Between calls, on slime's event loop, where rewards may still be computed.
+        """Return the buffer as JSON types. Call it between rollouts, on slime's event loop, where rewards may still be
+        computed.
 
         Args:
-            rollout_id: the last one that has been trained on; a batch of a later one is saved too.
+            rollout_id: the last rollout that was trained on. A batch of a later rollout is part of the state.
         """
         batch = self._batch
         ahead = batch.to_dict() if batch is not None and batch.rollout_id > rollout_id else None
@@ -177,7 +178,7 @@ class SlimeRollouts:
         )
 
     async def _continue(self, engine: Engine, label: str | None) -> RolloutAdapter:
-        """Go on with this engine. Other weights than the last rollout's, or a restart, are a new policy version."""
+        """Return the adapter with this engine. Weights with another label, and a restart, are a new policy version."""
         same = self._adapter is not None and label == self._label
         if self._adapter is None:
             self._adapter = self._begin(engine)
@@ -214,7 +215,7 @@ class SlimeRollouts:
         self.drawn = state["drawn"]
 
     def _stop_tokens(self) -> tuple[int, ...]:
-        """What slime's servers stop at by themselves, and the tokens of --rollout-stop-token-ids."""
+        """Return the tokens at which slime's servers stop by themselves, and those of --rollout-stop-token-ids."""
         path = self.args.hf_checkpoint
         declared = [
             self.tokenizer.eos_token_id,
@@ -228,7 +229,7 @@ class SlimeRollouts:
         return tuple(sorted(ids - {None}))
 
     def prompts(self) -> Iterator[Prompt]:
-        """New groups of slime's data source, as prompts."""
+        """Yield the new groups of slime's data source as prompts."""
         while groups := self.data_source.get_samples(1):
             (group,) = groups
             if len(group) != self.args.n_samples_per_prompt:
@@ -246,39 +247,41 @@ class SlimeRollouts:
             yield Prompt(tuple(token_ids), id, metadata)
 
     async def _finish(self, prompt: Prompt, sample: Sample) -> SlimeSample:
-        """slime's sample for a finished one of april's, after slime's hooks; its reward is still to come."""
-        theirs = sampled(prompt, sample)
-        theirs.response = self.tokenizer.decode(
+        """Return slime's sample for a finished sample, after slime's hooks and before the reward."""
+        slime_sample = sampled(prompt, sample)
+        slime_sample.response = self.tokenizer.decode(
             sample.response_ids, skip_special_tokens=self.args.rollout_skip_special_tokens
         )
-        return await apply_rollout_sample_hooks(self.args, theirs, evaluation=False)
+        return await apply_rollout_sample_hooks(self.args, slime_sample, evaluation=False)
 
     async def score(self, prompt: Prompt, sample: Sample) -> Reward:
-        """What slime's reward model says of a finished sample."""
-        theirs = await self._finish(prompt, sample)
-        if theirs.reward is None:
-            theirs.reward = await async_rm(self.args, theirs)
-        return self._reward(prompt, sample, theirs)
+        """Score a finished sample by slime's reward model."""
+        slime_sample = await self._finish(prompt, sample)
+        if slime_sample.reward is None:
+            slime_sample.reward = await async_rm(self.args, slime_sample)
+        return self._reward(prompt, sample, slime_sample)
 
     async def _score_group(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
         group = [await self._finish(prompt, sample) for sample in samples]
-        for theirs, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
-            theirs.reward = reward
-        return [self._reward(prompt, sample, theirs) for sample, theirs in zip(samples, group, strict=True)]
+        for slime_sample, reward in zip(group, await batched_async_rm(self.args, group), strict=True):
+            slime_sample.reward = reward
+        return [self._reward(prompt, sample, slime_sample) for sample, slime_sample in zip(samples, group, strict=True)]
 
-    def _reward(self, prompt: Prompt, sample: Sample, theirs: SlimeSample) -> Reward:
-        """The value is for april's own figures; the reward that slime trains on stays as it is."""
+    def _reward(self, prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> Reward:
+        """Return the reward for april's metrics, with the changes to slime's sample, slime's own reward included."""
         before = sampled(prompt, sample).to_dict()
-        made = {name: value for name, value in theirs.to_dict().items() if differs(value, before.get(name))}
+        changes = {name: value for name, value in slime_sample.to_dict().items() if differs(value, before.get(name))}
         try:
-            value = float(theirs.get_reward_value(self.args))
-        except TypeError:  # a teacher's answer, say: slime makes a number of it once the rollout is over
+            value = float(slime_sample.get_reward_value(self.args))
+        except TypeError:  # for example a teacher's answer, which slime converts to a number after the rollout
             value = 0.0
-        parts = theirs.reward if isinstance(theirs.reward, dict) else {}
-        return Reward(value, {**{name: part for name, part in parts.items() if isinstance(part, float)}, "slime": made})
+        parts = slime_sample.reward if isinstance(slime_sample.reward, dict) else {}
+        return Reward(
+            value, {**{name: part for name, part in parts.items() if isinstance(part, float)}, "slime": changes}
+        )
 
     def _keep(self, group: Group) -> bool:
-        """slime's dynamic sampling filter."""
+        """Apply slime's dynamic sampling filter."""
         assert self._adapter is not None
         samples = scored(group)
         output = call_dynamic_filter(self._filter, self.args, samples)
@@ -295,11 +298,13 @@ class SlimeRollouts:
     def _hand_over(self, group: Group, version: int) -> list[SlimeSample]:
         samples = scored(group)
         if self._support_sets is not None:
-            for theirs, sample in zip(samples, group.samples, strict=True):
+            for slime_sample, sample in zip(samples, group.samples, strict=True):
                 token_ids, offsets = self._support_sets.of(sample.id, len(sample.prompt_ids))
-                theirs.rollout_top_p_token_ids, theirs.rollout_top_p_token_offsets = token_ids, offsets
+                slime_sample.rollout_top_p_token_ids, slime_sample.rollout_top_p_token_offsets = token_ids, offsets
         if self.args.mask_offpolicy_in_partial_rollout:
-            for theirs, sample in zip(samples, group.samples, strict=True):
+            for slime_sample, sample in zip(samples, group.samples, strict=True):
                 current = (sample.versions == version).tolist()
-                theirs.loss_mask = [int(own and m) for own, m in zip(current, theirs.loss_mask, strict=True)]
+                slime_sample.loss_mask = [
+                    int(own and m) for own, m in zip(current, slime_sample.loss_mask, strict=True)
+                ]
         return samples

@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 REGISTRATION = 30.0
-"""Seconds that slime's router may take to know of a server: it answers before it does."""
+"""Seconds to wait until slime's router lists a server: the router answers before servers have registered."""
 
 
 class OneVersion(SGLang):
-    """SGLang during one rollout, in which its weights must not change; who calls them what is slime's business."""
+    """SGLang during one rollout, in which its weights must not change. slime labels the weights."""
 
     expected: str | None = None
-    """slime's name for the weights."""
+    """slime's label of the weights."""
 
     def __init__(self, http: HTTPClient, support_sets: SupportSets | None = None) -> None:
         super().__init__(http)
@@ -44,7 +44,7 @@ class OneVersion(SGLang):
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
         body = super().body(stream, salt)
         if self._support_sets is None:
-            # Without top-p slime's trainer scores a token among the whole vocabulary, whatever top-k left of it.
+            # Without top-p, slime's trainer computes log-probabilities over the whole vocabulary, also with top-k.
             body.pop("return_sampling_mask", None)
         return body
 
@@ -53,20 +53,20 @@ class OneVersion(SGLang):
         if delta is None:
             return None
         if delta.version not in (None, self.expected):
-            raise RequestError(f"its weights went from {self.expected!r} to {delta.version!r} during a rollout")
+            raise RequestError(f"its weights changed from {self.expected!r} to {delta.version!r} during a rollout")
         if self._support_sets is not None and delta.token_ids:
             self._support_sets.read(event, stream.sample_id, len(stream.token_ids), delta.token_ids)
         return delta._replace(version=None, spans=())
 
 
 class SlimeServer(FrameworkServer):
-    """One of slime's servers. slime gives it weights and labels them; here they only get april's number."""
+    """One of slime's servers. slime loads its weights and labels them."""
 
     _api: OneVersion
 
     @property
     def label(self) -> str | None:
-        """slime's name for the weights, a count that begins anew with every process."""
+        """slime's label of the weights: a count that starts again with every process."""
         return self._label
 
     async def refresh(self) -> None:
@@ -74,20 +74,26 @@ class SlimeServer(FrameworkServer):
         await super().refresh()
         if before is not None and self._label != before:
             now, self._label = self._label, before
-            raise EngineError(f"{self!r} holds weights {now!r} where the rollout began with {before!r}")
+            raise EngineError(f"{self!r} holds weights {now!r} where the rollout started with {before!r}")
         self._api.expected = self._label
 
 
 async def connect(
     args: Namespace, support_sets: SupportSets | None, interval: StreamInterval
 ) -> tuple[Engine, str | None]:
-    """slime's servers as one engine, and its name for the weights they hold. Connected anew for every rollout:
-    slime replaces servers, and drops their caches, between rollouts."""
+    """Return slime's servers as one engine, and slime's label of their weights.
+
+    Every rollout connects again, because slime replaces servers and drops their caches between rollouts.
+
+    Raises:
+        EngineError: no server answers, or the servers hold different weights.
+        ValueError: slime separates prefill from decode.
+    """
     router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
     deadline = asyncio.get_running_loop().time() + REGISTRATION
     while not (workers := (await get(f"{router}/workers"))["workers"]):
         if asyncio.get_running_loop().time() >= deadline:
-            raise EngineError(f"slime's router at {router} knows of no server")
+            raise EngineError(f"slime's router at {router} lists no server")
         await asyncio.sleep(0.5)
     split = [worker["url"] for worker in workers if worker.get("worker_type", "regular") != "regular"]
     if split:
@@ -104,7 +110,7 @@ async def connect(
     replicas = [replica for replica in found if isinstance(replica, SlimeServer)]
     errors = [error for error in found if isinstance(error, BaseException)]
     for error in errors:
-        log.warning("a server is left out of this rollout: %s", error)
+        log.warning("this rollout does not use a server: %s", error)
     labels = {replica.label for replica in replicas}
     if len(labels) != 1:
         await asyncio.gather(*(replica.close() for replica in replicas))

@@ -1,4 +1,4 @@
-"""verl's replay buffer, which samples the batch that april has just handed over."""
+"""verl's replay buffer for the trainer mode `april`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from april.integrations.verl.manager import AprilRolloutManager
 
 
 class AprilReplayBuffer(ReplayBufferAsync):
-    """verl's replay buffer, which finds exactly one batch to sample: the groups that april has just handed over."""
+    """verl's replay buffer. It samples exactly one batch: the groups that april has just handed over."""
 
     def __init__(self, max_off_policy_threshold: int | None, **settings: Any) -> None:
         super().__init__(max_off_policy_threshold=None, **settings)
@@ -20,7 +20,7 @@ class AprilReplayBuffer(ReplayBufferAsync):
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
         metrics = {}
         if partition_id == "train":
-            assert self.manager is not None, "the trainer has not been given its agent-loop manager"
+            assert self.manager is not None, "fit has not set the agent-loop manager"
             metrics = self.manager.collect(global_steps)
         batch, evicted = super().sample(global_steps, partition_id, batch_size)
         return batch, {**evicted, **metrics}

@@ -36,14 +36,14 @@ UNSUPPORTED = {
         "for several updates a step, set actor_rollout_ref.actor.ppo_mini_batch_size",
     ),
 }
-"""Settings under which verl would do something else."""
+"""verl settings that april does not support."""
 
 
 def check_config(config: DictConfig) -> None:
-    """Refuse what april would have to ignore.
+    """Check that april supports verl's settings.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is not supported, or is out of range.
     """
 
     def value_of(name: str, only: Any) -> Any:
@@ -53,20 +53,20 @@ def check_config(config: DictConfig) -> None:
     refuse(UNSUPPORTED, value_of)
     if config.algorithm.adv_estimator == "remax":
         raise ValueError(
-            "algorithm.adv_estimator = remax: its greedy baselines are another kind of rollout: choose another one"
+            "algorithm.adv_estimator = remax: april does not generate its greedy baselines: choose another estimator"
         )
     params_of(config)
 
 
 def params_of(config: DictConfig) -> RolloutParams:
-    """How many groups are under way, and how old they may be: `trainer.v1.april`.
+    """Return the rollout parameters, from `trainer.v1.april`: number of groups in flight and their staleness bound.
 
     Raises:
-        ValueError: names the setting.
+        ValueError: a setting is unknown or out of range.
     """
     own = config.trainer.v1.get("april", {}).items()
     given = {name: value for name, value in own if name != "parameter_sync_step"}
-    if given.get("over_sampling_batch_size", "") is None:  # as if it were not there; no bound is max_staleness = null
+    if given.get("over_sampling_batch_size", "") is None:  # null means unset here, but "no bound" for max_staleness
         del given["over_sampling_batch_size"]
     params = Settings.read(given, SPELLING).params(
         config.data.train_batch_size,

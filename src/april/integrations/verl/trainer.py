@@ -1,7 +1,7 @@
 """verl's trainer mode `april`.
 
 Invariants:
-- a replica that dies ends the run once the step under way is completed by the others and saved;
+- when a replica dies, the other replicas complete the current step, the step is saved, and the run ends with an error.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from april.rollout.engine import EngineError
 log = logging.getLogger(__name__)
 
 STATE = "april.json"
-"""The file of a checkpoint of verl's that holds the buffer."""
+"""File of the rollout buffer in a checkpoint of verl."""
 
 
 @register_trainer("april")
 class AprilTrainer(PPOTrainerColocateAsync):
     """`trainer.v1.trainer_mode=april`: trainer and rollouts take turns on the same GPUs, as in `colocate_async`.
 
-    Settings, each as `+trainer.v1.april.<name>=`: `over_sampling_batch_size` (N', groups under way, or `auto`; twice
-    `data.train_batch_size`) and `max_staleness` (5; the most weight updates between a group's first token and the step
-    that trains on it). `max_off_policy_threshold` and `max_off_policy_strategy` have no effect: the bound is kept
-    without dropping.
+    Settings, each as `+trainer.v1.april.<name>=`: `over_sampling_batch_size` (N', the number of groups in flight, or
+    `auto`; default twice `data.train_batch_size`) and `max_staleness` (default 5: the maximum number of weight updates
+    between a group's first token and the step that trains on it). `max_off_policy_threshold` and
+    `max_off_policy_strategy` have no effect: april keeps the bound without dropping samples.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -45,8 +45,8 @@ class AprilTrainer(PPOTrainerColocateAsync):
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
         super().__init__(config)
         self.dead: list[str] = []
-        """The addresses of replicas that have died."""
-        self._resolve_filter_groups_metric()  # verl's check of it, which it leaves to other samplers than its own
+        """Addresses of replicas that have died."""
+        self._resolve_filter_groups_metric()  # verl leaves this check to samplers that are not its own
 
     def fit(self, agent_loop_manager: AprilRolloutManager) -> None:
         self.replay_buffer.manager = agent_loop_manager
@@ -54,11 +54,11 @@ class AprilTrainer(PPOTrainerColocateAsync):
         super().fit(agent_loop_manager)
 
     def get_llm_client(self) -> Any:
-        """The client that returns what an aborted request had sampled, instead of asking again by itself."""
+        """Return the client that returns the tokens of an aborted request, instead of resuming it by itself."""
         return self.llm_server_manager.get_client()
 
     def on_train_begin(self) -> None:
-        """Prompts are begun as the sampler needs them; there is nothing to warm up."""
+        """Do nothing: prompts are started when the sampler needs them."""
 
     def prepare_step(self) -> dict[str, Any]:
         return {}
@@ -70,7 +70,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
             if self.checkpoint_manager.replicas:
                 raise
             raise RuntimeError(
-                f"{self._deaths} None is left: start the run again, and it goes on from its last checkpoint."
+                f"{self._deaths} None is left: start the run again, and it resumes from its last checkpoint."
             ) from error
 
     def on_sample_end(self) -> None:
@@ -84,10 +84,10 @@ class AprilTrainer(PPOTrainerColocateAsync):
                     raise
 
     def on_step_end(self) -> None:
-        """Hand out the weights, which verl's workers do to every replica or not at all.
+        """Send the weights to the replicas. verl's workers send them to all replicas or to none.
 
         Raises:
-            RuntimeError: a replica has died, so that the run cannot go on.
+            RuntimeError: a replica has died, so the run cannot continue.
         """
         if not self.dead:
             try:
@@ -97,23 +97,23 @@ class AprilTrainer(PPOTrainerColocateAsync):
                 if not self.dead:
                     raise
         if self.dead:
-            raise RuntimeError(f"{self._deaths} Step {self.global_steps} was completed. {self._way_on()}")
+            raise RuntimeError(f"{self._deaths} Step {self.global_steps} was completed. {self._resume_hint()}")
 
-    def _way_on(self) -> str:
+    def _resume_hint(self) -> str:
         every, folder = self.config.trainer.save_freq, Path(self.config.trainer.default_local_dir)
         if every <= 0:
-            return "Nothing is saved, as trainer.save_freq is off."
+            return "Nothing is saved, because trainer.save_freq is off."
         saved = folder / f"global_step_{self.global_steps}"
         if not (saved / STATE).is_file():
             self._save_checkpoint()
-        return f"It is saved as {saved}: start the run again, and it goes on from there."
+        return f"It is saved as {saved}: start the run again, and it resumes from there."
 
     @property
     def _deaths(self) -> str:
-        return f"Replica {', '.join(self.dead)} has died, and verl starts none anew."
+        return f"Replica {', '.join(self.dead)} has died, and verl does not restart replicas."
 
     def _lost(self, error: ActorDiedError) -> int:
-        """Ask nothing more of the replica that has died; how many are left."""
+        """Remove the replica that has died, and return the number of replicas left."""
         for replica in self.checkpoint_manager.replicas:
             if any(server._actor_id.hex() == error.actor_id for server in replica.servers):
                 self.dead.append(replica.server_address)
@@ -123,7 +123,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
         return len(self.checkpoint_manager.replicas)
 
     async def _abort_replicas(self) -> None:
-        # What reaches a replica after the abort comes back at once, except from SGLang's, which can only let it wait.
+        # Replicas reject requests that arrive after the abort; SGLang's can only make them wait.
         rejects = self.config.actor_rollout_ref.rollout.name != "sglang"
         while True:
             left = len(self.checkpoint_manager.replicas)
@@ -141,7 +141,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
         super()._save_checkpoint()
 
     def _reissue_inflight_prompts(self, partition_id: str = "train") -> int:
-        """Go on with the saved groups where they stood, instead of from scratch as verl does."""
+        """Resume the saved groups from their last tokens, instead of starting them again as verl does."""
         if self.config.trainer.resume_mode == "resume_path":
             folder = Path(self.config.trainer.resume_from_path)
         else:
