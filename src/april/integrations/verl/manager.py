@@ -1,17 +1,13 @@
-"""verl's V1 trainer with active partial rollouts: `trainer.v1.trainer_mode=april`.
+"""verl's agent-loop manager on april's scheduler.
 
 Invariants:
-- a replica that dies ends the run once the step under way is completed by the others and saved;
 - a step trains on exactly `data.train_batch_size` complete groups, the oldest first; none is dropped for its age;
-- a prompt leaves verl's dataloader when its group is begun, and TransferQueue when its group is trained on or turned
-  away; its trajectories are put there, by verl's own code, when its group is handed to training;
-- after a step is sampled nothing runs on verl's replicas;
-- every token keeps the log-probability it was drawn with and the weights that drew it;
-- what is unfinished is part of verl's checkpoint, and a resumed run goes on from the last token;
-- validation is verl's own and neither sees nor changes the buffer.
-
-Three classes, registered from outside: the trainer mode, which brings the other two along, a sampler, and an agent-loop
-manager.
+- a prompt leaves verl's dataloader when its group is started, and TransferQueue when its group is trained on or
+  rejected; verl's own code writes its trajectories to TransferQueue when its group is handed to training;
+- after a step is sampled, verl's replicas run no request of april's;
+- every token keeps the log-probability and the policy version that it was drawn with;
+- unfinished samples are part of verl's checkpoint, and a resumed run continues them from their last tokens;
+- validation is verl's own and neither reads nor changes the buffer.
 """
 
 from __future__ import annotations
@@ -41,8 +37,8 @@ from april.rollout.trajectory import ENVIRONMENT, Group, Prompt, Reward, Sample
 
 log = logging.getLogger(__name__)
 
-OF_LOOP = "agent_loop"
-"""What is kept of an agent loop's output, among what a sample's reward says."""
+AGENT_LOOP = "agent_loop"
+"""Key in a sample's reward info: the fields of an agent loop's output that april keeps."""
 
 FORMAT = 5
 
@@ -50,10 +46,9 @@ SINGLE_TURN = "single_turn_agent"
 
 
 class AprilRolloutManager(AgentLoopManagerTQ):
-    """verl's agent-loop manager, whose training prompts go to april's scheduler. Validation goes to verl's own workers.
+    """verl's agent-loop manager with april's scheduler for training prompts. verl's own workers validate.
 
-    Prompts are made into tokens, samples scored and trajectories written by verl's agent-loop worker, of which one
-    lives here.
+    One of verl's agent-loop workers runs in this process: it tokenizes prompts, scores samples and writes trajectories.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,10 +57,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             self.config, self.llm_client, self.teacher_client, self.reward_loop_worker_handles
         )
         if self.worker.processor is not None:
-            raise ValueError("actor_rollout_ref.model: a model with a processor takes more than text, april does not")
+            raise ValueError(
+                "actor_rollout_ref.model: april does not support models with a processor, which take more than text"
+            )
         self.loop = EventLoop("april")
         self.rows: dict[str, dict[str, Any]] = {}
-        """What verl's dataset says of each prompt under way, by its uid."""
+        """Dataset rows of the prompts in flight, by uid."""
         self._sampling_params = {
             "temperature": self.rollout_config.temperature,
             "top_p": self.rollout_config.top_p,
@@ -75,7 +72,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         }
         self._agent = self.rollout_config.agent.default_agent_loop
         self.loops: AgentLoops | None = None
-        """There are none where every sample is one turn."""
+        """None if every sample is one turn."""
         if self._agent != SINGLE_TURN or self.rollout_config.multi_turn.enable:
             self.loops = AgentLoops(self.worker, self.rows, self._sampling_params)
         self._refill: Callable[[int], int] | None = None
@@ -91,12 +88,12 @@ class AprilRolloutManager(AgentLoopManagerTQ):
     def attach(
         self, refill: Callable[[int], int], abort: Callable[[], Any], lost: Callable[[ActorDiedError], int]
     ) -> None:
-        """What the trainer gives.
+        """Set the trainer's functions.
 
         Args:
-            refill: fetches so many prompts from the dataloader and gives them to `generate_sequences`.
-            abort: ends every request on every replica.
-            lost: lets go of a replica that has died; how many are left.
+            refill: fetches a number of prompts from the dataloader and passes them to `generate_sequences`.
+            abort: ends all requests on all replicas.
+            lost: removes a replica that has died, and returns the number of replicas left.
         """
         self._refill, self._abort, self._lost = refill, abort, lost
 
@@ -116,30 +113,30 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             self.adapter.prompts.request([self._prompt(row)])
 
     def collect(self, global_steps: int) -> dict[str, float]:
-        """Have a batch of complete groups in TransferQueue, ready to be sampled."""
+        """Put a batch of complete groups into TransferQueue, ready to be sampled."""
         return self.loop.run(self._collect(global_steps))
 
     async def _collect(self, global_steps: int) -> dict[str, float]:
         # verl counts steps from 1 and updates the weights after each: step k samples with the weights of step k - 1.
         await self.adapter.advance_to(global_steps - 1)
-        step = await self.adapter.next_batch()
-        # One after another: verl takes rows in the order they came, and a group's belong together.
-        for group in step.groups:
+        batch = await self.adapter.next_batch()
+        # One group after another: verl keeps the order in which rows arrive, and the rows of a group must be adjacent.
+        for group in batch.groups:
             await self._hand_over(group)
-        for left_out in step.quarantined:
-            log.warning("a group was left out (%s): %s", left_out.reason, left_out.error)
-        kept = {group.prompt.id for group in [*step.groups, *self.adapter.scheduler.buffer]}
+        for left_out in batch.quarantined:
+            log.warning("a group was quarantined (%s): %s", left_out.reason, left_out.error)
+        kept = {group.prompt.id for group in [*batch.groups, *self.adapter.scheduler.buffer]}
         kept |= {prompt.id for prompt in self.adapter.prompts.queue}
         if rejected := [uid for uid in self.rows if uid not in kept]:
             await tq.async_kv_clear(keys=rejected, partition_id="train")
-        for uid in [*rejected, *(group.prompt.id for group in step.groups)]:
+        for uid in [*rejected, *(group.prompt.id for group in batch.groups)]:
             del self.rows[uid]
         if self.loops is not None:
             self.loops.keep({sample.id for group in self.adapter.scheduler.buffer for sample in group.samples})
-        return {f"training/april/{name}": value for name, value in step.metrics().items()}
+        return {f"training/april/{name}": value for name, value in batch.metrics().items()}
 
     async def _hand_over(self, group: Group) -> None:
-        """Write the group's trajectories, and then say that they are there."""
+        """Write the group's trajectories, and then mark its prompt as finished."""
         row = self._row(group.prompt)
         await asyncio.gather(
             *(
@@ -150,15 +147,15 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         await tq.async_kv_put(key=group.prompt.id, partition_id="train", tag={"status": "finished"})
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
-        """What verl's worker is told of a prompt beside the loop's name."""
+        """Return a prompt's row without the name of its agent loop, as verl's worker expects it."""
         return {name: value for name, value in self.rows[prompt.id].items() if name != "agent_name"}
 
     def _output(self, sample: Sample) -> AgentLoopOutput:
-        begins = sample.transitions[0].tokens if sample.transitions else 0
-        """Tokens of the response that are the prompt: an agent loop writes it."""
+        prompt_length = sample.transitions[0].tokens if sample.transitions else 0
+        """Number of response tokens that are the prompt, which an agent loop writes."""
         info = dict(sample.reward_info)
-        of_loop = info.pop(OF_LOOP, {})
-        versions = sample.versions[begins:].tolist()
+        of_loop = info.pop(AGENT_LOOP, {})
+        versions = sample.versions[prompt_length:].tolist()
         own = [version for version in versions if version != ENVIRONMENT]
         fields = {
             "turn_scores": [],
@@ -172,10 +169,10 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         if self.reward_loop_worker_handles is not None and sample.reward is not None:
             fields.setdefault("reward_extra_info", info)
         return AgentLoopOutput(
-            prompt_ids=[*sample.prompt_ids, *sample.response_ids[:begins]],
-            response_ids=sample.response_ids[begins:],
-            response_mask=of_loop.get("response_mask", sample.loss_mask[begins:].astype(int).tolist()),
-            response_logprobs=sample.logprobs[begins:].tolist(),
+            prompt_ids=[*sample.prompt_ids, *sample.response_ids[:prompt_length]],
+            response_ids=sample.response_ids[prompt_length:],
+            response_mask=of_loop.get("response_mask", sample.loss_mask[prompt_length:].astype(int).tolist()),
+            response_logprobs=sample.logprobs[prompt_length:].tolist(),
             reward_score=sample.reward if self.reward_loop_worker_handles is not None else None,
             multi_modal_data={},
             num_turns=of_loop.get("num_turns", 2 * max(sample.turns, 1)),
@@ -184,8 +181,8 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     async def _score(self, prompt: Prompt, sample: Sample) -> float | Reward:
-        """The agent loop's own reward, verl's reward workers', or 0 where a colocated reward model scores the batch
-        later."""
+        """Return the reward of the agent loop or of verl's reward workers, or 0 if a colocated reward model scores the
+        batch later."""
         output, info = self._output(sample), {}
         if self.loops is not None and (returned := await self.loops.output(prompt, sample)) is not None:
             of_loop = {
@@ -194,7 +191,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 "metrics": returned.metrics.model_dump(),
                 "extra_fields": returned.extra_fields,
             }
-            info[OF_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
+            info[AGENT_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
             output.response_mask, output.reward_score = returned.response_mask, returned.reward_score
             output.extra_fields.update(returned.extra_fields)
         if self.reward_loop_worker_handles is None:
@@ -207,18 +204,18 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             return Prompt((), row["uid"])
         limit = self.rollout_config.prompt_length
         token_ids = self._builder.build_initial_tokens(list(row["raw_prompt"]))
-        # verl keeps the end of a longer prompt; data.filter_overlong_prompts leaves them out.
+        # verl keeps the end of a longer prompt; data.filter_overlong_prompts drops long prompts instead.
         return Prompt(tuple(token_ids[-limit:]), row["uid"])
 
     def _prompts(self) -> Iterator[Prompt]:
-        """Have verl request further prompts, one at a time."""
+        """Yield further prompts, which verl requests one at a time."""
         while True:
             assert self._refill is not None, "attach comes first"
             self._refill(1)
             yield self.adapter.prompts.queue.popleft()
 
     def _keep(self, group: Group) -> bool:
-        """verl's filter of groups that carry no signal (algorithm.filter_groups)."""
+        """Apply verl's filter of groups without a learning signal (algorithm.filter_groups)."""
         metric = self.config.algorithm.filter_groups.metric
         if metric == "reward":
             values = [sample.reward for sample in group.samples]
@@ -230,7 +227,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         assert self._abort is not None, "attach comes first"
         await self._abort()
 
-    def _lose(self, error: ActorDiedError) -> int:
+    def _remove_replica(self, error: ActorDiedError) -> int:
         assert self._lost is not None, "attach comes first"
         return self._lost(error)
 
@@ -251,7 +248,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             self._abort_all,
             calls,
             replicas,
-            self._lose,
+            self._remove_replica,
         )
         return RolloutAdapter(
             engine,
@@ -272,7 +269,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer. The prompts' rows are in TransferQueue's own checkpoint."""
+        """Return the buffer. The rows of its prompts are part of TransferQueue's own checkpoint."""
         return self.loop.run(self._state())
 
     async def _state(self) -> dict[str, Any]:
@@ -283,10 +280,10 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> int:
-        """Go on from `state_dict`, once TransferQueue is restored; returns how many groups wait.
+        """Restore `state_dict`, after TransferQueue is restored, and return the number of waiting prompts.
 
         Raises:
-            ValueError: the state is of another april.
+            ValueError: the state has another format.
         """
         check_format(state, FORMAT, "verl's checkpoint")
         self._sampling_params.update(state["sampling"])
@@ -304,7 +301,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
 
 
 def row_of(batch: TensorDict, i: int) -> dict[str, Any]:
-    """Row `i` of a batch of verl's dataset, as its agent loops are given it."""
+    """Return row `i` of a batch of verl's dataset, as agent loops receive it."""
     row = {}
     for name, column in batch.items():
         if isinstance(column, NonTensorData):

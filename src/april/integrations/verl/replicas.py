@@ -1,10 +1,11 @@
 """verl's rollout replicas as an engine of april's.
 
 Invariants:
-- every token that a replica returns is handed out once, with the weights that drew it;
-- after an interrupt nothing is asked for, and what has not answered by then counts when its sample is submitted again;
-- a replica is never given so many requests that an abort could not reach it;
-- of a replica that has died nothing is asked again.
+- every token that a replica returns is handed out once, with its policy version;
+- after an interrupt no request is sent; a request that has not returned by then is parked, and its tokens count once
+  its sample is submitted again;
+- a replica never has so many requests that an abort would queue behind them;
+- a replica that has died receives no requests.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
 
 CALLS = 900
-"""Requests that a replica is given at a time, or `max_num_seqs` if that is more. It takes 1,000 calls at once, or 16
-above `max_num_seqs`; more queue up, and an abort among them would come after the requests that it should end."""
+"""Maximum number of requests at a replica, unless `max_num_seqs` is higher. A replica runs 1,000 calls at once, or 16
+more than `max_num_seqs`. Further calls queue, and a queued abort would run after the requests that it should end."""
 
 
 def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int, int]:
-    """What verl's replicas on `gpus` GPUs hold together, the requests that they are given at a time, and how many they
-    are.
+    """Return the total capacity of verl's replicas on `gpus` GPUs, the number of requests sent at a time, and the number
+    of replicas.
 
-    A replica is one server, whatever its ranks. vLLM's data-parallel ranks have `max_num_seqs` slots each, as many as
-    calls reach them; SGLang's share them, and verl gives TensorRT-LLM no such ranks.
+    A replica is one server with all its ranks. Each of vLLM's data-parallel ranks has `max_num_seqs` slots, limited by
+    the number of calls; SGLang's ranks share the slots; verl does not use data-parallel ranks with TensorRT-LLM.
 
     Args:
-        rollout: verl's settings of it.
+        rollout: verl's rollout settings.
     """
     ranks = rollout.data_parallel_size
     replicas = max(1, gpus // (rollout.tensor_model_parallel_size * ranks * rollout.pipeline_model_parallel_size))
@@ -48,12 +49,13 @@ def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int, int]:
 
 @dataclass(eq=False, slots=True)
 class ReplicaRequest:
-    """What a replica was asked for one sample.
+    """A request of one sample.
 
     Args:
         token_ids: prompt and response so far.
-        budget: tokens that may still be sampled.
-        parked: it was interrupted, and its answer did not come in time.
+        budget: maximum number of tokens still to sample.
+        answer: call of the replica.
+        parked: the request was interrupted and did not return in time.
     """
 
     sample_id: str
@@ -64,20 +66,20 @@ class ReplicaRequest:
 
 
 class ReplicaEngine:
-    """verl's rollout replicas as an engine. They stream nothing: a request returns once it has ended or was aborted,
-    so its tokens come in one chunk.
+    """verl's rollout replicas as one engine. Replicas do not stream: a request returns when it ended or was aborted, so
+    its tokens arrive in one chunk.
 
     Args:
-        client: verl's `LLMServerClient`, the one that does not resume by itself.
-        capacity: what all replicas together can hold.
-        sampling_params: verl's, without the budget.
-        abort: makes every replica return what it has, and hold or return what comes later.
-        calls: requests that all replicas together are given at a time; others wait here.
-        replicas: how many they are.
-        lost: told what failed when an actor had died; it returns how many replicas are left.
-        patience: seconds without an answer after which interrupted requests are no longer waited for. One that waits at
-            a replica until generation goes on, or whose answer is late, is parked: whoever submits its sample again
-            gets what it sampled.
+        client: verl's `LLMServerClient`, in the variant that does not resume requests by itself.
+        capacity: total capacity of the replicas.
+        sampling_params: verl's sampling parameters, without the token budget.
+        abort: makes every replica return its requests, and reject or hold later ones.
+        calls: maximum number of requests sent to all replicas together; further requests wait here.
+        replicas: number of replicas.
+        lost: called with the error of an actor that died; returns the number of replicas left.
+        patience: seconds without an answer after which an interrupt stops waiting. Requests that have not returned by
+            then are parked: they are late, or held by a replica until generation resumes. The tokens of a parked
+            request are handed out once its sample is submitted again.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class ReplicaEngine:
         self._lost = lost
         self._patience = patience
         self._waiting: deque[tuple[str, list[int], int]] = deque()
-        """What is still to be asked: a sample's id, its tokens so far and its budget."""
+        """Requests not sent yet: id, tokens so far and token budget of their samples."""
         self._requests: dict[str, ReplicaRequest] = {}
         self._parked: dict[str, ReplicaRequest] = {}
         self._interrupting = False
@@ -128,8 +130,8 @@ class ReplicaEngine:
     def _send(self) -> None:
         while self._waiting and len(self._requests) < self._calls:
             id, token_ids, budget = self._waiting.popleft()
-            # Each under a name of its own: verl would send it to the replica that the last one by this name was sent
-            # to, however busy, and an abort has emptied that one's cache.
+            # A new id per request: verl sends requests with the same id to the same replica, however busy it is, even
+            # after an abort has emptied that replica's cache.
             answer = asyncio.create_task(
                 self._client.generate(
                     request_id=f"{id}/{len(token_ids)}",
@@ -142,9 +144,9 @@ class ReplicaEngine:
 
     def _expect(self, request: ReplicaRequest) -> None:
         self._requests[request.sample_id] = request
-        request.answer.add_done_callback(functools.partial(self._over, request))
+        request.answer.add_done_callback(functools.partial(self._returned, request))
 
-    def _over(self, request: ReplicaRequest, answer: asyncio.Task[Any]) -> None:
+    def _returned(self, request: ReplicaRequest, answer: asyncio.Task[Any]) -> None:
         if self._requests.get(request.sample_id) is not request:
             return
         del self._requests[request.sample_id]
@@ -152,7 +154,7 @@ class ReplicaEngine:
             return
         error = answer.exception()
         if isinstance(error, ActorDiedError) and self._lost is not None:
-            self.go_on_with(self._lost(error))
+            self.set_replicas(self._lost(error))
         if error is not None:
             self._queue.put(Chunk(request.sample_id, (), (), self.version, error=f"{type(error).__name__}: {error}"))
         else:
@@ -165,25 +167,25 @@ class ReplicaEngine:
         version = output.extra_fields.get("global_steps")
         chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)
         if len(ids) != len(logprobs) or len(ids) > request.budget:
-            came = f"{len(ids)} tokens and {len(logprobs)} log-probabilities came"
+            returned = f"the replica returned {len(ids)} tokens and {len(logprobs)} log-probabilities"
             chunk = chunk._replace(
-                token_ids=(), logprobs=(), error=f"{came} where {request.budget} tokens were asked for"
+                token_ids=(), logprobs=(), error=f"{returned} where {request.budget} tokens were requested"
             )
         elif len(ids) == request.budget:
             chunk = chunk._replace(finish=FinishReason.LENGTH)
         elif output.stop_reason not in ("abort", "aborted"):
             chunk = chunk._replace(finish=FinishReason.STOP)
             if not ids:
-                chunk = chunk._replace(finish=None, error=f"it ended ({output.stop_reason}) without a token")
+                chunk = chunk._replace(finish=None, error=f"the request ended ({output.stop_reason}) without a token")
         elif request.parked and not self._interrupting:
-            # The answer to the interrupt, late: the sample goes on from there.
+            # A late answer to the interrupt: continue the sample from its tokens.
             self._waiting.appendleft((request.sample_id, [*request.token_ids, *ids], request.budget - len(ids)))
         elif not self._interrupting:
             chunk = chunk._replace(error="the replica aborted the request")
         self._queue.put(chunk)
 
-    def go_on_with(self, replicas: int) -> None:
-        """So many replicas are left."""
+    def set_replicas(self, replicas: int) -> None:
+        """Adjust capacity and number of requests to the number of replicas left."""
         slots, calls = self._per_replica
         self.capacity = replace(self.capacity, slots=max(slots * replicas, 1))
         self._calls = max(calls * replicas, 1)
@@ -194,11 +196,11 @@ class ReplicaEngine:
         return self._queue.take()
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
-        """Stop samples (see `Engine.interrupt`), all that replicas were asked for or none of these.
+        """Stop samples (see `Engine.interrupt`): all samples at the replicas, or none of them.
 
         Raises:
-            EngineError: replicas go on with samples that are not named. verl aborts all requests together, and its
-                replicas take no others before the next weights.
+            EngineError: samples at the replicas are not named. verl aborts all requests together, and its replicas
+                accept no others before the next weights.
         """
         named = None if sample_ids is None else set(sample_ids)
         stopped = {id for id in self._requests if named is None or id in named}
@@ -222,7 +224,7 @@ class ReplicaEngine:
         return self._queue.take(named)
 
     async def update_weights(self, version: int, weights: Any = None) -> None:
-        """verl has seen to it already."""
+        """Record the version. verl has already updated the weights."""
         self.version = version
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
