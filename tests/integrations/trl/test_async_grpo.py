@@ -264,7 +264,7 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
             "over_sampling_batch_size = 40 cannot keep max_staleness = 4",
         ),
         ({"given": {"environment_factory": trl_tools.Box}}, "environment_factory: april's AsyncGRPOTrainer asks no"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april draws from the policy itself"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april samples from the unmodified policy"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -112,7 +112,7 @@ def test_evaluation_is_of_exactly_the_rows_asked_for(job: Any) -> None:
     assert asked == [[f"{n}?", n] for n in range(100, 104) for _ in range(4)]
 
 
-def test_a_process_that_dies_ends_the_job_with_one_line_that_says_how_to_go_on(job: Any) -> None:
+def test_a_process_that_dies_ends_the_job_with_one_line_that_says_how_to_resume(job: Any) -> None:
     """The launcher has its say too; of april it is this line alone, and no traceback of a process that was left."""
     [said] = [line for line in job[2].splitlines() if line.startswith("april: ")]
     seen, _, remedy = said.partition("ended")

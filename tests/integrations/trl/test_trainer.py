@@ -301,7 +301,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
     ("settings", "message"),
     [
         ({"repetition_penalty": 1.1}, r"repetition_penalty = 1.1: .*leave it at 1"),
-        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: april does not know them"),
+        ({"generation_kwargs": {"num_beams": 2}}, "generation_kwargs: april does not support them"),
         ({"remove_unused_columns": True}, "remove_unused_columns = True"),
         ({"train_dataset": list(rows())}, "train_dataset is a list: pass a datasets.Dataset or IterableDataset"),
         ({"train_dataset": rows().add_column("when", [b"x"] * 24)}, "column 'when' holds a bytes"),
@@ -321,7 +321,7 @@ def test_extra_rows_give_every_row_once_an_epoch_and_go_on_after_a_restart() -> 
         ),
         ({"train_dataset": rows().rename_column("prompt", "question")}, 'no column "prompt", only question, answer'),
         ({"train_dataset": rows(0)}, "train_dataset: it has no rows"),
-        ({"rollout_func": print}, "rollout_func: it returns whole completions, which april could not interrupt"),
+        ({"rollout_func": print}, "rollout_func: it returns whole completions, which april cannot interrupt"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, settings: dict[str, Any], message: str) -> None:

@@ -1,18 +1,18 @@
-"""TRL's `AsyncGRPOTrainer` with active partial rollouts: generation goes on beside training (`RolloutScheduler.take`).
+"""TRL's `AsyncGRPOTrainer` with active partial rollouts: generation overlaps training.
 
-A batch is what the trainer takes between two weight syncs. TRL's data loader reads into batch k + 1 before it has
-trained on batch k, so a batch is taken one sync ahead; generation goes on for those behind it, and is interrupted for
-the sync alone. The scheduler's bound counts from the sync at which a batch is trained on, so it is TRL's own, and
-nothing is ever dropped for it.
+A batch is what the trainer takes between two weight syncs. TRL's data loader reads into batch k + 1 before the trainer
+has trained on batch k, so a batch is taken one sync ahead. Generation of later groups continues, and is interrupted for
+the sync only. The scheduler's bound counts from the sync at which a batch is trained on, as TRL's own bound does, and
+no sample is dropped for it.
 
-Of several processes (DDP, FSDP2), process 0 alone generates or drives servers, as with TRL's own worker: TRL deals its
-rows out, and gathers weights for it. Adapters come merged into the weights, by TRL.
+With several processes (DDP, FSDP2), only process 0 generates or drives servers, as with TRL's own worker: TRL
+distributes its rows, and gathers weights for it. TRL merges adapters into the weights.
 
 Invariants:
 - weights change only while nothing is in flight, and no batch is being taken;
-- batches handed over and not trained on are as many as steps that the scheduler counts as in training;
-- every group that the scheduler hands over is put on the trainer's queue once, whole, its rows one after the other;
-- a worker that has failed is reported by `check_health`, with its cause.
+- the number of batches handed over and not trained on is the number of steps that the scheduler counts as in training;
+- every group that the scheduler hands over is put on the trainer's queue once, complete, with adjacent rows;
+- `check_health` reports a worker that has failed, with its cause.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 
 from april.integrations.peer_loss import peer_loss_reported
 from april.integrations.trainer_ranks import TrainerRanks
-from april.integrations.trl.checkpoint import Checkpoint, how_to_go_on, read_state
-from april.integrations.trl.rollout_worker import AsyncRollouts
+from april.integrations.trl.checkpoint import Checkpoint, read_state, resume_hint
+from april.integrations.trl.rollout_worker import RolloutWorker
 from april.integrations.trl.settings import PartialRollouts, check_arguments, check_rows, partial_rollouts_of
 
 NO_TRANSFER: Any = object()
-"""What processes other than 0 give TRL, which then asks no vLLM server, in any of them, whether it takes adapters."""
+"""Weight transfer of processes other than 0. With it, TRL does not ask a vLLM server whether it supports adapters."""
 
 
 class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
-    """TRL's asynchronous trainer; what it takes but `rollout_worker`, `weight_transfer` and `environment_factory`.
+    """TRL's asynchronous trainer. It takes all arguments of TRL's but `rollout_worker`, `weight_transfer` and
+    `environment_factory`.
 
     Args:
-        tools: as TRL's own; they are called in this process, and need not be picklable.
-        partial_rollouts: how rollouts are generated; the staleness bound is the config's `max_staleness`. The embedded
-            engine generates from a copy of the model of its own.
+        tools: as in TRL; they are called in this process, and need not be picklable.
+        partial_rollouts: settings of rollouts; the staleness bound is the config's `max_staleness`. The embedded engine
+            generates with its own copy of the model.
 
     Raises:
-        ValueError: a setting of TRL's does not go with partial rollouts; the message names it and the remedy.
+        ValueError: april does not support a setting of TRL.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
             )
         if more.get("environment_factory") is not None:
             raise ValueError(
-                "environment_factory: april's AsyncGRPOTrainer asks no environment for its reward; use tools, april's "
+                "environment_factory: april's AsyncGRPOTrainer does not support environments; use tools, april's "
                 "GRPOTrainer, or TRL's own"
             )
         adapter = more.get("peft_config")
@@ -87,7 +88,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
         self.job = TrainerRanks()
         worker = None
         if self.job.leads:
-            worker = AsyncRollouts(model, functions, args, train_dataset, tokenizer, settings, tools or ())
+            worker = RolloutWorker(model, functions, args, train_dataset, tokenizer, settings, tools or ())
         try:
             super().__init__(
                 model,
@@ -108,12 +109,12 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
             self.add_callback(Checkpoint(worker))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a checkpoint brings back what waited when it was written.
+        """Train as TRL does. A checkpoint restores the groups that were unfinished when it was written.
 
         Raises:
-            SystemExit: another process of the job has ended; the first to see it says how to go on.
+            SystemExit: another process of the job has ended. The first process that notices prints how to resume.
         """
-        with peer_loss_reported(self.job, lambda what: how_to_go_on(Path(str(self.args.output_dir)), what)):
+        with peer_loss_reported(self.job, lambda what: resume_hint(Path(str(self.args.output_dir)), what)):
             if self.rollouts is not None:
                 state = read_state(resume_from_checkpoint, self.args.output_dir)
                 if state is not None:

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 STATE = "april.json"
-"""The file of a TRL checkpoint that holds the buffer."""
+"""File of the rollout buffer in a checkpoint of TRL."""
 
 
 FORMAT = 2
 
 
 class Checkpoint(TrainerCallback):
-    """Puts the buffer into each checkpoint that TRL writes.
+    """Adds the rollout buffer to each checkpoint that TRL writes.
 
     Args:
         rollouts: has `state_dict`.
@@ -42,23 +42,23 @@ class Checkpoint(TrainerCallback):
 
 
 def read_state(resume_from_checkpoint: str | bool | None, output_dir: Any) -> Mapping[str, Any] | None:
-    """What `Checkpoint` wrote into the checkpoint that TRL is to resume from; None if there is none."""
+    """Return the state in the checkpoint that TRL resumes from, or None if there is none."""
     checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if not checkpoint:
         return None
     path = Path(checkpoint) / STATE
     if not path.exists():
-        logger.warning("%s holds no %s: training goes on with no rollouts under way", path.parent, STATE)
+        logger.warning("%s contains no %s: training resumes without rollouts in flight", path.parent, STATE)
         return None
     return check_format(json.loads(path.read_text()), FORMAT, path)
 
 
-def how_to_go_on(directory: Path, what: str) -> str:
-    """What has happened, and what to do, in one line."""
+def resume_hint(directory: Path, event: str) -> str:
+    """Return one line for the user: what happened, and how to resume."""
     saved = sorted(directory.glob(f"checkpoint-*/{STATE}"), key=lambda path: int(path.parent.name.split("-")[1]))
-    again = (
+    hint = (
         f'start the job again with trainer.train(resume_from_checkpoint="{saved[-1].parent}")'
         if saved
         else "nothing was saved yet: start the job again from the beginning, and set save_steps lower"
     )
-    return f"april: {what}: {again}"
+    return f"april: {event}: {hint}"

@@ -1,12 +1,12 @@
-"""TRL's `tools` and `environment_factory`, played as april's episodes.
+"""TRL's `tools` and `environment_factory` as april's episodes.
 
 Invariants:
-- prompts, turns and tools' answers are written by TRL's chat template and read by TRL's parser; what a policy said is
-  never tokenised again;
-- tools are called as TRL calls them: plain ones before async ones, one that fails answers `{"error": ...}`;
-- a reward function sees the environment that its completion was played with, as the completion left it; one that a
-  restart has lost is brought there again by the same calls;
-- `max_completion_length` counts all tokens behind the prompt, those of tools included.
+- TRL's chat template renders prompts, turns and tool results, and TRL's parser reads turns; sampled tokens are never
+  tokenised again;
+- tools are called as TRL calls them: synchronous ones before async ones, and a failed call returns `{"error": ...}`;
+- a reward function receives the environment of its completion in its final state; an environment that was lost in a
+  restart is rebuilt by the same calls;
+- `max_completion_length` counts all tokens after the prompt, including those of tools.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from april.rollout.trajectory import Prompt, Sample
 log = logging.getLogger(__name__)
 
 Row = tuple[Mapping[str, Any], Sample]
-"""A row of TRL's dataset, and a completion of its prompt."""
+"""Row of TRL's dataset, and a completion of its prompt."""
 
 NO_PROMPT: Sequence[Message] = ({"role": "user", "content": ""},)
-"""What TRL takes where the environment brings the prompt."""
+"""TRL's prompt for rows without one, whose environment provides it."""
 
 
 class TRLEpisodes:
-    """The tools and environments of a TRL trainer, which it has checked already.
+    """Tools and environments of a TRL trainer, which TRL has already checked.
 
     Args:
-        alone: there is no other process in the job; environments are objects of this one.
+        alone: whether this is the only process of the job. Environments are objects of one process.
 
     Raises:
-        ValueError: a tool, a row or the chat template does not do; the message names the argument of TRL's.
+        ValueError: april does not support a tool, a row or the chat template; the message names TRL's argument.
     """
 
     def __init__(self, trainer: Any, alone: bool) -> None:
@@ -62,20 +62,20 @@ class TRLEpisodes:
             self._schemas = {name: [schema_of(tool) for tool in tools] for name, tools in offered.items()}
             self.bridge = TRLBridge(trainer, self)
         except TemplateError as error:
-            raise ValueError(f"processing_class: turns cannot be put behind each other exactly: {error}") from None
+            raise ValueError(f"processing_class: turns cannot be concatenated exactly: {error}") from None
         except ValueError as error:
             raise ValueError(f"tools: {error}") from None
         self._tokenizer = trainer.processing_class
         self._template = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        self._kept: dict[str, Playing] = {}
-        """The environments of episodes that have ended, by sample."""
+        self._kept: dict[str, ToolEpisode] = {}
+        """Environments of episodes that have ended, by sample id."""
         self.environments: list[Any] = []
-        """The user's, one for each row of the last call."""
-        self._shown: list[Playing] = []
+        """The user's environments, one for each row of the last call."""
+        self._shown: list[ToolEpisode] = []
         self.encode(next(iter(trainer.train_dataset)))
 
     def episodes(self, context_length: int) -> Episodes:
-        """As the scheduler plays them: without time limits, as TRL; environments that are gone are replayed."""
+        """Return the scheduler's episodes: without time limits, as in TRL; lost environments are replayed."""
         limits = EpisodeLimits(
             recovery="replay" if self._factories else "stateless",
             on_error="end",
@@ -83,13 +83,13 @@ class TRLEpisodes:
             step_timeout=None,
         )
         self.bridge.context_length = context_length
-        return Episodes(lambda: Playing(self), self.bridge, context_length, limits, _row, self._let_go)
+        return Episodes(lambda: ToolEpisode(self), self.bridge, context_length, limits, _row, self._keep_ended)
 
-    def _let_go(self, sample_id: str, environment: Any) -> None:
+    def _keep_ended(self, sample_id: str, environment: Any) -> None:
         self._kept[sample_id] = environment
 
     def draw(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Callable[..., Any]]]:
-        """An environment for a row, and the tools by name; None where there are only tools."""
+        """Return an environment for a row, or None if there are only tools, and the tools by name."""
         tools = {tool.__name__: tool for tool in self._tools}
         if not self._factories:
             return None, tools
@@ -113,12 +113,12 @@ class TRLEpisodes:
             )
         return name
 
-    def given(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """What an environment's `reset` is given of a row."""
+    def reset_arguments(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row that an environment's `reset` receives."""
         return {name: value for name, value in row.items() if name != "environment" or not self._several}
 
     def encode(self, row: Mapping[str, Any]) -> Prompt:
-        """The prompt of a row; with environments, the part of it that comes before whatever `reset` will say."""
+        """Return the prompt of a row; with environments, the part before the text that `reset` adds."""
         token_ids = self.tokens(row)
         if self._factories:
             other, special = self.tokens(row, "APRIL"), self._tokenizer.added_tokens_decoder
@@ -132,7 +132,7 @@ class TRLEpisodes:
         return Prompt(tuple(token_ids), metadata=dict(row))
 
     def tokens(self, row: Mapping[str, Any], said: str = "") -> list[int]:
-        """The tokens of a row's prompt, with what `reset` said behind its last message, as TRL makes them."""
+        """Return the tokens of a row's prompt, with the text of `reset` after its last message, as TRL does."""
         prompt = row.get("prompt", NO_PROMPT) if self._factories else row["prompt"]
         if isinstance(prompt, str):
             raise ValueError('train_dataset: tools need conversations in the column "prompt", and this one holds text')
@@ -145,41 +145,41 @@ class TRLEpisodes:
         return list(self._tokenizer.apply_chat_template([*before, last], **given, **self._template)["input_ids"])
 
     async def show(self, trainer: Any, rows: Sequence[Row]) -> None:
-        """Bring TRL the environments of `rows`, in their order: its own are not played with. Those shown before go
-        back to where new episodes take them from."""
-        for playing in self._shown:
-            self._pools[playing.name].append(playing.environment)
+        """Pass the environments of `rows` to TRL, in their order, in place of its own. The environments passed before
+        become available for new episodes."""
+        for episode in self._shown:
+            self._pools[episode.name].append(episode.environment)
         if not self._factories:
             return
         self._shown = [await self._ended(row, sample) for row, sample in rows]
-        self.environments = [playing.environment for playing in self._shown]
+        self.environments = [episode.environment for episode in self._shown]
         trainer._environment_pool = {name: [] for name in self._factories}
-        for playing in self._shown:
-            trainer._environment_pool[playing.name].append(_Reset(playing.said))
+        for episode in self._shown:
+            trainer._environment_pool[episode.name].append(_ResetDone(episode.reset_text))
 
     def keep(self, sample_ids: set[str]) -> None:
-        """Of the episodes that have ended, only these are still wanted."""
-        self._kept = {id: playing for id, playing in self._kept.items() if id in sample_ids}
+        """Drop the ended episodes of all other samples."""
+        self._kept = {id: episode for id, episode in self._kept.items() if id in sample_ids}
 
-    async def _ended(self, row: Mapping[str, Any], sample: Sample) -> Playing:
-        playing = self._kept.pop(sample.id, None)
-        if playing is not None:
-            return playing
-        playing = Playing(self)
-        if fingerprint(playing.reset(row, 0)) != sample.transitions[0].observation:
-            log.warning("after a restart an environment's reset said something else: its reward may be another's")
+    async def _ended(self, row: Mapping[str, Any], sample: Sample) -> ToolEpisode:
+        episode = self._kept.pop(sample.id, None)
+        if episode is not None:
+            return episode
+        episode = ToolEpisode(self)
+        if fingerprint(episode.reset(row, 0)) != sample.transitions[0].observation:
+            log.warning("after a restart an environment's reset returned another observation: its reward may be wrong")
         for index in range(sample.turns):
             token_ids = sample.turn_ids(index)
             said = self.bridge.read(token_ids)
             if not sample.transitions[index + 1].failed:
-                answered: Any = playing.step(Turn(sample.id, index, said.text, token_ids, said.message, sample.attempt))
+                answered: Any = episode.step(Turn(sample.id, index, said.text, token_ids, said.message, sample.attempt))
                 if inspect.isawaitable(answered):
                     await answered
-        return playing
+        return episode
 
     def played(self, rows: Sequence[Row]) -> tuple[Any, ...]:
-        """What TRL's own loop over tool calls returns: masks, conversations, tokens, log-probabilities, calls, failures
-        and images."""
+        """Return the values of TRL's own loop over tool calls: masks, conversations, tokens, log-probabilities, calls,
+        failures and images."""
         parts = [completion(sample) for _, sample in rows]
         steps = [transition.info for _, sample in rows for transition in sample.transitions]
         return (
@@ -193,7 +193,7 @@ class TRLEpisodes:
         )
 
     def conversation(self, sample: Sample) -> list[Message]:
-        """A completion as messages: the policy's turns, and what tools answered as far as the policy has seen it."""
+        """Return a completion as messages: the policy's turns, and the tool results that the policy has seen."""
         messages: list[Message] = []
         for index, transition in enumerate(sample.transitions):
             if transition.tokens:
@@ -206,21 +206,21 @@ class TRLEpisodes:
 
 
 def completion(sample: Sample) -> tuple[list[int], list[int], list[float], list[int]]:
-    """A sample as TRL trains on it: the prompt's tokens, those behind it, their log-probabilities, and 1 for each of
-    the policy's."""
-    begun = sample.transitions[0].tokens if sample.transitions else 0
+    """Return a sample as TRL trains on it: prompt tokens, completion tokens, log-probabilities of the completion, and a
+    mask that is 1 for each token of the policy."""
+    prompt_length = sample.transitions[0].tokens if sample.transitions else 0
     token_ids = sample.response_ids
     mask = sample.loss_mask.astype(int).tolist()
     return (
-        [*sample.prompt_ids, *token_ids[:begun]],
-        token_ids[begun:],
-        sample.logprobs.tolist()[begun:],
-        mask[begun:],
+        [*sample.prompt_ids, *token_ids[:prompt_length]],
+        token_ids[prompt_length:],
+        sample.logprobs.tolist()[prompt_length:],
+        mask[prompt_length:],
     )
 
 
 class TRLBridge(ChatBridge):
-    """Turns as TRL writes and reads them."""
+    """Render and parse turns as TRL does."""
 
     def __init__(self, trainer: Any, rows: TRLEpisodes) -> None:
         from trl.chat_template_utils import parse_response
@@ -242,7 +242,7 @@ class TRLBridge(ChatBridge):
         assert isinstance(observation, str)
         token_ids, head = self._rows.tokens(prompt.metadata, observation), len(prompt.token_ids)
         if tuple(token_ids[:head]) != prompt.token_ids:
-            raise ValueError("what reset said changes the prompt before it")
+            raise ValueError("the text of reset changes the prompt before it")
         if len(token_ids) >= self.context_length:
             raise ValueError(f"a prompt of {len(token_ids)} tokens fills the context, {self.context_length} tokens")
         return token_ids[head:]
@@ -255,15 +255,15 @@ class TRLBridge(ChatBridge):
         return Said(text, self._parse(self._tokenizer, ids, prefix=self._prefix, tools=self._schemas))
 
 
-class Playing:
-    """An episode under way: one of the user's environments, if there are any, and the tools."""
+class ToolEpisode:
+    """A running episode: one of the user's environments, if there are any, and the tools."""
 
     def __init__(self, episodes: TRLEpisodes) -> None:
         self._episodes = episodes
         self.name: str | None = None
         self.environment: Any = None
-        self.said = ""
-        """By its reset."""
+        self.reset_text = ""
+        """Text that the environment's reset returned."""
         self._tools: Mapping[str, Callable[..., Any]] = {}
         if episodes.is_async:
             self.step = self._step_async  # type: ignore[method-assign, assignment]
@@ -272,24 +272,24 @@ class Playing:
         self.environment, self._tools = self._episodes.draw(prompt)
         if self.environment is not None:
             self.name = self._episodes._name(prompt)
-            said = self.environment.reset(**self._episodes.given(prompt))
+            said = self.environment.reset(**self._episodes.reset_arguments(prompt))
             if not isinstance(said, str | None):
-                raise ValueError(f"reset returned a {type(said).__name__}: april's episodes begin with text or nothing")
-            self.said = said or ""
-        return self.said
+                raise ValueError(f"reset returned a {type(said).__name__}: april's episodes start with text or nothing")
+            self.reset_text = said or ""
+        return self.reset_text
 
     def step(self, turn: Turn) -> EnvStep:
-        return _answered([self._call(call) for call in self._calls(turn)])
+        return _step_of([self._call(call) for call in self._calls(turn)])
 
     async def _step_async(self, turn: Turn) -> EnvStep:
         calls = self._calls(turn)
         waits = [inspect.iscoroutinefunction(self._tools.get(call["function"]["name"])) for call in calls]
         plain = [await asyncio.to_thread(self._call, call) for call, late in zip(calls, waits, strict=True) if not late]
         late = [self._call_async(call) for call, late in zip(calls, waits, strict=True) if late]
-        return _answered([*plain, *await asyncio.gather(*late)])
+        return _step_of([*plain, *await asyncio.gather(*late)])
 
     def close(self) -> None:
-        """The environment is asked for its reward yet."""
+        """Keep the environment: its reward is needed later."""
 
     def _calls(self, turn: Turn) -> Sequence[Mapping[str, Any]]:
         message = turn.message or {}
@@ -315,8 +315,8 @@ class Playing:
         return self._tools[name]
 
 
-class _Reset:
-    """Stands where TRL resets an environment before it generates: april has done both."""
+class _ResetDone:
+    """Replaces an environment that TRL resets before it generates: april has already reset it."""
 
     def __init__(self, said: str) -> None:
         self._said = said
@@ -325,7 +325,7 @@ class _Reset:
         return self._said
 
 
-def _answered(answers: Sequence[tuple[Message, bool]]) -> EnvStep:
+def _step_of(answers: Sequence[tuple[Message, bool]]) -> EnvStep:
     messages = [message for message, _ in answers]
     info = {"messages": messages, "failures": sum(failed for _, failed in answers)}
     return EnvStep(messages, done=not messages, info=info)

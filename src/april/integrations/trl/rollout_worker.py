@@ -1,4 +1,4 @@
-"""TRL's rollout worker and weight transfer, for its asynchronous trainer."""
+"""Rollout worker and weight transfer of TRL's asynchronous trainer. `async_grpo.py` states the invariants."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from april.training.policy import load_policy, stop_tokens
 from april.training.weight_transfer import model_transfer
 
 AHEAD = 2
-"""Batches handed over and not trained on: the one the trainer works on, and the next."""
+"""Maximum number of batches handed over and not trained on: the trainer's present batch, and the next."""
 
 
-class AsyncRollouts:
-    """TRL's rollout worker and its weight transfer in one: `RolloutWorkerProtocol` and `WeightTransferProtocol`."""
+class RolloutWorker:
+    """TRL's rollout worker and weight transfer in one: `RolloutWorkerProtocol` and `WeightTransferProtocol`."""
 
     def __init__(
         self,
@@ -57,7 +57,9 @@ class AsyncRollouts:
                 "between two weight syncs"
             )
         if args.max_staleness < 1:
-            raise ValueError("max_staleness = 0: a batch is taken one sync ahead of training here; set it to 1 or more")
+            raise ValueError(
+                "max_staleness = 0: batches are taken one weight sync ahead of training; set it to 1 or more"
+            )
         self.rollout_buffer: Any = queue.Queue()
         self.metrics_queue: Any = queue.Queue()
         self.tokenizer = tokenizer
@@ -70,16 +72,16 @@ class AsyncRollouts:
         self.episodes: TRLEpisodes | None = None
         if tools:
             if settings.on_update == "redraft":
-                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
-            self.episodes = TRLEpisodes(_asked(tools, args, dataset, tokenizer, stops), True)
+                raise ValueError('on_update = "redraft": results of tools cannot be drafts; leave it out')
+            self.episodes = TRLEpisodes(_trainer_view(tools, args, dataset, tokenizer, stops), True)
         directory = Path(args.output_dir)
         self._transfer = model_transfer(recipe, self.model, tokenizer, directory)
         self._batches: deque[list[Group]] = deque()
-        """Handed over and not trained on: a checkpoint must not lose them."""
+        """Batches handed over and not trained on, which are part of a checkpoint."""
         self._synced = False
         self._offset = 1
-        """TRL's version of the weights minus the scheduler's."""
-        self._turn = asyncio.Condition()
+        """TRL's number of the weights minus the scheduler's policy version."""
+        self._changed = asyncio.Condition()
         self._producer: asyncio.Task[None] | None = None
         self._progress = time.monotonic()
         self._loop: EventLoop | None = EventLoop("april rollouts")
@@ -116,7 +118,7 @@ class AsyncRollouts:
         self._progress = time.monotonic()
 
     def start(self) -> None:
-        """Begin to generate. TRL calls it after the first weight sync."""
+        """Start generating. TRL calls this after the first weight sync."""
         self._run(self._start())
 
     async def _start(self) -> None:
@@ -125,8 +127,8 @@ class AsyncRollouts:
 
     async def _produce(self) -> None:
         while True:
-            async with self._turn:
-                await self._turn.wait_for(lambda: len(self._batches) < AHEAD)
+            async with self._changed:
+                await self._changed.wait_for(lambda: len(self._batches) < AHEAD)
                 self._progress = time.monotonic()
                 step = await self.scheduler.next_batch()
                 self._hand_over(step.groups)
@@ -141,16 +143,16 @@ class AsyncRollouts:
                 self.rollout_buffer.put(row)
 
     def _rows(self, group: Group) -> Iterator[RolloutSample]:
-        """A group as TRL trains on it, with GRPO's advantages as TRL's own worker computes them."""
+        """Yield a group's samples as TRL's, with GRPO's advantages as TRL's own worker computes them."""
         rewards = np.array([sample.reward for sample in group.samples], dtype=float)
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-        calls = [_calls(sample) for sample in group.samples]
+        calls = [_tool_calls(sample) for sample in group.samples]
         for sample, advantage, (made, failed) in zip(group.samples, advantages, calls, strict=True):
             assert group.first_version is not None
             prompt = len(sample.prompt_ids)
-            said = {f"rewards/{name}": value for name, value in sample.reward_info.items()}
+            metrics = {f"rewards/{name}": value for name, value in sample.reward_info.items()}
             if any(count for count, _ in calls):
-                said |= {"tools/call_frequency": float(made), "tools/failure_frequency": failed / max(made, 1)}
+                metrics |= {"tools/call_frequency": float(made), "tools/failure_frequency": failed / max(made, 1)}
             yield RolloutSample(
                 prompt=_messages(group.prompt.metadata["prompt"]),
                 completion=_messages(self._completion(group.prompt, sample), role="assistant"),
@@ -160,7 +162,7 @@ class AsyncRollouts:
                 advantage=float(advantage),
                 model_version=group.first_version + self._offset,
                 group_id=group.id,
-                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **said},
+                metrics={"reward": float(sample.reward or 0.0), "reward_std": float(rewards.std()), **metrics},
                 enqueued_at=time.time(),
             )
 
@@ -172,7 +174,7 @@ class AsyncRollouts:
         return [{"role": "assistant", "content": text}] if conversation else text
 
     async def _score(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Reward]:
-        """The sum of the reward functions for each sample, and what each gave; one that returns None does not count."""
+        """Return the sum of the reward functions for each sample, and their values. A value of None does not count."""
         row = prompt.metadata
         given: dict[str, Any] = {name: [value] * len(samples) for name, value in row.items()}
         given["completions"] = [self._completion(prompt, sample) for sample in samples]
@@ -182,12 +184,12 @@ class AsyncRollouts:
         given["prompts"] = given.pop("prompt")
         columns = await asyncio.gather(*(_call(function, given) for function in self.reward_funcs))
         names = [getattr(function, "__name__", type(function).__name__) for function in self.reward_funcs]
-        said = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
-        counted = [{name: float(value) for name, value in each.items() if value is not None} for each in said]
+        values = [dict(zip(names, rewards, strict=True)) for rewards in zip(*columns, strict=True)]
+        counted = [{name: float(value) for name, value in each.items() if value is not None} for each in values]
         return [Reward(sum(each.values()), each) for each in counted]
 
     def stop(self) -> None:
-        """Stop generating, and the engine with it. TRL calls it when training ends."""
+        """Stop generating, and close the engine. TRL calls this when training ends."""
         if self._loop is not None:
             self._run(self._stop())
             self._loop.close()
@@ -200,11 +202,18 @@ class AsyncRollouts:
         await self._stack.aclose()
 
     def update_model_version(self, model_version: int) -> None:
-        """TRL's number for the weights that the engine has now."""
+        """Set TRL's number of the engine's present weights."""
         self._offset = model_version - self.scheduler.engine_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what stopped the rollouts, or if nothing was sampled for so many seconds."""
+        """Check the worker.
+
+        Args:
+            stale_after_s: seconds without a sampled token after which the worker counts as hung.
+
+        Raises:
+            RuntimeError: generation has stopped or hangs; the cause is attached.
+        """
         producer = self._producer
         if producer is not None and producer.done() and not producer.cancelled():
             error = producer.exception()
@@ -214,21 +223,21 @@ class AsyncRollouts:
             raise RuntimeError(f"nothing was sampled for {silent:.0f} s (heartbeat_stale_after_s = {stale_after_s:g})")
 
     def init_weight_transfer(self) -> None:
-        """Nothing to set up: weights are taken over in `send_weights`."""
+        """Do nothing: `send_weights` copies the weights."""
 
     def pause(self) -> None:
-        """Nothing to pause: `send_weights` waits for its turn."""
+        """Do nothing: `send_weights` pauses generation itself."""
 
     def resume(self) -> None: ...
 
     def destroy(self) -> None: ...
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take over the trainer's weights: a new policy version, but for the first time."""
-        self._run(self._take_over(iterator))
+        """Copy the trainer's weights: a new policy version, except for the first call."""
+        self._run(self._copy_weights(iterator))
 
-    async def _take_over(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        async with self._turn, self.scheduler.pause():  # the embedded engine generates with `self.model`
+    async def _copy_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        async with self._changed, self.scheduler.pause():  # the embedded engine generates with `self.model`
             self._transfer.withdraw()
             own = dict(self.model.named_parameters())
             with torch.no_grad():
@@ -242,28 +251,30 @@ class AsyncRollouts:
             else:
                 await self.scheduler.update_weights(self._transfer.offer(version), version=version)
                 self._synced = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer, and the batches that were handed over and not trained on."""
+        """Return the buffer, and the batches that were handed over and not trained on."""
         state: dict[str, Any] = self._run(self._state())
         return state
 
     async def _state(self) -> dict[str, Any]:
-        async with self._turn, self.scheduler.pause():
+        async with self._changed, self.scheduler.pause():
             batches = [[group.to_dict() for group in batch] for batch in self._batches]
             return {"scheduler": self.scheduler.state_dict(), "batches": batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state_dict`, before `start`."""
+        """Restore `state_dict`. Call it before `start`."""
         self.scheduler.load_state_dict(state["scheduler"])
         self._offset = 1 - self.scheduler.engine_version
         for batch in state["batches"]:
             self._hand_over([Group.from_dict(saved) for saved in batch])
 
 
-def _asked(tools: Sequence[Callable[..., Any]], args: Any, dataset: Any, tokenizer: Any, stops: Sequence[int]) -> Any:
-    """What april's episodes ask a trainer of TRL's for, as its asynchronous one has it."""
+def _trainer_view(
+    tools: Sequence[Callable[..., Any]], args: Any, dataset: Any, tokenizer: Any, stops: Sequence[int]
+) -> Any:
+    """Return the attributes of TRL's trainer that `TRLEpisodes` reads, for the asynchronous trainer."""
     exact, most = is_chat_template_prefix_preserving(tokenizer), args.max_tool_calling_iterations
     return SimpleNamespace(
         tools=list(tools),
@@ -279,8 +290,8 @@ def _asked(tools: Sequence[Callable[..., Any]], args: Any, dataset: Any, tokeniz
     )
 
 
-def _calls(sample: Sample) -> tuple[int, int]:
-    """Of tools, and how many of them failed."""
+def _tool_calls(sample: Sample) -> tuple[int, int]:
+    """Return the number of tool calls of a sample, and of failed ones."""
     steps = [transition.info for transition in sample.transitions]
     return sum(len(info.get("messages", ())) for info in steps), sum(info.get("failures", 0) for info in steps)
 

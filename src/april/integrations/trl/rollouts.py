@@ -1,9 +1,10 @@
-"""What TRL's trainers share with april: how rollouts are generated for either, and what of them is in a checkpoint.
+"""Rollouts for TRL's synchronous trainer.
 
 Invariants:
-- the scheduler is in process 0, and has all groups of the job (`ranks.py`); every process gets as many rows as it
-  asked for, and TRL finds the rows of a group next to each other once it has gathered them;
-- the engine has the weights of the optimizer step that asks; a generation batch after an update is a new version.
+- the scheduler is in process 0, and has all groups of the job (`ranks.py`); every process gets the number of rows
+  that it requested, and the rows of a group are adjacent once TRL has gathered them;
+- the engine has the weights of the optimizer step that requests rollouts; a generation batch after an update is a new
+  policy version.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ logger = logging.getLogger(__name__)
 
 
 class TRLRollouts:
-    """The engine, the buffer, and the weights between them. It knows TRL's model and rows, not its trainer.
+    """Engine, scheduler and weight transfer for TRL's model and rows.
 
-    Every method but `close` is called by all processes of the job at the same time.
+    All processes of the job call every method but `close` together.
     """
 
     def __init__(self, trainer: Any, settings: PartialRollouts) -> None:
@@ -58,7 +59,7 @@ class TRLRollouts:
         self.episodes: TRLEpisodes | None = None
         if trainer.tools or trainer.environment_factories:
             if settings.on_update == "redraft":
-                raise ValueError('on_update = "redraft": what tools answer cannot become a draft; leave it out')
+                raise ValueError('on_update = "redraft": results of tools cannot be drafts; leave it out')
             self.episodes = TRLEpisodes(trainer, self.job.size == 1)
         self.encode = (
             self.episodes.encode
@@ -77,14 +78,14 @@ class TRLRollouts:
             SharedParameters() if model is None else model_transfer(recipe, model, tokenizer, directory, adapters)
         )
         self.rows: Sequence[Row] = ()
-        """What the last call brought, in the order of the rows that TRL gets in this process."""
+        """Rows of the last call, in the order in which TRL receives them in this process."""
         self.groups: Sequence[Group] = ()
-        """In process 0, the groups of the last call."""
+        """Groups of the last call, in process 0."""
         self.metrics: list[dict[str, float]] = []
         self.loaded: int | None = None
-        """The optimizer step whose weights the engine has; None if it has others, or nobody knows."""
+        """Optimizer step of the engine's weights; None if it is unknown."""
         self.trained: int | None = None
-        """The optimizer step at which groups were last collected for training."""
+        """Optimizer step of the latest generation batch for training."""
         self._loop = EventLoop("april rollouts")
         self._stack = AsyncExitStack()
         self._worker: LocalEngineWorker | None = None
@@ -114,7 +115,7 @@ class TRLRollouts:
             raise
 
     def _engine(self, recipe: Recipe, model: Any, directory: Path) -> Engine | None:
-        """What generates: servers, which process 0 alone drives, or the engines of all processes."""
+        """Return the engine: servers, which only process 0 drives, or the engines of all processes as one."""
 
         def enter() -> Engine:
             return self._loop.run(self._stack.enter_async_context(open_engine(recipe, model, directory)))
@@ -146,43 +147,45 @@ class TRLRollouts:
         return self._loop.run(self._worker.execute(order, offer))
 
     def train(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Collect a generation batch under the weights of optimizer step `step`, asking for this process's `rows`.
+        """Generate a batch under the weights of optimizer step `step`.
 
         Args:
-            rows: each as often as its prompt has completions, as TRL gives them.
+            rows: rows that this process requests. As in TRL, each row is repeated for every completion of its prompt.
         """
         newer = self.trained is not None and not step == self.trained == self.loaded
         self._gather(newer or step != self.loaded)
-        asked = [row for mine in self.job.gather(list(rows)) for row in mine]
+        requested = [row for mine in self.job.gather(list(rows)) for row in mine]
 
         def collect() -> list[list[Row]]:
             if newer:
                 self._loop.run(self.adapter.update_weights(self.transfer.offer(self.adapter.version + 1)))
                 self.loaded = step
             self._load(step)
-            collected = self._loop.run(self.adapter.rollout([self.encode(row) for row in asked[:: self.group_size]]))
+            collected = self._loop.run(
+                self.adapter.rollout([self.encode(row) for row in requested[:: self.group_size]])
+            )
             self.metrics.append(collected.metrics())
-            return self._dealt(collected.groups, [len(asked) // self.job.size] * self.job.size)
+            return self._rows_of(collected.groups, [len(requested) // self.job.size] * self.job.size)
 
         self.rows = self.job.together(collect, self._follow)
-        self.transfer.withdraw()  # from here on TRL trains
+        self.transfer.withdraw()  # TRL trains next
         self.trained = self.loaded = step
 
     def evaluate(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Generate one completion for each of `rows`, which TRL repeats itself."""
+        """Generate one completion for each row. TRL repeats the rows itself."""
         self._gather(step != self.loaded)
-        asked = self.job.gather(list(rows))
+        requested = self.job.gather(list(rows))
 
         def generate() -> list[list[Row]]:
             self._load(step)
-            prompts = [self.encode(row) for mine in asked for row in mine]
-            return self._dealt(self._loop.run(self.adapter.evaluate(prompts)), [len(mine) for mine in asked])
+            prompts = [self.encode(row) for mine in requested for row in mine]
+            return self._rows_of(self._loop.run(self.adapter.evaluate(prompts)), [len(mine) for mine in requested])
 
         self.rows = self.job.together(generate, self._follow)
         self.loaded = step
 
     def show(self, trainer: Any) -> None:
-        """Bring TRL the environments that the last call's completions were played with."""
+        """Pass the environments of the last call's completions to TRL."""
         if self.episodes is not None:
             self._loop.run(self._show(self.episodes, trainer))
 
@@ -192,8 +195,8 @@ class TRLRollouts:
             buffer = self.adapter.scheduler.buffer
             episodes.keep({sample.id for group in buffer for sample in group.samples})
 
-    def _dealt(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
-        """The samples of `groups` as rows, so many for each process."""
+    def _rows_of(self, groups: Sequence[Group], counts: Sequence[int]) -> list[list[Row]]:
+        """Return the samples of `groups` as rows, split into `counts` rows per process."""
         self.groups = groups
         rows = [(group.prompt.metadata, sample) for group in groups for sample in group.samples]
         assert len(rows) == sum(counts)
@@ -205,7 +208,7 @@ class TRLRollouts:
             self.whole.gather()
 
     def _load(self, step: int) -> None:
-        """Bring the engine to the weights of `step`. Whether that makes a new version, `train` alone decides."""
+        """Load the weights of `step` into the engine, without a new policy version: only `train` decides on that."""
         if step != self.loaded:
             version = self.adapter.version
             self._loop.run(self.adapter.update_weights(self.transfer.offer(version), version))
@@ -220,14 +223,14 @@ class TRLRollouts:
         return {name: value for name, value in totals.values().items() if name in measured}
 
     def state_dict(self) -> dict[str, Any]:
-        """In process 0: all there is, of the whole job. Nothing in it depends on the number of processes."""
-        # A run resumed from here finds no KV cache; dropping it keeps the run that goes on equal to it.
+        """Return the state of the whole job, in process 0. It does not depend on the number of processes."""
+        # A resumed run has no KV cache. Drop it here too, so that both runs sample the same tokens.
         assert self.engine is not None
         self.engine.forget()
         return {"trained": self.trained, **self.adapter.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from what `state_dict` gave process 0; None: with no rollouts under way."""
+        """Restore `state_dict` in process 0; None starts without rollouts in flight."""
         found = self.job.scatter([state is not None and (state["trained"],)] * self.job.size)
         if found:
             (self.trained,), self.loaded = found, None

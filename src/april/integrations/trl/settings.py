@@ -1,4 +1,4 @@
-"""How TRL's trainers generate rollouts with april, and TRL's settings that april refuses."""
+"""Settings of rollouts for TRL's trainers, and TRL settings that april does not support."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class PartialRollouts(EngineSettings):
-    """How rollouts are generated: these settings, and all of `EngineSettings` (`engine`, `max_num_seqs`,
+    """Settings of rollouts: these, and all of `EngineSettings` (`engine`, `max_num_seqs`,
     `on_update`, `urls`, …).
 
     Args:
-        over_sampling_batch_size: Prompts under way (N'); auto: chosen every generation batch from what was observed.
-        max_staleness: The most generation batches between a group's first token and the update that trains on it.
+        over_sampling_batch_size: Number of prompts in flight (N'); auto chooses it for each generation batch.
+        max_staleness: Maximum number of generation batches between a group's first token and its training update.
     """
 
     over_sampling_batch_size: int | Literal["auto"] = "auto"
@@ -46,10 +46,10 @@ class PartialRollouts(EngineSettings):
             )
 
     def params(self, batch_size: int, group_size: int, bound: int) -> RolloutParams:
-        """How many groups of TRL's batches are under way, and how old they may be.
+        """Return the rollout parameters: number of groups in flight and their staleness bound.
 
         Raises:
-            ValueError: fewer than a batch, or more than the bound allows.
+            ValueError: fewer groups than a batch, or more than the bound allows.
         """
         settings = Settings(over_sampling_batch_size=self.over_sampling_batch_size, max_staleness=bound)
         names = {"rollout_batch_size": "N (prompts a batch)", "n_samples_per_prompt": "num_generations"}
@@ -57,7 +57,7 @@ class PartialRollouts(EngineSettings):
 
 
 def sampling_of(args: Any, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-    """How TRL's arguments say that tokens are drawn; either of its trainers'."""
+    """Return the sampling parameters in the arguments of either of TRL's trainers."""
     return SamplingParams(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -75,20 +75,20 @@ def partial_rollouts_of(given: Any) -> PartialRollouts:
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """What `trl.GRPOTrainer` takes and partial rollouts cannot serve yet, before anything is loaded."""
+    """Raise an error for arguments of `trl.GRPOTrainer` that april does not support, before anything is loaded."""
     if arguments.get("rollout_func") is not None:
         raise ValueError(
-            "rollout_func: it returns whole completions, which april could not interrupt; leave it out (tools and "
-            "environment_factory do what it is there for), or use trl.GRPOTrainer"
+            "rollout_func: it returns whole completions, which april cannot interrupt; leave it out (use tools or "
+            "environment_factory instead), or use trl.GRPOTrainer"
         )
     if (dataset := arguments.get("train_dataset")) is not None:
         check_rows(dataset, prompts=arguments.get("environment_factory") is None)
     if (args := arguments.get("args")) is not None:
         check_arguments(args)
         if args.generation_kwargs:
-            raise ValueError("generation_kwargs: april does not know them; leave them out")
+            raise ValueError("generation_kwargs: april does not support them; leave them out")
         if args.remove_unused_columns:
-            raise ValueError("remove_unused_columns = True: it takes the answers out of the rows; leave it at False")
+            raise ValueError("remove_unused_columns = True: it removes the answers from the rows; leave it at False")
         if args.use_transformers_continuous_batching:
             logger.warning(
                 "use_transformers_continuous_batching = True is ignored: april's engine generates, with continuous "
@@ -97,10 +97,10 @@ def refuse_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_arguments(args: Any) -> None:
-    """Settings of either trainer under which rollouts would not be what TRL's own would be."""
+    """Raise an error for settings of either trainer that april does not support."""
     if args.repetition_penalty != 1.0:
         raise ValueError(
-            f"repetition_penalty = {args.repetition_penalty}: april draws from the policy itself; leave it at 1"
+            f"repetition_penalty = {args.repetition_penalty}: april samples from the unmodified policy; leave it at 1"
         )
     if args.n_gpu > 1:
         raise ValueError(
@@ -130,14 +130,14 @@ def refuse_model(trainer: Any) -> None:
 
 
 def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
-    """`use_vllm` as it is written: april drives that server."""
+    """Return `settings` with the vLLM server that `use_vllm` names, which april drives."""
     if args.vllm_mode != "server":
         raise ValueError(
             f'vllm_mode = "{args.vllm_mode}": april drives a vLLM server (vllm_mode="server"), or vLLM in this process '
             'by PartialRollouts(engine="vllm-inproc") without use_vllm'
         )
     if args.vllm_structured_outputs_regex is not None:
-        raise ValueError("vllm_structured_outputs_regex: april draws from the policy itself; leave it out")
+        raise ValueError("vllm_structured_outputs_regex: april samples from the unmodified policy; leave it out")
     if settings.engine not in ("embedded", "vllm") or settings.urls:
         raise ValueError(
             f"use_vllm = True names the server already: leave engine = {settings.engine!r} and urls out of "
@@ -149,10 +149,10 @@ def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
 
 
 def check_rows(dataset: Any, prompts: bool = True) -> None:
-    """Refuse a dataset whose rows could not be saved with a checkpoint, or not be drawn from.
+    """Raise an error for a dataset whose rows have no prompts, or cannot be saved with a checkpoint.
 
     Args:
-        prompts: each row must have one.
+        prompts: whether each row must have a prompt.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise ValueError(f"train_dataset is a {type(dataset).__name__}: pass a datasets.Dataset or IterableDataset")

@@ -5,12 +5,14 @@ Invariants:
   the row that a completion belongs to, never those of the row that the dataloader asked for;
 - the policy ratio divides by the log-probabilities that tokens were drawn with, whichever version drew them; with
   `use_vllm` and its importance sampling correction, that correction does;
-- evaluation generates for exactly the rows asked for, past the buffer;
-- several processes are one job: one scheduler, one bound, one set of books, one `april.json` in a checkpoint;
-- a checkpoint of TRL's holds everything that waits, and a run resumed from it trains on what the saved one would have.
+- evaluation generates for exactly the requested rows, without using the buffer;
+- several processes are one job: one scheduler, one staleness bound, one set of metrics, one `april.json` in a
+  checkpoint;
+- a checkpoint of TRL includes all unfinished groups, and a resumed run trains on the same batches as the original run
+  would have.
 
-Of TRL's private interface `_generate_and_score_completions` is overridden, to give it the rows and to add the
-log-probabilities to what it returns; for tools and environments also `_tool_call_loop` and `_calculate_rewards`.
+The trainer overrides TRL's private method `_generate_and_score_completions`, to pass it april's rows and to add the
+log-probabilities to its output; for tools and environments also `_tool_call_loop` and `_calculate_rewards`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from april.algorithms.corrections import Diagnostics, correct, diagnostics
 from april.integrations.peer_loss import peer_loss_reported
-from april.integrations.trl.checkpoint import Checkpoint, how_to_go_on, read_state
+from april.integrations.trl.checkpoint import Checkpoint, read_state, resume_hint
 from april.integrations.trl.episodes import completion
 from april.integrations.trl.rollouts import TRLRollouts
 from april.integrations.trl.settings import (
@@ -44,13 +46,13 @@ logger = logging.getLogger(__name__)
 
 
 class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
-    """TRL's trainer; everything `trl.GRPOTrainer` takes, and how rollouts are generated.
+    """TRL's trainer with partial rollouts. It takes all arguments of `trl.GRPOTrainer`.
 
     Args:
-        partial_rollouts: unset: the defaults of `PartialRollouts`, with the embedded engine.
+        partial_rollouts: settings of rollouts. The default is the embedded engine.
 
     Raises:
-        ValueError: a setting of TRL's does not go with partial rollouts; the message names it and the remedy.
+        ValueError: april does not support a setting of TRL.
     """
 
     def __init__(self, *args: Any, partial_rollouts: PartialRollouts | None = None, **kwargs: Any) -> None:
@@ -61,7 +63,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         served = config is not None and config.use_vllm
         if served:
             settings = server_of(config, settings)
-            config.use_vllm = False  # TRL would set up a client and a process group of its own
+            config.use_vllm = False  # otherwise TRL sets up its own client and process group
         super().__init__(*args, **kwargs)
         if served:
             self.args.use_vllm = self.use_vllm = True
@@ -69,9 +71,9 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         self.rollouts = TRLRollouts(self, settings)
         self.rollout_func = self._completions
         self._logprobs: Tensor | None = None
-        """Log-probabilities of the latest forward pass, which `_compute_loss` has no other way to return."""
+        """Log-probabilities of the latest forward pass. `_compute_loss` cannot return them."""
         self._drift = Diagnostics.none()
-        """How far this process's samples were from on-policy, over the updates since the last log."""
+        """Off-policy diagnostics of this process's samples since the last log."""
         self._alarms = Alarms()
         self.add_callback(Checkpoint(self.rollouts))
         weakref.finalize(self, self.rollouts.close)
@@ -101,47 +103,47 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         if self.model.training and behaviour is not None and self._logprobs is not None:
             mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
             correction = correct("rollout_logprobs", self._logprobs, self._logprobs, behaviour, mask)
-            # Sums stay on the device until they are logged, so that no micro-batch waits for the GPU.
+            # Keep sums on the device until they are logged, so that no micro-batch synchronises with the GPU.
             self._drift = diagnostics(correction, self._logprobs, behaviour, mask) + self._drift.to(mask.device)
         return loss
 
     def _completions(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's `rollout_func`: what was just generated for this process, a row per sample."""
+        """Return the completions just generated for this process, as TRL's `rollout_func`."""
         parts = [completion(sample) for _, sample in self.rollouts.rows]
-        assert len(parts) == len(prompts), "TRL asked for completions of other rows than it was given"
+        assert len(parts) == len(prompts), "TRL requested completions of other rows than it was given"
         prompt_ids, completion_ids, logprobs, _ = map(list, zip(*parts, strict=True))
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
     def _tool_call_loop(self, *given: Any, **more: Any) -> Any:
-        """TRL's, after its generation: april's episodes are played already."""
+        """Return april's episodes, which have already called the tools."""
         assert self.rollouts.episodes is not None
         return self.rollouts.episodes.played(self.rollouts.rows)
 
     def _calculate_rewards(self, *given: Any, **more: Any) -> Any:
-        """TRL's, with the environments that the completions were played with."""
+        """Compute TRL's rewards with the environments of the completions."""
         if self.rollouts.episodes is not None and self.environment_factories is not None:
             self.environments = self.rollouts.episodes.environments
         return super()._calculate_rewards(*given, **more)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As TRL's; a checkpoint brings back what waited when it was written.
+        """Train as TRL does. A checkpoint restores the groups that were unfinished when it was written.
 
         Raises:
-            SystemExit: another process of the job has ended; the first to see it says how to go on.
+            SystemExit: another process of the job has ended. The first process that notices prints how to resume.
         """
         job = self.rollouts.job
         try:
-            with peer_loss_reported(job, lambda what: how_to_go_on(Path(self.args.output_dir), what)):
+            with peer_loss_reported(job, lambda what: resume_hint(Path(self.args.output_dir), what)):
                 state = read_state(resume_from_checkpoint, self.args.output_dir) if job.leads else None
                 self.rollouts.load_state_dict(state)
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self.rollouts.loaded = None  # TRL may have gone back to the best checkpoint, or a step may be counted anew
+            self.rollouts.loaded = None  # TRL may have loaded the best checkpoint, or may count steps from 0 again
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As TRL's, with april's metrics of the rollouts since the last call under `april/`.
+        """Log as TRL does, with april's metrics of the rollouts since the last call under `april/`.
 
-        `april/ess` and `april/kl_behaviour` are of the samples of process 0. The alarms of `april train` are logged as
+        `april/ess` and `april/kl_behaviour` cover the samples of process 0. The alarms of `april train` are logged as
         warnings.
         """
         if self.model.training and self.rollouts.job.leads:
@@ -155,5 +157,5 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         super().log(logs, start_time)
 
     def close(self) -> None:
-        """Stop the engine, and the servers that april started. It happens by itself when the program ends."""
+        """Stop the engine, and the servers that april started. This also happens when the program ends."""
         self.rollouts.close()

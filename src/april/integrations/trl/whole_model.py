@@ -1,7 +1,7 @@
-"""A policy that is sharded over the processes of a job, whole for who generates.
+"""A whole copy of a policy that is sharded over the processes of a job.
 
-Invariant: each process that generates, or hands weights to servers, holds one whole copy beside its shard; it has the
-weights that the policy had when all processes last called `gather`.
+Invariant: each process that generates, or sends weights to servers, holds one whole copy beside its shard. The copy has
+the weights of the policy at the latest `gather`, which all processes call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 WRAPPED = "_checkpoint_wrapped_module."
-"""What activation checkpointing puts into names."""
+"""Prefix that activation checkpointing adds to parameter names."""
 
 
 class WholeModel:
     """Args:
     model: the policy. The trainer shards this very module later (FSDP2, ZeRO), if it was not loaded in shards (ZeRO-3).
-    wanted: this process needs the copy.
-    device: where the copy is to be; the model itself is still where it was loaded, which is the CPU.
+    wanted: whether this process needs the copy.
+    device: device of the copy. The model itself is still on the CPU, where it was loaded.
     """
 
     def __init__(self, model: Any, wanted: bool, device: torch.device) -> None:
@@ -28,7 +28,7 @@ class WholeModel:
         self.copy: Any = _unsharded(model).requires_grad_(False).eval().to(device) if wanted else None
 
     def gather(self) -> None:
-        """Called by all processes of the job."""
+        """Update the copy. All processes of the job call this together."""
         own = {} if self.copy is None else dict(self.copy.named_parameters())
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -47,12 +47,12 @@ def _keep(own: dict[str, torch.Tensor], name: str, whole: torch.Tensor) -> None:
 
 
 def _is_partition(parameter: torch.Tensor) -> bool:
-    """Whether ZeRO-3 has taken it: then it is empty but while it is gathered."""
+    """Return whether ZeRO-3 has partitioned the parameter, which is then empty except while it is gathered."""
     return hasattr(parameter, "ds_id")
 
 
 def _unsharded(model: Any) -> Any:
-    """A module like `model` with parameters of its own; what they hold comes with the first `gather`."""
+    """Return a module like `model` with its own parameters, which the first `gather` fills."""
     if not any(map(_is_partition, model.parameters())):
         return copy.deepcopy(model)
     made = type(model)(copy.deepcopy(model.config))

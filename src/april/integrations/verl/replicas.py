@@ -30,8 +30,8 @@ more than `max_num_seqs`. Further calls queue, and a queued abort would run afte
 
 
 def capacity_of(rollout: Any, gpus: int) -> tuple[Capacity, int, int]:
-    """Return the total capacity of verl's replicas on `gpus` GPUs, the number of requests sent at a time, and the number
-    of replicas.
+    """Return the total capacity of verl's replicas on `gpus` GPUs, the number of requests sent at a time, and the
+    number of replicas.
 
     A replica is one server with all its ranks. Each of vLLM's data-parallel ranks has `max_num_seqs` slots, limited by
     the number of calls; SGLang's ranks share the slots; verl does not use data-parallel ranks with TensorRT-LLM.
