@@ -26,7 +26,7 @@ class Meta(msgspec.Struct, gc=False):
 
 
 class Event(msgspec.Struct, gc=False):
-    """Fields of SGLang's event beside its tokens."""
+    """Fields of an SGLang event that hold support sets."""
 
     meta_info: Meta
 

@@ -18,7 +18,7 @@ pytest.importorskip("areal", reason="AReaL is not installed here: scripts/setup_
 import torch
 from areal.workflow.rlvr import RLVRWorkflow
 
-from april.integrations.areal.settings import check
+from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
 from april.rollout.rewards import RewardError
 from april.rollout.trajectory import Sample
@@ -178,11 +178,11 @@ def test_what_is_not_supported_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv("AREAL_SPMD_MODE", "1")
     with pytest.raises(ValueError, match=message) as caught:
-        check(configuration(tmp_path, **changed), Settings(over_sampling_batch_size=7))
+        check_settings(configuration(tmp_path, **changed), Settings(over_sampling_batch_size=7))
     assert "\n" not in str(caught.value)
 
 
 def test_the_single_controller_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AREAL_SPMD_MODE", raising=False)
     with pytest.raises(ValueError, match=r"^AREAL_SPMD_MODE is not set: .*areal.infra.launcher.local"):
-        check(configuration(tmp_path), Settings())
+        check_settings(configuration(tmp_path), Settings())

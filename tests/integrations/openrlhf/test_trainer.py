@@ -35,7 +35,7 @@ from april import Capacity, EngineError, Group, Prompt, Sample, SamplingParams  
 from april.engines.ray.actor_channel import ChannelActor  # noqa: E402
 from april.engines.stream_engine import StreamEngine, Tokens  # noqa: E402
 from april.integrations.openrlhf import PPOTrainer, Settings, install  # noqa: E402
-from april.integrations.openrlhf.settings import check  # noqa: E402
+from april.integrations.openrlhf.settings import check_settings  # noqa: E402
 from tests import tiny  # noqa: E402
 from tests.integrations.restart import begun_in, goes_on, once_an_epoch, own_ray  # noqa: E402
 
@@ -298,7 +298,7 @@ def test_the_filter_replaces_groups(run: Any) -> None:
 )
 def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
-        check(arguments(tmp_path, **changed), Settings(over_sampling_batch_size=7))
+        check_settings(arguments(tmp_path, **changed), Settings(over_sampling_batch_size=7))
     assert "\n" not in str(caught.value)
 
 

@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from skyrl.train.utils.callbacks import TrainingCallback  # noqa: E402
 
 from april.integrations.settings import Settings  # noqa: E402
-from april.integrations.skyrl.settings import check  # noqa: E402
+from april.integrations.skyrl.settings import check_settings  # noqa: E402
 from april.integrations.skyrl.trainer import STATE, read  # noqa: E402
 from april.rollout.rewards import RewardError  # noqa: E402
 from april.rollout.trajectory import Sample  # noqa: E402
@@ -201,7 +201,7 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, changed: A
             section = getattr(section, part)
         setattr(section, last, value)
     with pytest.raises(ValueError, match=message) as caught:
-        check(cfg, Settings(over_sampling_batch_size=7))
+        check_settings(cfg, Settings(over_sampling_batch_size=7))
     assert "\n" not in str(caught.value)
 
 

@@ -47,7 +47,7 @@ def params_of(config: PPOConfig, settings: Settings) -> RolloutParams:
     )
 
 
-def check(config: PPOConfig, settings: Settings) -> None:
+def check_settings(config: PPOConfig, settings: Settings) -> None:
     """Check that april supports AReaL's settings.
 
     Raises:

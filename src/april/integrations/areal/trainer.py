@@ -11,7 +11,7 @@ from areal.engine import RemoteSGLangEngine
 from areal.trainer import rl_trainer
 
 from april.integrations.areal.rollouts import Rollouts, TrainingDataloader
-from april.integrations.areal.settings import check
+from april.integrations.areal.settings import check_settings
 from april.integrations.settings import Settings
 
 
@@ -65,7 +65,7 @@ class PPOTrainer(rl_trainer.PPOTrainer):  # type: ignore[misc]
         settings = Settings(
             over_sampling_batch_size=over_sampling_batch_size, max_staleness=config.rollout.max_head_offpolicyness
         )
-        check(config, settings)
+        check_settings(config, settings)
         self.rollouts = Rollouts(config, settings)
         try:
             super().__init__(config, *datasets, **others)

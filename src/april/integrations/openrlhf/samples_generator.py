@@ -25,7 +25,7 @@ from april.disk import as_json
 from april.engines.pool import EnginePool
 from april.integrations.adapter import RolloutAdapter
 from april.integrations.finished_response import FinishedResponse
-from april.integrations.openrlhf.settings import check, params_of
+from april.integrations.openrlhf.settings import check_settings, params_of
 from april.integrations.openrlhf.vllm_actor import replicas
 from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings
@@ -63,7 +63,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
 
     def __init__(self, settings: Settings, generate_kwargs: Mapping[str, Any], **parts: Any) -> None:
         super().__init__(**parts)
-        check(self.args, settings)
+        check_settings(self.args, settings)
         self.generate_kwargs = dict(generate_kwargs)
         self.updated = True
         """OpenRLHF has broadcast weights to the engines since the last rollout."""

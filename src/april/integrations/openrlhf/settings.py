@@ -1,4 +1,4 @@
-"""april's flags beside OpenRLHF's, and OpenRLHF's flags that april refuses."""
+"""april's flags, and OpenRLHF's flags that april does not support."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def params_of(args: Any, settings: Settings) -> RolloutParams:
     )
 
 
-def check(args: Any, settings: Settings) -> None:
+def check_settings(args: Any, settings: Settings) -> None:
     """Check that april supports OpenRLHF's flags.
 
     Raises:

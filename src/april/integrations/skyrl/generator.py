@@ -34,7 +34,7 @@ from april.integrations.finished_response import FinishedResponse
 from april.integrations.prompts import DataloaderRows
 from april.integrations.servers import UnlabelledVLLM, connect
 from april.integrations.settings import Settings
-from april.integrations.skyrl.settings import check, params_of
+from april.integrations.skyrl.settings import check_settings, params_of
 from april.integrations.state_format import check_format, with_format
 from april.rollout.batch import RolloutBatch
 from april.rollout.sampling import SamplingParams
@@ -100,7 +100,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     """SkyRL's generator, with april's scheduler between its prompts and its servers."""
 
     def __init__(self, cfg: SkyRLTrainConfig, settings: Settings, **parts: Any) -> None:
-        check(cfg, settings)
+        check_settings(cfg, settings)
         super().__init__(**parts)
         self.cfg = cfg
         self.settings = settings
@@ -114,7 +114,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self._saved: Mapping[str, Any] | None = None
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Whole groups, as many as were asked for; `input_batch` then says whose they are. Evaluation is SkyRL's."""
+        """Return a batch of complete groups and replace the prompts in `input_batch` by theirs. SkyRL does evaluation."""
         metadata = input_batch["batch_metadata"]
         if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
             return await super().generate(input_batch, disable_tqdm)

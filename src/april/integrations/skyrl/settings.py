@@ -58,7 +58,7 @@ def params_of(cfg: SkyRLTrainConfig, settings: Settings) -> RolloutParams:
     )
 
 
-def check(cfg: SkyRLTrainConfig, settings: Settings) -> None:
+def check_settings(cfg: SkyRLTrainConfig, settings: Settings) -> None:
     """Check that april supports SkyRL's settings.
 
     Raises:

@@ -19,7 +19,7 @@ from skyrl.train.utils.utils import initialize_ray
 from april.disk import as_json
 from april.integrations.settings import Settings
 from april.integrations.skyrl.generator import Generator, TrainingDataloader
-from april.integrations.skyrl.settings import check
+from april.integrations.skyrl.settings import check_settings
 
 STATE = "april.json"
 """File of the rollout buffer in a checkpoint of SkyRL."""
@@ -67,7 +67,7 @@ class Experiment(BasePPOExp):  # type: ignore[misc]
 
     def __init__(self, cfg: SkyRLTrainConfig, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
-        check(cfg, self.settings)
+        check_settings(cfg, self.settings)
         super().__init__(cfg)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Generator:
@@ -107,6 +107,6 @@ def read(arguments: Sequence[str]) -> tuple[SkyRLTrainConfig, Settings]:
 def main() -> None:
     cfg, settings = read(sys.argv[1:])
     validate_cfg(cfg)
-    check(cfg, settings)
+    check_settings(cfg, settings)
     initialize_ray(cfg)
     ray.get(run.remote(cfg, settings))

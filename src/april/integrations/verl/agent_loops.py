@@ -111,7 +111,7 @@ class AgentLoops:
         """Adopt the stop tokens that a loop requests.
 
         Raises:
-            ObservationError: its sampling parameters differ from those of the other loops.
+            ObservationError: its sampling parameters differ from the other loops'.
         """
         requested = dict(sampling_params)
         stops = sorted(requested.pop("stop_token_ids", ()) or ())

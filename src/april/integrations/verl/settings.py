@@ -39,7 +39,7 @@ UNSUPPORTED = {
 """verl settings that april does not support."""
 
 
-def check_config(config: DictConfig) -> None:
+def check_settings(config: DictConfig) -> None:
     """Check that april supports verl's settings.
 
     Raises:

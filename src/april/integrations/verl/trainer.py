@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 
 from april.disk import as_json, write_whole
 from april.integrations.verl.manager import AprilRolloutManager
-from april.integrations.verl.settings import MANAGER, SAMPLER, check_config
+from april.integrations.verl.settings import MANAGER, SAMPLER, check_settings
 from april.rollout.engine import EngineError
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     """
 
     def __init__(self, config: DictConfig) -> None:
-        check_config(config)
+        check_settings(config)
         with open_dict(config):
             config.trainer.v1.sampler.custom_sampler = SAMPLER
             config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = MANAGER
