@@ -135,8 +135,10 @@ class RolloutAdapter:
                 await self._update(None, None)
 
     async def _update(self, weights: Any, version: int | None) -> None:
+        before = self.version
         await self.scheduler.update_weights(weights, version)
-        self._batch_taken = False
+        if self.version != before:
+            self._batch_taken = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the buffer and the position of the prompts as JSON types. Call it between calls."""

@@ -258,12 +258,12 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
         ({"token_budget": 4096}, "token_budget = 4096: april counts the samples of an update"),
         ({"num_generations": 5}, "num_generations = 5: must divide the 16 samples"),
         ({"adapter": IA3Config()}, "peft_config: IA3 was not run with april; only LoRA"),
-        ({"max_staleness": 0}, "max_staleness = 0: a batch is taken one sync ahead"),
+        ({"max_staleness": 0}, "max_staleness = 0: batches are taken one weight sync ahead"),
         (
             {"rollouts": {"over_sampling_batch_size": 40}},
             "over_sampling_batch_size = 40 cannot keep max_staleness = 4",
         ),
-        ({"given": {"environment_factory": trl_tools.Box}}, "environment_factory: april's AsyncGRPOTrainer asks no"),
+        ({"given": {"environment_factory": trl_tools.Box}}, "environment_factory: april's AsyncGRPOTrainer does not support"),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april samples from the unmodified policy"),
     ],
 )

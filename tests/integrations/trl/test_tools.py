@@ -172,7 +172,7 @@ def test_several_environments_each_with_their_own_tools(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"tools": [look], "train_dataset": texts()}, 'tools need conversations in the column "prompt"'),
-        ({"tools": [look], "partial": {"on_update": "redraft"}}, 'on_update = "redraft": what tools answer'),
+        ({"tools": [look], "partial": {"on_update": "redraft"}}, 'on_update = "redraft": results of tools'),
         ({"environment_factory": {"box": Box}}, "environment = None is none of environment_factory's: box"),
     ],
 )

@@ -214,7 +214,7 @@ def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> 
     )
     evaluated.train()
     waiting = evaluated.rollouts.adapter.state_dict()
-    assert waiting["state"]["buffer"]["groups"]
+    assert waiting["scheduler"]["state"]["buffer"]["groups"]
     reward.seen.clear()
     evaluated.evaluate()
     asked = [(row["prompt"], row["answer"]) for row in held_out for _ in range(2)]

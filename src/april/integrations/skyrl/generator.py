@@ -114,7 +114,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         self._saved: Mapping[str, Any] | None = None
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Return a batch of complete groups and replace the prompts in `input_batch` by theirs. SkyRL does evaluation."""
+        """Return a batch of complete groups, and replace the prompts of `input_batch`. SkyRL does evaluation itself."""
         metadata = input_batch["batch_metadata"]
         if metadata is not None and metadata.training_phase == TRAINING_PHASE_EVAL:
             return await super().generate(input_batch, disable_tqdm)
