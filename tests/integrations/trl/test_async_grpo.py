@@ -263,7 +263,10 @@ def test_a_failing_reward_stops_the_training_and_says_why(tmp_path: Path) -> Non
             {"rollouts": {"over_sampling_batch_size": 40}},
             "over_sampling_batch_size = 40 cannot keep max_staleness = 4",
         ),
-        ({"given": {"environment_factory": trl_tools.Box}}, "environment_factory: april's AsyncGRPOTrainer does not support"),
+        (
+            {"given": {"environment_factory": trl_tools.Box}},
+            "environment_factory: april's AsyncGRPOTrainer does not support",
+        ),
         ({"repetition_penalty": 1.1}, "repetition_penalty = 1.1: april samples from the unmodified policy"),
     ],
 )
