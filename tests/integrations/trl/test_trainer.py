@@ -198,7 +198,7 @@ def test_a_checkpoint_without_rollouts_is_resumed_with_a_warning(
     second.train(resume_from_checkpoint=True)
     second.close()
     assert len(second.batches) == 1
-    assert f"checkpoint-1 holds no {STATE}" in caplog.text
+    assert f"checkpoint-1 contains no {STATE}" in caplog.text
 
 
 def test_evaluation_generates_for_exactly_the_rows_asked_for(tmp_path: Path) -> None:
