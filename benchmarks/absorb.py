@@ -1,8 +1,7 @@
 """How many sampled chunks a second the scheduler puts into their samples, without what the engine of
 `scheduler_throughput.py` takes to make them: the fastest poll of a few runs.
 
-It knows where the scheduler absorbs today, and where it did before the pump and before the house was rebuilt, for
-`house.py`.
+It also measures older versions, in which the scheduler absorbed chunks itself, for `house.py`.
 
     python benchmarks/absorb.py
 """
@@ -16,7 +15,7 @@ from typing import Any
 from scheduler_throughput import GROUPS, SIZE, FreeEngine, measure
 
 try:
-    from april.rollout.loop import RolloutLoop as Absorbing
+    from april.rollout.generation import Generation as Absorbing
 
     NAME = "absorb"
 except ImportError:

@@ -1,8 +1,7 @@
-"""An engine whose every token follows from (seed, index), and which keeps a ledger of all it ever handed out.
+"""An engine whose every token follows from (seed, index), with a ledger of every token that it has returned.
 
-It serves samples in order, a few random tokens at a time, fails requests at random if asked to, and hands out tokens on
-an interrupt that it had not handed out before, as real servers do. With `ends_apart` it says that a response has ended
-after its last token, in a chunk that has none.
+It serves samples in order, a few random tokens at a time, fails requests at random with `failure_rate`, and returns
+undelivered tokens on an interrupt, as real servers do. With `ends_apart`, a chunk without tokens ends a response.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What it brings that generation goes on beside training, in virtual time.
+"""Throughput with overlap of generation and training, in virtual time.
 
 Engines and trainer have devices of their own. Both arms are the same april with the same engines, bound and N': one
-alternates (`collect`, train, `update_weights`), one overlaps (`take`, train, `swap`). The trainer takes 0.25, 0.5 and 1
+alternates (no generation during training), one overlaps (`overlap=True`). The trainer takes 0.25, 0.5 and 1
 times as long as a synchronous rollout; the aims are 1.35, 1.5 and 1.35 times the consumed tokens/s over everything.
 
     python benchmarks/simulation/overlap.py

@@ -1,4 +1,4 @@
-"""Evaluations beside rollouts on one engine: each gets its own tokens, and each evaluation is of one policy."""
+"""Evaluations and rollouts on one engine: each gets its own tokens, and an evaluation uses one policy version."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def run(rollouts: RolloutScheduler, schedule: Any) -> tuple[list[RolloutBa
 
 @given(SETTINGS, MOMENTS)
 @settings(max_examples=40, deadline=None)
-def test_whenever_evaluations_come_each_token_is_in_its_own_sample(s: dict[str, object], schedule: Any) -> None:
+def test_each_token_is_in_its_own_sample_whenever_evaluations_start(s: dict[str, object], schedule: Any) -> None:
     engine, rollouts = build(s, overlap=True)
     steps, evaluated = asyncio.run(run(rollouts, schedule))
     check_conservation(s, engine, rollouts, steps)
@@ -62,7 +62,7 @@ def test_whenever_evaluations_come_each_token_is_in_its_own_sample(s: dict[str, 
         assert len({version for sample in samples for version in sample.versions}) == 1, "of one policy"
 
 
-async def test_rollouts_and_their_step_go_on_while_an_evaluation_does() -> None:
+async def test_rollouts_continue_during_an_evaluation() -> None:
     engine = ScriptedEngine(slots=40)
     async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
         await rollouts.next_batch()
@@ -83,7 +83,7 @@ async def test_rollouts_and_their_step_go_on_while_an_evaluation_does() -> None:
         assert rollouts.engine_version == 1
 
 
-async def test_what_belongs_to_nobody_ends_the_rollouts_and_not_the_evaluation() -> None:
+async def test_a_chunk_of_an_unknown_sample_ends_the_rollouts_and_not_the_evaluation() -> None:
     class Confused(ScriptedEngine):
         confuse = False
 
@@ -105,7 +105,7 @@ async def test_what_belongs_to_nobody_ends_the_rollouts_and_not_the_evaluation()
         assert await rollouts.next_batch()
 
 
-async def test_an_engine_that_dies_ends_both_and_leaves_nothing_in_flight() -> None:
+async def test_a_dead_engine_ends_both_and_leaves_nothing_in_flight() -> None:
     engine = ScriptedEngine(slots=40)
     async with scheduler(engine, max_staleness=3, overlap=True) as rollouts:
         await rollouts.next_batch()

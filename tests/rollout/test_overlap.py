@@ -1,4 +1,5 @@
-"""Steps taken while generation goes on: nothing is lost and the bound holds whenever steps, updates and faults come."""
+"""Overlap of generation and training: no token is lost and the bound holds for any order of batches, updates and
+faults."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ async def passing(moments: int) -> None:
 
 
 async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]) -> list[RolloutBatch]:
-    """Take a batch for each entry of `schedule`; two are in training together where it says so and the bound allows."""
+    """Take a batch for each entry of `schedule`; two are in training together if the entry asks for it and the bound
+    allows it."""
     steps = []
     async with rollouts:
         for moments, again in schedule:
@@ -55,7 +57,7 @@ async def overlapped(rollouts: RolloutScheduler, schedule: list[tuple[int, int]]
 
 @given(SETTINGS, PATIENCE)
 @settings(max_examples=100, deadline=None)
-def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
+def test_the_bound_holds_and_no_token_is_lost_for_any_order_of_batches_and_updates(
     s: dict[str, object], schedule: list[tuple[int, int]]
 ) -> None:
     engine, rollouts = build(s, overlap=True)
@@ -64,7 +66,7 @@ def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
     assert [step.version for step in steps] == list(range(8)), "a step is for the policy that trains on it"
     if s["max_staleness"] is not None:
         assert max(step.staleness.max() for step in steps) <= s["max_staleness"]
-    stays = {
+    requests = {
         (span.sample_id, span.before): span
         for step in steps
         for span in step.request_intervals
@@ -73,13 +75,13 @@ def test_the_bound_holds_and_nothing_is_lost_whenever_steps_and_updates_come(
     for step in steps:
         for sample in (sample for group in step.groups for sample in group.samples):
             place = 0
-            while place < sample.length:  # each stay goes on where the one before it ended
-                place = stays[sample.id, place].after
+            while place < sample.length:  # each request continues where the previous one ended
+                place = requests[sample.id, place].after
 
 
 @given(SETTINGS, st.integers(0, 120), st.integers(0, 30), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_cancelled_loses_nothing(s: dict[str, object], moments: int, training: int, swap: bool) -> None:
+def test_a_cancelled_call_loses_no_token(s: dict[str, object], moments: int, training: int, swap: bool) -> None:
     engine, rollouts = build(s, overlap=True)
 
     async def main() -> list[RolloutBatch]:
@@ -170,7 +172,7 @@ async def test_an_error_during_training_is_raised_by_the_next_batch_and_not_by_t
     assert rollouts.buffer.sampled_tokens == sum(map(len, engine.ledger.values()))
 
 
-async def test_the_account_of_a_step_says_how_long_training_went_on_beside_it() -> None:
+async def test_a_batch_has_the_seconds_of_training_during_its_generation() -> None:
     async with scheduler(ScriptedEngine(slots=20), max_staleness=3, overlap=True) as rollouts:
         first = await rollouts.next_batch()
         assert first.training_seconds == 0
@@ -187,7 +189,9 @@ async def test_the_account_of_a_step_says_how_long_training_went_on_beside_it() 
 
 @given(SETTINGS, st.integers(1, 4), st.integers(0, 30))
 @settings(max_examples=40, deadline=None)
-def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_after: int, training: int) -> None:
+def test_a_state_saved_after_an_update_continues_unchanged(
+    s: dict[str, object], stop_after: int, training: int
+) -> None:
     s = {**s, "auto": False}
     engine, rollouts = build(s, prompts=Counted(), overlap=True)
 
@@ -218,7 +222,7 @@ def test_what_is_saved_at_a_swap_goes_on_as_it_was(s: dict[str, object], stop_af
 
 @given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.booleans(), st.floats(0, 1), st.integers(0, 30))
 @settings(max_examples=15, deadline=None)
-def test_a_run_that_dies_anywhere_also_in_training_goes_on_with_the_same_groups(
+def test_a_run_that_dies_at_any_event_resumes_with_the_same_groups(
     seed: int, failure_rate: float, filtered: bool, where: float, training: int
 ) -> None:
     """Every batch is returned again unchanged, with `overlap` and, for a run that overlaps no longer, without it."""
@@ -267,7 +271,7 @@ async def replayed(rollouts: RolloutScheduler, steps: int) -> list[dict[str, Any
 
 
 class Late(ScriptedEngine):
-    """Hands out after an update what it had sampled before, as a server whose requests were frozen over it."""
+    """Returns after an update tokens sampled before it, like a server that freezes requests during the update."""
 
     frozen: dict[str, int] = {}  # noqa: RUF012
 
@@ -283,7 +287,7 @@ class Late(ScriptedEngine):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-async def test_what_was_sampled_before_an_update_may_come_after_it(overlap: bool) -> None:
+async def test_tokens_sampled_before_an_update_may_arrive_after_it(overlap: bool) -> None:
     rollouts = scheduler_of(
         Late(),
         (Prompt((1, 2), str(i)) for i in itertools.count()),
@@ -306,7 +310,7 @@ async def test_what_was_sampled_before_an_update_may_come_after_it(overlap: bool
     assert mixed
 
 
-async def test_what_came_as_the_wait_was_cancelled_is_kept_where_the_interrupt_fails() -> None:
+async def test_chunks_of_a_cancelled_wait_are_kept_if_the_interrupt_fails() -> None:
     engine = ScriptedEngine()
     prompts = (Prompt((1, 2), str(i)) for i in itertools.count())
     rollouts = scheduler_of(engine, prompts, lambda prompt, sample: 0.0, rollout_batch_size=2, n_samples_per_prompt=3)

@@ -152,12 +152,12 @@ def check_conservation(
 @given(SETTINGS, st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object], stop_after: int) -> None:
-    """What was saved and restored is trained on as if the run had never stopped.
+    """A saved and restored scheduler trains on the same groups as one that never stopped.
 
-    Where rewards take time, those of the last step are still being computed when the run stops and begin anew when it
-    goes on, so that a group may be complete a step earlier or later: then its content is compared, not its step. With
+    If rewards take time, rewards of the last step are still being computed when the run stops, and are computed again
+    after the restart, so a group may be trained on a step earlier or later: then only its content is compared. With
     `first_come` and a filter, too: it is not saved in which order groups were complete whose rewards are missing.
-    N' is set: what is chosen automatically depends on how long things take, too.
+    N' is fixed: the automatic choice also depends on durations.
     """
     s = {**s, "auto": False}
 
@@ -166,7 +166,7 @@ def test_a_restored_scheduler_goes_on_with_the_same_groups(s: dict[str, object],
         collected = []
         async with rollouts:
             for n in range(7):
-                if n == stop_after:  # an engine started anew deals its tokens out in other portions
+                if n == stop_after:  # a restarted engine returns its tokens in other portions
                     engine.rng.seed(99)
                 collected.append(await rollouts.next_batch())
                 await rollouts.update_weights()
@@ -360,7 +360,7 @@ async def test_a_reward_that_takes_too_long_is_a_failure() -> None:
 
 
 async def test_a_reward_function_that_gives_up_of_its_own_is_a_failure() -> None:
-    """As `asyncio.wait_for` does: a TimeoutError that says nothing, where no time limit is set."""
+    """A TimeoutError without a message, as `asyncio.wait_for` raises it, although no time limit is set."""
 
     async def gives_up(prompt: Prompt, sample: Sample) -> float:
         raise TimeoutError

@@ -1,7 +1,7 @@
 """Values from user code that are saved with a run: checked and copied on arrival.
 
-Invariant: what `json_types` returns can be written and read again at any later time, whatever its giver does to the
-original.
+Invariant: a value that `json_types` returns can be written and read at any later time, independently of later changes
+of the original.
 """
 
 from __future__ import annotations

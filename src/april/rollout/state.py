@@ -267,8 +267,8 @@ class RolloutState:
             StalenessError: some cannot; the message begins with `otherwise`.
         """
         size, bound = self.params.rollout_batch_size, self.params.max_staleness
-        begun = [first for group in self.buffer if (first := group.first_version) is not None]
-        if bound is not None and not feasible(begun, version, size, bound):
+        first_versions = [first for group in self.buffer if (first := group.first_version) is not None]
+        if bound is not None and not feasible(first_versions, version, size, bound):
             raise StalenessError(f"{otherwise} within max_staleness = {bound} at rollout_batch_size = {size}")
 
     def state_dict(self) -> dict[str, Any]:
