@@ -112,7 +112,7 @@ class Recipe:
     @property
     def keeps_cache_in_training(self) -> bool:
         """Whether KV caches are kept during a training step, or generation overlaps with it."""
-        return self.overlaps or self.engine.kv_policy == "keep"
+        return self.overlaps or self.engine.on_update == "keep"
 
     @property
     def gpus_per_engine(self) -> int:

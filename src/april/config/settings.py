@@ -231,7 +231,7 @@ class EngineSettings:
     engine: Literal["embedded", "vllm", "sglang", "vllm-inproc"] = "embedded"
     max_num_seqs: Positive[int] | Literal["auto"] = "auto"
     context_length: Positive[int] | None = None
-    on_update: Literal["recompute", "keep", "redraft"] = "recompute"
+    on_update: KVPolicy = "recompute"
     kv_cache_gb: Gigabytes | None = None
     prefill_chunk: Positive[int] = 1024
     stream_interval: Positive[int] | Literal["auto"] = "auto"
@@ -266,11 +266,6 @@ class EngineSettings:
     def kv_cache_bytes(self) -> int | None:
         """Maximum size of the KV cache in bytes; None if unset."""
         return None if self.kv_cache_gb is None else int(self.kv_cache_gb * 1e9)
-
-    @property
-    def kv_policy(self) -> KVPolicy:
-        """Treatment of the KV caches of unfinished samples at a weight update."""
-        return "keep" if self.on_update == "keep" else "recompute"
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Memory of a device: what is free, whether it ran out, and how unused memory is returned."""
+"""Device memory: free bytes, out-of-memory errors, and returning unused memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator failed. On CPUs and some accelerators only the message says so."""
+    """Return whether an allocator failed. On CPUs and some accelerators only the message shows it."""
     text = str(error).lower()
     said = isinstance(error, RuntimeError) and ("out of memory" in text or "can't allocate memory" in text)
     return said or isinstance(error, torch.OutOfMemoryError | MemoryError)

@@ -3,7 +3,7 @@
 Invariants:
 - no GPU is given twice;
 - everything that was asked for gets all of its GPUs, or nothing starts;
-- the same counts on the same machine give the same map, in every process that asks.
+- the same counts on the same machine give the same map, in every process.
 """
 
 from __future__ import annotations

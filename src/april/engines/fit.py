@@ -8,7 +8,7 @@ from april.rollout.trajectory import Sample
 
 
 def require_fit(sample: Sample, context_length: int, vocab_size: int, engine: str) -> None:
-    """See that a sample can go on in `engine`.
+    """Check that a sample can continue in `engine`.
 
     Raises:
         ValueError: names the sample, the limit and the remedy.

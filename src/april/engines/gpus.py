@@ -28,7 +28,7 @@ class Gpu:
         number: of the whole GPU, in the driver's order.
         uuid: of the GPU or the instance; empty if it is not known.
         name: the product's.
-        total: bytes of memory; 0 if the driver does not tell.
+        total: bytes of memory; 0 if the driver does not report it.
         free: bytes of memory that nothing holds.
         rocm: of AMD, for ROCm.
     """
@@ -49,7 +49,7 @@ def visible(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
     """The GPUs that this process may use, in the order in which torch numbers them.
 
     Raises:
-        EngineError: there is an NVIDIA driver, and the package that asks it is not installed.
+        EngineError: there is an NVIDIA driver, but the package that queries it is not installed.
     """
     return chosen(installed(), environment)
 
@@ -72,7 +72,7 @@ def chosen(gpus: Sequence[Gpu], environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that the visibility variables of `environment` leave, by the names that they have there."""
     if not any(gpu.rocm for gpu in gpus):
         return _listed(gpus, environment.get("CUDA_VISIBLE_DEVICES"))
-    # ROCR_VISIBLE_DEVICES comes first, and what it leaves is numbered anew.
+    # ROCR_VISIBLE_DEVICES applies first, and renumbers the remaining devices.
     left = _listed(gpus, environment.get("ROCR_VISIBLE_DEVICES"))
     left = [replace(gpu, id=str(number), number=number) for number, gpu in enumerate(left)]
     return _listed(left, environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES")))
@@ -117,7 +117,7 @@ def _nvml() -> Iterator[Any]:
     """NVML, ready to be asked; None without a driver that works.
 
     Raises:
-        EngineError: there is a driver, and the package that asks it is not installed.
+        EngineError: there is a driver, but the package that queries it is not installed.
     """
     try:
         import pynvml
@@ -164,7 +164,7 @@ def _parts(nvml: Any, number: int, handle: Any) -> list[Gpu]:
 def _nvml_gpu(nvml: Any, number: int, handle: Any) -> Gpu:
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total = free = 0
-    with suppress(nvml.NVMLError):  # memory that a CPU shares is not told
+    with suppress(nvml.NVMLError):  # memory shared with a CPU is not reported
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         total, free = int(memory.total), int(memory.free)
     return Gpu(uuid, number, uuid, str(nvml.nvmlDeviceGetName(handle)), total, free)

@@ -139,7 +139,7 @@ class Member:
         self.failures = FailureRate()
 
     async def health_problem(self, timeout: float) -> str | None:
-        """Run a health check. Return what it finds wrong; None if the replica is well."""
+        """Run a health check. Return the problem; None if the replica is well."""
         try:
             async with asyncio.timeout(timeout):
                 await self.replica.check()

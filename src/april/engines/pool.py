@@ -8,7 +8,7 @@ Invariants:
 - every failure is handed out and ends its sample's request: the caller decides when the sample is submitted again, the
   pool decides on which replica. A request that failed on a replica that is well keeps its kind of failure; all samples
   of a replica that is lost fail as `Fault.LOST`, after every token that the replica had streamed;
-- after `interrupt`, nothing runs on any replica. Only recoveries of lost replicas go on, until `close`.
+- after `interrupt`, nothing runs on any replica. Only recoveries of lost replicas continue, until `close`.
 
     submit ──> waiting ──> on a replica ──finished──────────────────────────────────> handed out
                              │   └──failed──> held back ──the replica is well───────> failure handed out
@@ -85,9 +85,9 @@ class EnginePool:
         """Samples that an `interrupt` is stopping: their failures are not handed out, and no replica gets them."""
         self._queue = ChunkQueue(backlog)
         self._error: Exception | None = None
-        """Raised by the next `poll`: why the pool cannot go on, or an unexpected exception of a replica."""
+        """Raised by the next `poll`: the failure of the pool, or an unexpected exception of a replica."""
         self._failure: EngineError | None = None
-        """Why the pool cannot go on."""
+        """The failure of the pool, from `fail`."""
         self._failed = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
         self._losses: set[asyncio.Task[None]] = set()
@@ -196,7 +196,7 @@ class EnginePool:
         return self._queue.take(named)
 
     async def _interrupt(self, member: Member, sample_ids: Container[str]) -> None:
-        """Stop those of the named samples that are on this replica."""
+        """Stop the named samples that are on this replica."""
         stopping = [id for id in member.samples if id in sample_ids]
         if not stopping:
             return
@@ -225,7 +225,7 @@ class EnginePool:
                 update may be tried again. Or the pool has failed.
         """
         await self._unless_failed(self._weight_sync.update_all(version, weights))
-        if self.members[0].replica.on_update == "recompute":
+        if self.members[0].replica.on_update != "keep":
             self._router.forget_homes()
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
@@ -368,7 +368,7 @@ class EnginePool:
             log.warning("no replica is ready; all samples wait for at most %g s (outage_limit)", self._patience)
 
     def _fail(self, member: Member, sample_ids: Sequence[str]) -> None:
-        """Hand out samples of a lost replica as failed. The loss says nothing about the samples."""
+        """Hand out samples of a lost replica as failed. No retry is charged to a sample for `Fault.LOST`."""
         self._router.forget(sample_ids)
         for id in sample_ids:
             member.samples.pop(id, None)

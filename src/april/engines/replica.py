@@ -1,4 +1,4 @@
-"""One of several engines that do the same, any of which may die."""
+"""Replica: one of several engines with the same model, each of which may die."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from april.rollout.engine import Chunk, Engine, EngineError, KVPolicy
 
 
 class ReplicaGoneError(EngineError):
-    """The replica does not come back: nobody starts it again."""
+    """The replica is dead, and is not started again."""
 
 
 @runtime_checkable
@@ -17,33 +17,33 @@ class Replica(Engine, Protocol):
     """An engine that may die by itself, be found dead, and come back."""
 
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     on_update: KVPolicy
 
     async def check(self) -> None:
-        """See that it lives and holds the weights it was last given.
+        """Check that it is alive and holds the weights that it was last given.
 
         Raises:
-            EngineError: it does not, and why.
+            EngineError: the check failed; the message contains the reason.
         """
         ...
 
     async def refresh(self) -> None:
-        """See what it can hold, after it was lost. It has been forgotten what weights it holds.
+        """Read its capacity again after it was lost. It may hold any weights.
 
         Raises:
-            ReplicaGoneError: nobody starts it again.
+            ReplicaGoneError: it is not started again.
             EngineError: it does not answer.
         """
         ...
 
     async def abandon(self) -> list[Chunk]:
-        """Give up everything in flight without a word to it, and return what had arrived."""
+        """Give up everything in flight without calling the replica, and return the tokens that had arrived."""
         ...
 
 
 class LocalReplica(WrappedEngine):
-    """An engine in this process, as a replica: it lives as long as the process does."""
+    """Engine in this process as a replica. It lives as long as the process."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         super().__init__(engine)
@@ -51,15 +51,15 @@ class LocalReplica(WrappedEngine):
         self.on_update: KVPolicy = getattr(engine, "on_update", "recompute")
 
     async def check(self) -> None:
-        """Nothing that could be dead."""
+        """It is alive."""
 
     async def refresh(self) -> None:
-        """Nothing that could have changed."""
+        """Nothing can have changed."""
 
     async def abandon(self) -> list[Chunk]:
         return await self.engine.interrupt()
 
 
 def replica_of(engine: Engine, index: int) -> Replica:
-    """`engine`, as a replica."""
+    """Return `engine` as a replica."""
     return engine if isinstance(engine, Replica) else LocalReplica(engine, f"replica {index}")

@@ -1,4 +1,4 @@
-"""Which replica a sample goes to.
+"""Routing of samples to replicas.
 
 A new sample goes to the replica with the least load, as a share of its slots; a resumed one to its home, where its
 prefix may be cached, unless that is busier by more than `affinity`; one whose request failed to another replica if
@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Loaded)
 
 
 class Router(Generic[R]):
-    """Where each sample was, and where it goes next.
+    """Chooses a replica for each sample.
 
     Args:
         affinity: how much more load a sample's home may have than the least loaded replica.
@@ -34,7 +34,7 @@ class Router(Generic[R]):
         self._failed: dict[str, R] = {}
 
     def choose(self, sample_id: str, ready: Sequence[R]) -> R | None:
-        """The replica for a sample; None if none is ready."""
+        """Return the replica for a sample; None if none is ready."""
         failed = self._failed.get(sample_id)
         candidates = [replica for replica in ready if replica is not failed] or list(ready)
         if not candidates:
@@ -44,22 +44,22 @@ class Router(Generic[R]):
         return home if home in candidates and home.load <= best.load + self._affinity else best
 
     def place(self, sample_id: str, replica: R) -> R | None:
-        """Note that a sample is on `replica` now; returns the home that it has left, if it has."""
+        """Record that a sample is on `replica`. Return the home that it has left, if any."""
         home = self._home.get(sample_id)
         self._home[sample_id] = replica
         return home if home is not replica else None
 
     def request_failed(self, sample_id: str, replica: R) -> None:
-        """A request of the sample failed there."""
+        """Record that a request of the sample failed on `replica`."""
         self._failed[sample_id] = replica
 
     def token_arrived(self, sample_id: str) -> None:
-        """A token came: what failed before no longer counts."""
+        """Record that a token arrived: earlier failures of the sample no longer count."""
         if self._failed:
             self._failed.pop(sample_id, None)
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Forget samples, all of them if none are named."""
+        """Forget samples, all if none are named."""
         if sample_ids is None:
             self._home.clear()
             self._failed.clear()
@@ -69,5 +69,5 @@ class Router(Generic[R]):
             self._failed.pop(sample_id, None)
 
     def forget_homes(self) -> None:
-        """No prefix is cached any more."""
+        """Forget all homes: no prefix is cached any more."""
         self._home.clear()

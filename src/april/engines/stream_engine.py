@@ -20,7 +20,7 @@ Tokens: TypeAlias = tuple[Sequence[int], Sequence[float]]
 class StreamEngine:
     """An engine made of one async generator per sample: `generate(sample)` yields `(token_ids, logprobs)`.
 
-    The shortest way to put an inference engine of your own behind the scheduler. `generate` goes on from
+    The shortest way to put an inference engine of your own behind the scheduler. `generate` continues from
     `sample.prompt_ids` and `sample.response_ids`; it is cancelled to interrupt a sample, and what it yielded before is
     never lost. To return is to stop (`FinishReason.STOP`), unless the generator was cancelled: its sample stays
     unfinished, however the generator ends. A response that has used up its budget or the context ends
@@ -28,7 +28,7 @@ class StreamEngine:
     raise.
 
     Args:
-        generate: whatever it raises is a failed request, which the scheduler tries again from the last token. Tokens
+        generate: an exception fails the request, which the scheduler retries from the last token. Tokens
             and log-probabilities may be any sequences of numbers: lists, NumPy arrays, tensors.
         capacity: what the engine can hold. At most `capacity.slots` generators run at a time.
         update_weights: called with (version, weights) when the scheduler hands new weights over.

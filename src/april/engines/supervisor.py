@@ -11,7 +11,7 @@ Invariants:
                            │                       v
                            └──────────────── BACKING_OFF ──> GIVEN_UP
 
-A supervisor decides and waits; what it supervises is started and watched by its owner. The clock and the sleep may be
+A supervisor decides and waits; its owner starts and watches the process or replica. The clock and the sleep may be
 replaced, so the rules can be tested in virtual time.
 """
 
@@ -29,7 +29,7 @@ from april.rollout.engine_health import back_off
 
 
 class LifeState(Enum):
-    """State of what a supervisor starts."""
+    """State of a supervised process, replica or group."""
 
     STOPPED = "stopped"
     """It was never started."""

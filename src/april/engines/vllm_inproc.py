@@ -5,7 +5,7 @@ imported (`VLLMInProcess.load` does), or weights could not be handed over as ten
 
 Invariants:
 - vLLM steps in one worker thread and nothing else touches it there while it does;
-- vLLM says nothing when a request is aborted, so every token is kept as it is sampled;
+- vLLM returns nothing for an aborted request, so every token is kept as it is sampled;
 - KV caches of different versions never mix: every request names its weights in the cache's salt.
 """
 
@@ -68,7 +68,7 @@ class VLLMInProcess:
 
     @classmethod
     def load(cls, model: str, *, ignore_eos: bool = False, **settings: Any) -> VLLMInProcess:
-        """Load `model` (directory or hub name); `settings` are those of `vllm.LLM`."""
+        """Load `model` (directory or hub name); `settings` are passed to `vllm.LLM`."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         from vllm import LLM
 

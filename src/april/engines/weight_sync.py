@@ -123,7 +123,7 @@ class WeightSync:
             self._lose(member, problem)
 
     async def _lose_if_dead(self, member: Member) -> bool:
-        """Tell a replica that died from one that refused the weights."""
+        """Return whether the replica died; otherwise it refused the weights."""
         if (problem := await member.health_problem(self._health_timeout)) is None:
             return False
         self._lose(member, problem)

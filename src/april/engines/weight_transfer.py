@@ -1,6 +1,6 @@
 """How new weights reach an engine.
 
-Weights belong to who trains. A learner has a `WeightTransfer` and offers the weights of each version through it; an
+Weights belong to the trainer. A learner has a `WeightTransfer` and offers the weights of each version through it; an
 engine is handed the offer with `update_weights`, and refuses kinds that it does not take:
 
 | transfer | offers | for |
@@ -11,9 +11,9 @@ engine is handed the offer with `update_weights`, and refuses kinds that it does
 | `servers.broadcast.Broadcast` | `Sending` | servers, over a process group that all of them join |
 
 Invariants:
-- what is handed out is of the version that it was offered as, or `WithdrawnError` is raised;
-- tensors come one after the other, by an iterator: nobody needs a second whole copy of the weights;
-- weights on disk are kept as long as an engine may still be asked to load them.
+- tensors are of the version that they were offered as, or `WithdrawnError` is raised;
+- tensors are iterated one by one, so no process needs a second whole copy of the weights;
+- weights on disk are kept as long as an engine may still load them.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TensorSource = Callable[[], "Iterator[tuple[str, Tensor]]"]
-"""Gives a policy's tensors by their names in the checkpoint, as they are now, one after the other."""
+"""Yields a policy's current tensors, one by one, by their names in the checkpoint."""
 BUCKET_BYTES = 2**28
-"""Bytes of tensors that are announced to servers and sent together; packing holds as many again."""
+"""Bytes of tensors that are announced to servers and sent together; packing needs the same amount again."""
 
 
 class WithdrawnError(EngineError):
-    """These weights are gone: their tensors have been trained on since."""
+    """The offered weights no longer exist: their tensors have been trained on since."""
 
 
 class Offer:
-    """Whether tensors are still those of the version that they were offered as."""
+    """State of an offer: valid until its tensors change."""
 
     def __init__(self) -> None:
         self._standing = True
@@ -69,7 +69,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where a process group meets: rank 0 sends, and one server's workers are the ranks from `first_rank` on."""
+    """Rendezvous of a process group: rank 0 sends, and one server's workers are the ranks from `first_rank` on."""
 
     address: str
     port: int
@@ -94,18 +94,18 @@ async def _untold() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """A server, as one side of a sending.
+    """Server that receives weights.
 
     Args:
-        name: what messages call it.
+        name: its name in messages.
         url: where it listens.
-        life: tells the server from the one that was there before it was restarted.
+        life: number that changes when the server restarts.
         workers: its ranks in the group.
-        join: has its workers join a group.
-        begin: has it get ready for buckets.
-        receive: has it receive one.
-        end: has it compute with what it received.
-        nccl_version: asks for the version of its nccl library; None if the server does not tell.
+        join: makes its workers join a group.
+        begin: prepares it for buckets.
+        receive: makes it receive one bucket.
+        end: activates the received weights.
+        nccl_version: returns the version of its NCCL library; None if unknown.
     """
 
     name: str
@@ -120,23 +120,23 @@ class Receiver:
 
 
 class Share(ABC):
-    """What one engine is handed of weights that are sent to several at the same time."""
+    """One engine's part in a transfer of weights to several engines at once."""
 
     @abstractmethod
     async def take(self, receiver: Receiver) -> None:
-        """Returns when the weights have been received, once everybody who has a share takes it or has let it go."""
+        """Receive the weights. The transfer starts when every share has been taken or released."""
 
     @abstractmethod
     def release(self) -> None:
-        """The engine takes no part after all, if it has not yet: nobody waits for it."""
+        """Take no part, unless it was taken already: the other engines do not wait for this one."""
 
 
 class Sending(ABC):
-    """Weights that are sent: once, however many engines go over together."""
+    """Weights that are sent once to all engines that are updated together."""
 
     @abstractmethod
     def shares(self, count: int) -> Sequence[Share]:
-        """One for each engine."""
+        """Return one share per engine."""
 
     async def take(self, receiver: Receiver) -> None:
         """Send them to one server alone."""
@@ -144,13 +144,13 @@ class Sending(ABC):
 
 
 def shares_of(weights: Any, count: int) -> Sequence[Any]:
-    """What each of `count` engines that go over together is handed of `weights`."""
+    """Return what each of `count` engines, updated together, is given as `weights`."""
     return weights.shares(count) if isinstance(weights, Sending) else [weights] * count
 
 
 def directory_of(weights: Any) -> str:
-    """The absolute path of a directory of safetensors. A server may not survive one that is not there, so it is looked
-    at here first.
+    """Return the absolute path of a directory of safetensors. A server may crash on a missing directory, so it is
+    checked here first.
 
     Raises:
         ValueError: there are no weights there.
@@ -162,14 +162,14 @@ def directory_of(weights: Any) -> str:
 
 
 class WeightTransfer(Protocol):
-    """A learner's way to hand its weights over."""
+    """How a learner transfers its weights to engines."""
 
     def offer(self, version: int) -> Any:
-        """The weights as they are now, as those of `version`: what `update_weights` of the engine is given."""
+        """Return the current weights as `version`, for `update_weights` of the engine."""
         ...
 
     def withdraw(self) -> None:
-        """The tensors change from here on: an offer that would read them hands nothing out any more."""
+        """Invalidate earlier offers: the tensors change from here on."""
         ...
 
 
@@ -222,4 +222,4 @@ class OnDisk:
         return path
 
     def withdraw(self) -> None:
-        """What is on disk stays as it is."""
+        """Files on disk do not change."""

@@ -1,4 +1,4 @@
-"""An engine in front of another: it changes what it overrides, and hands everything else on."""
+"""Engine wrapper: subclasses override some methods, all others are delegated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from april.rollout.trajectory import Sample
 
 
 class WrappedEngine:
-    """`engine`, as it is; the base of those that change something about it."""
+    """Delegates every method to `engine`; base class of wrappers."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -24,9 +24,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import Sample
 
-KVPolicy = Literal["recompute", "keep"]
-"""Treatment of the KV cache of unfinished samples when the weights change. `recompute`: it is dropped, and prompt and
-response so far are prefilled again under the new weights. `keep`: the sample continues with the old KV cache."""
+KVPolicy = Literal["recompute", "keep", "redraft"]
+"""Treatment of an unfinished sample at a weight update; the values of the setting `engine.on_update`.
+
+recompute: drop its KV cache, and prefill prompt and response so far under the new weights. keep: continue on the old KV
+cache. redraft: as recompute, and the scheduler submits the response so far as a draft for the new weights to verify.
+"""
 
 
 class Fault(Enum):

@@ -166,7 +166,7 @@ class SimulatedEngine:
             raise EngineError("weights change only while nothing is in flight: interrupt first")
         await asyncio.sleep(self.cost.update_seconds)
         self.samples.version = version
-        if self._on_update == "recompute":
+        if self._on_update != "keep":
             self.replicas.caches.clear()
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:

@@ -32,7 +32,7 @@ class IdleEngine:
         return await calibrate(
             self.engine,
             self.update,
-            on_update=self.recipe.engine.kv_policy,
+            on_update=self.recipe.engine.on_update,
             longest=longest,
             repeats=repeats,
             vocabulary=self.model.config.get_text_config().vocab_size,

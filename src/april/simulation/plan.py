@@ -204,7 +204,7 @@ def _simulated(
         replicas=cluster.engines,
         steps=steps,
         warm_up=warm_up,
-        on_update=recipe.engine.kv_policy,
+        on_update=recipe.engine.on_update,
         train_token_seconds=cluster.train_token_seconds,
         # Ten decode steps are far less than a rollout step, and group the events of a large cluster.
         resolution=0.0 if cluster.engines == 1 else min(0.1, 10 * cluster.cost.decode_seconds[-1]),

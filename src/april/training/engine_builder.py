@@ -84,7 +84,7 @@ def embedded(recipe: Recipe, model: Any, beside_trainer: bool) -> EmbeddedEngine
         context_length=settings.context_length,
         kv_cache_bytes=kv_cache_bytes(recipe, device) if beside_trainer else settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
-        on_update=settings.kv_policy,
+        on_update=settings.on_update,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
         stop_token_ids=(),  # samples have their own, and calibration must not stop
     )
@@ -111,7 +111,7 @@ def _elsewhere(recipe: Recipe, device: str, threads: int | None) -> EmbeddedSett
         context_length=settings.context_length,
         kv_cache_bytes=settings.kv_cache_bytes,
         prefill_chunk=settings.prefill_chunk,
-        on_update=settings.kv_policy,
+        on_update=settings.on_update,
         stream_interval=8 if settings.stream_interval == "auto" else settings.stream_interval,
     )
 
@@ -171,7 +171,7 @@ def _server_elsewhere(recipe: Recipe, demand: Demand, logs: Path, key: str) -> S
         api_key=key,
         max_num_seqs=recipe.slots,
         context_length=settings.context_length,
-        on_update=settings.kv_policy,
+        on_update=settings.on_update,
         ready_timeout=settings.ready_timeout,
         broadcast=vllm and settings.weight_transfer == "broadcast",
     )
@@ -233,7 +233,7 @@ async def _connected(
 
     connect = connect_vllm if settings.engine == "vllm" else connect_sglang
     return await connect(
-        url, on_update=settings.kv_policy, stream_interval=settings.stream_interval, api_key=key, process=process
+        url, on_update=settings.on_update, stream_interval=settings.stream_interval, api_key=key, process=process
     )
 
 

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
@@ -84,8 +85,8 @@ class EmbeddedEngine:
         ):
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-        if on_update not in ("recompute", "keep"):
-            raise ValueError(f"on_update = {on_update!r}: must be 'recompute' or 'keep'")
+        if on_update not in get_args(KVPolicy):
+            raise ValueError(f"on_update = {on_update!r}: must be one of {', '.join(get_args(KVPolicy))}")
         self._model = ServedModel(model, dtype)
         self._stop_token_ids = frozenset(end_tokens(model) if stop_token_ids is None else stop_token_ids)
         self.on_update = on_update
@@ -215,7 +216,7 @@ class EmbeddedEngine:
         self._model.load(weights)
         self.version = version
         self._scheduler.epoch += 1
-        if self.on_update == "recompute":
+        if self.on_update != "keep":
             self._scheduler.forget(self.paused)
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:

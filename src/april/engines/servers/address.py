@@ -1,4 +1,4 @@
-"""Addresses servers listen on."""
+"""Addresses that servers listen on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach `host`."""
+    """Return whether only processes of this machine reach `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -14,5 +14,5 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """`host` as this machine calls it: a server that listens on every address is reached by the loopback's."""
+    """Return `host` as reached from this machine: the loopback address if the server listens on all addresses."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)

@@ -1,4 +1,4 @@
-"""Weights that go from the trainer to servers over a process group (`weight_group.py`).
+"""Weight transfer from the trainer to servers over a process group (`weight_group.py`).
 
 Invariants:
 - the trainer is rank 0 of one group with all servers that are updated together, and sends each tensor once;
@@ -31,7 +31,7 @@ GROUP = "april_weights"
 
 
 class Broadcast:
-    """A learner's tensors, sent to servers. Keep one for the whole run: it keeps the groups.
+    """Sends a learner's tensors to servers. Use one for the whole run: it keeps the process groups.
 
     Args:
         source: the policy's tensors.
@@ -39,7 +39,7 @@ class Broadcast:
         address: where servers reach this process; None: the loopback interface if all of them are there, else the
             address of this machine from which the first one is reached.
         interface: the network interface that tensors take on this machine (`eth0`); None leaves it to the backend.
-        timeout: seconds that meeting the servers, or sending a bucket, may take.
+        timeout: seconds that a rendezvous with the servers, or sending a bucket, may take.
         bucket_bytes: bytes of tensors that are announced and sent together.
     """
 
@@ -54,7 +54,7 @@ class Broadcast:
     ) -> None:
         self.source = source
         self.meetings = 0
-        """Groups made so far."""
+        """Number of groups made so far."""
         self._backend = backend
         self._address = address
         self._interface = interface
@@ -72,11 +72,11 @@ class Broadcast:
         self._latest.withdraw()
 
     async def send(self, receivers: Sequence[Receiver], offer: Offer) -> None:
-        """Send everything to these servers.
+        """Send all tensors to these servers.
 
         Raises:
             EngineError: a server did not take part, and the message names it.
-            WithdrawnError: the tensors are no longer, or did not stay, those that were offered.
+            WithdrawnError: the tensors changed before or during the transfer.
         """
         offer.require()
         key = tuple((receiver.url, receiver.life) for receiver in receivers)
@@ -95,7 +95,7 @@ class Broadcast:
         offer.require()
 
     async def _leave(self, key: tuple[tuple[str, int], ...]) -> None:
-        """Leave the group with these servers; a server that hangs in it may hold this up, and the run goes on."""
+        """Leave the group with these servers. In a thread: a hung server may delay it, and must not block the run."""
         if key in self._groups:
             _, group = self._groups.pop(key)
             await asyncio.shield(asyncio.to_thread(weight_group.leave, group))
@@ -110,10 +110,10 @@ class Broadcast:
         )
         own = [tensor for _, tensor in tensors]
         sending = asyncio.create_task(asyncio.to_thread(_send, own, group, self._timeout))
-        await _beside(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
+        await _collective(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
 
     async def _meet(self, receivers: Sequence[Receiver]) -> tuple[list[Meeting], Any]:
-        """Make a group with these servers; each is in no other one from then on."""
+        """Make a group with these servers, and leave all other groups that contain one of them."""
         urls = {receiver.url for receiver in receivers}
         for key in [key for key in self._groups if urls & {url for url, _ in key}]:
             await self._leave(key)
@@ -132,7 +132,7 @@ class Broadcast:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = self._interface
         joining = asyncio.create_task(asyncio.to_thread(weight_group.join, own, self._timeout, store))
         try:
-            await _beside(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
+            await _collective(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
         except BaseException:
             joining.add_done_callback(_leave_unused)
             raise
@@ -145,10 +145,10 @@ def _leave_unused(joining: asyncio.Task[Any]) -> None:
 
 
 async def _require_nccl(receivers: Sequence[Receiver], own: str) -> None:
-    """See that servers have the trainer's version of nccl, which connects to no other version.
+    """Check that servers have the trainer's version of NCCL, which connects to no other version.
 
     Raises:
-        EngineError: one has another version.
+        EngineError: a server has another version.
     """
     found: dict[str, str | None] = {}
 
@@ -165,7 +165,7 @@ async def _require_nccl(receivers: Sequence[Receiver], own: str) -> None:
 
 
 class _Sending(Sending):
-    """The tensors of a `Broadcast`, offered as those of one version."""
+    """Tensors of a `Broadcast`, offered as one version."""
 
     def __init__(self, broadcast: Broadcast, offer: Offer) -> None:
         self._broadcast = broadcast
@@ -177,7 +177,7 @@ class _Sending(Sending):
 
 
 class _Round:
-    """One sending to several servers, which begins when nobody is missing."""
+    """One transfer to several servers, which starts when every share has been taken or released."""
 
     def __init__(self, send: Callable[[Sequence[Receiver]], Awaitable[None]], count: int) -> None:
         self._send = send
@@ -187,7 +187,7 @@ class _Round:
         self._sending: asyncio.Future[None] | None = None
 
     def arrive(self, receiver: Receiver | None) -> None:
-        """Somebody takes part, or does not after all."""
+        """Record that a share was taken by `receiver`, or released."""
         self._missing -= 1
         if receiver is not None:
             self._receivers.append(receiver)
@@ -240,7 +240,7 @@ def _send(tensors: Sequence[Tensor], group: Any, timeout: timedelta) -> None:
 
 
 async def _all(receivers: Sequence[Receiver], call: Callable[[int, Receiver], Awaitable[Any]]) -> None:
-    """Have all servers do something at the same time; the first that fails is named, and ends it for all."""
+    """Call all servers concurrently. The first failure cancels the other calls; the error names its server."""
 
     async def one(i: int, receiver: Receiver) -> None:
         try:
@@ -256,24 +256,24 @@ async def _all(receivers: Sequence[Receiver], call: Callable[[int, Receiver], Aw
         raise failures.exceptions[0] from None
 
 
-async def _beside(own: asyncio.Task[Any], theirs: Awaitable[None]) -> None:
-    """Do one's own part of something and have the others do theirs."""
+async def _collective(own: asyncio.Task[Any], theirs: Awaitable[None]) -> None:
+    """Wait for the servers' part of a collective operation, and then for this process's part."""
     try:
         await theirs
     except BaseException:
-        # Without the others it waits for its timeout; nobody waits for it.
+        # Without the servers it runs into its timeout. Retrieve its exception, and do not wait for it.
         own.add_done_callback(lambda task: task.cancelled() or task.exception())
         raise
     await own
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """The address of this machine that servers at `urls` reach."""
+    """Return the address of this machine that servers at `urls` reach."""
     elsewhere = [parts for parts in map(urlsplit, urls) if not is_loopback(parts.hostname or "")]
     if not elsewhere:
         return "127.0.0.1"
     host, port = elsewhere[0].hostname, elsewhere[0].port or 80
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
+        probe.connect(address)  # a datagram socket: nothing is sent
         return str(probe.getsockname()[0])

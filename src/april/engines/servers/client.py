@@ -27,7 +27,7 @@ _limit: ContextVar[float | None] = ContextVar("limit", default=None)
 
 @contextmanager
 def call_limit(seconds: float) -> Iterator[None]:
-    """Inside, each call may take so many seconds."""
+    """Set the time limit of each call in this context."""
     token = _limit.set(seconds)
     try:
         yield
@@ -64,7 +64,7 @@ NOT_REACHED = {408, 429, 502, 503, 504}
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Return what the failure of a request tells about the request."""
+    """Return the kind of fault of a failed request."""
     status = error.status if isinstance(error, RequestError) else None
     if status in NOT_REACHED or isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return Fault.UNAVAILABLE
@@ -74,11 +74,11 @@ def fault_of(error: BaseException) -> Fault:
 JSON = {"Content-Type": "application/json"}
 
 FAILURES = (RequestError, aiohttp.ClientError, TimeoutError)
-"""What a call to a server may raise when server or connection fails."""
+"""Exceptions of calls whose server or connection fails."""
 
 
 class HTTPClient:
-    """A server's calls, by their paths.
+    """HTTP client of one server.
 
     Args:
         url: where the server listens, `http://host:port`.
@@ -93,11 +93,11 @@ class HTTPClient:
         self._session: aiohttp.ClientSession | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """In another process it has connections of its own."""
+        """Pickle without the session: another process opens its own connections."""
         return {**self.__dict__, "_session": None}
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """The response as aiohttp gives it, to be entered with `async with`."""
+        """Return aiohttp's response context, for `async with`."""
         if self._session is None:
             # Servers close idle connections after 5 s; ours go first, or a request meets a closing one. No limit on
             # connections: the server queues, and a control call must never wait behind a stream.
@@ -111,7 +111,7 @@ class HTTPClient:
         return self._session.request(method, path, data=msgspec.json.encode(body), headers=JSON)
 
     async def post(self, path: str, body: Any = None) -> Any:
-        """Return the answer, decoded if it is JSON.
+        """Return the response, decoded if it is JSON.
 
         Raises:
             RequestError: the status is not 200, or the server does not answer in time.
@@ -162,14 +162,14 @@ def _decoded(path: str, status: int, text: str) -> Any:
 
 
 def events(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """What server-sent events hold, as JSON."""
+    """Yield the data of server-sent events, as JSON."""
     for line in lines:
         if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
             yield data
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     if isinstance(error, RequestError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

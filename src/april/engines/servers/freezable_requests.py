@@ -1,9 +1,9 @@
 """Requests of a server that is frozen while its weights change (`on_update = "keep"`).
 
 An interrupt of all samples freezes the server: its requests pause with their KV caches. Samples that are submitted
-again are resumed on the same streams; the requests of all other samples are aborted before the server goes on.
+again are resumed on the same streams; the requests of all other samples are aborted before the server resumes.
 
-Invariants, beside those of `requests.py`:
+Further invariants (see `requests.py`):
 - tokens that arrive while the server is frozen were sampled with the weights that it was frozen with;
 - tokens that arrive while their sample is not in flight are held, and are the first that the sample gets when it is
   submitted again; tokens of a forgotten sample are never handed out;
@@ -41,7 +41,7 @@ class ServerState(Enum):
     FROZEN = "frozen"
     """Nothing is sampled, and the weights may change."""
     THAWING = "thawing"
-    """It has been asked to go on, and everything from before has arrived."""
+    """It is being resumed, and all tokens from before have arrived."""
 
 
 class FreezableRequests(Requests):
@@ -84,7 +84,7 @@ class FreezableRequests(Requests):
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
         """As `Requests.interrupt`. If all samples are stopped, the server is frozen and their requests can be resumed.
 
-        A server can only be frozen as a whole: samples that are stopped while others go on are aborted.
+        A server can only be frozen as a whole: samples that are stopped while other samples continue are aborted.
         """
         if self._thawing is not None:
             await self._thawing
@@ -125,7 +125,7 @@ class FreezableRequests(Requests):
             self._thawing = None
 
     async def _thaw(self) -> None:
-        """Abort the requests whose samples are not in flight, and let the server go on with the others."""
+        """Abort the requests whose samples are not in flight, and resume the server with all other requests."""
         ending = [stream for stream in self._parked.values() if stream.open]
         for stream in ending:
             if stream.state is StreamState.FROZEN:
@@ -146,7 +146,7 @@ class FreezableRequests(Requests):
         await self._abort(ending)
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Resume none of these samples: what is submitted under their ids starts from its own tokens."""
+        """Do not resume these samples: a sample that is submitted under one of their ids starts from its own tokens."""
         for id in list(self._parked) if sample_ids is None else self._parked.keys() & set(sample_ids):
             stream = self._parked[id]
             stream.state = StreamState.DISCARDED
@@ -201,7 +201,7 @@ class FreezableRequests(Requests):
 
     @property
     def _labelled(self) -> bool:
-        """A server labels what it sends late with the weights that it holds by then."""
+        """False while the server is frozen: it labels late tokens with the weights that it holds when it sends them."""
         return self._server is not ServerState.FROZEN
 
     def _deliver(self, stream: Stream, chunk: Chunk) -> None:

@@ -1,15 +1,14 @@
-"""Servers that april starts itself: on a free port of the loopback interface, gone when the block ends.
+"""Servers that april starts: on a free port of the loopback interface, ended with the block.
 
 Invariants:
-- a server listens where only this machine reaches it, unless it is told another host, and then it asks for a key;
-- a key is in no command line, which everybody on the machine sees, and in no log;
+- a server listens on the loopback interface, unless another host is set, which requires an API key;
+- a key is in no command line, which other users of the machine can read, and in no log;
 - a server that dies is started again on its port, unless it died more than `restarts` times in a row before it was
   ready, and a warning names the cause of each death and the path of the log;
-- the server's log is in the run directory from its first line on, those of its restarts behind one another, also where
-  a later run or actor starts it.
+- the server's log is in the run directory from its first line on; restarts append to it, also in a later run or actor.
 
-vLLM asks for its key on some paths only, and not on those that change its weights: on a network that others use, keep
-it on the loopback interface.
+vLLM checks its key on some paths only, and not on paths that change its weights: on a shared network, keep it on the
+loopback interface.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ log = logging.getLogger(__name__)
 RESTARTS = 3
 """Deaths in a row, before it was ready, after which a server is not started again."""
 STEADY = 600.0
-"""Seconds that a server has to run until its earlier deaths no longer count."""
+"""Seconds of running after which earlier deaths of a server no longer count."""
 BACKOFF = 1.0
 """Seconds before a dead server is started again, after its first death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a server is started.
+    """Settings of a server's start.
 
     Args:
         log_dir: the run directory; the log is `log_dir/<name>.log`.
-        name: of the log file, and in errors; by default the kind of server.
+        name: name of the log file, and in errors; the kind of server by default.
         python: interpreter of the environment that the server is installed in.
         arguments: more options of the server; they come last, so they win.
         environment: more environment variables.
         host: the address it listens on.
         port: 0 takes a free one.
-        api_key: what it asks clients for; needed where `host` is reached from other machines.
+        api_key: key that clients have to send; required if other machines reach `host`.
         ready_timeout: seconds the server may take until it answers.
         restarts: deaths in a row, before it is ready, after which it is started again, on its port.
-        waiting: called about every second while it starts, with the server and the seconds it has taken so far.
+        waiting: called about every second while it starts, with the server and the seconds since its start.
 
     Raises:
         ValueError: other machines reach `host`, and there is no key.
@@ -88,7 +87,7 @@ class Launch:
             )
 
     def settled(self, kind: str) -> Launch:
-        """With a name, and a port that nothing listens on."""
+        """Return a copy with a name and a free port."""
         return replace(self, name=self.name or kind, port=self.port or free_port())
 
     @property
@@ -102,7 +101,7 @@ class Launch:
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A server that april runs.
+    """A server process that april runs.
 
     Args:
         command: with all its options.
@@ -112,12 +111,12 @@ class Server:
     command: Sequence[str]
     how: Launch
     process: asyncio.subprocess.Process = field(init=False)
-    """The leader of its process group, or that of the last one."""
+    """Leader of the latest process group."""
     down: str | None = field(default=None, init=False)
     """Why it does not run; None while it does."""
     supervisor: Supervisor = field(init=False)
-    _said: int = field(default=0, init=False)
-    """Where in its log this start begins."""
+    _log_start: int = field(default=0, init=False)
+    """Position in the log at the latest start."""
 
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(RestartPolicy(BACKOFF, self.how.restarts, steady_after=STEADY))
@@ -140,7 +139,7 @@ class Server:
         return self.how.log
 
     async def keep_running(self, started: asyncio.Event) -> None:
-        """Run it until this is cancelled, or it is given up. `started` is set when it is ready for the first time.
+        """Run the server until this is cancelled or it is given up. Set `started` when it is first ready.
 
         Raises:
             EngineError: it died, or was not ready in time, before it was ready for the first time.
@@ -164,7 +163,7 @@ class Server:
 
     async def _live(self, started: asyncio.Event) -> NoReturn:
         """Run the server once. Raise EngineError with the reason when it has ended."""
-        self._said = self.log.stat().st_size
+        self._log_start = self.log.stat().st_size
         died = "died while starting"
         try:
             async with process_group(self.command, self.log, self.how.environment, self.how.api_key) as self.process:
@@ -177,22 +176,22 @@ class Server:
         except OSError as error:
             raise EngineError(f"{self.name} could not be started: {error}") from error
         assert self.process.returncode is not None
-        raise EngineError(f"{self.name} {died} ({exit_of(self.process.returncode)}){self._last_words()}")
+        raise EngineError(f"{self.name} {died} ({exit_of(self.process.returncode)}){self._log_summary()}")
 
     async def _ready(self) -> bool:
-        """Wait until it answers. False if it died instead."""
+        """Wait until it answers. Return False if it died."""
         clock = asyncio.get_running_loop().time
-        began = said = clock()
+        began = reported = clock()
         async with aiohttp.ClientSession(self.url, timeout=aiohttp.ClientTimeout(total=10)) as session:
             while not await self._healthy(session):
                 if self.process.returncode is not None:
                     return False
                 if clock() - began > self.how.ready_timeout:
                     late = f"{self.name} was not ready after {self.how.ready_timeout:g} s (ready_timeout)"
-                    raise EngineError(late + self._last_words())
-                if self.how.waiting is not None and clock() - said >= 1.0:
-                    said = clock()
-                    self.how.waiting(self, said - began)
+                    raise EngineError(late + self._log_summary())
+                if self.how.waiting is not None and clock() - reported >= 1.0:
+                    reported = clock()
+                    self.how.waiting(self, reported - began)
                 await asyncio.sleep(0.2)
         return True
 
@@ -202,11 +201,11 @@ class Server:
                 return response.status == 200
         return False
 
-    def _last_words(self) -> str:
+    def _log_summary(self) -> str:
         with open(self.log, "rb") as lines:
-            lines.seek(self._said)
+            lines.seek(self._log_start)
             text = lines.read().decode(errors="replace")
-        # Killed without a word of its own; but SGLang kills itself when a process of its own has failed.
+        # A killed server logs no cause. But SGLang kills itself when one of its processes has failed.
         killed = self.process.returncode == -signal.SIGKILL and "kill_process_tree" not in text
         why = None if killed else cause(text) or last_line(text)
         return f"{f': {why}' if why else ''}; log: {self.log}"
@@ -278,7 +277,7 @@ async def launch(command: Sequence[str], how: Launch) -> AsyncIterator[Server]:
     """
     server = Server(command, how)
     server.log.parent.mkdir(parents=True, exist_ok=True)
-    server.log.touch()  # what servers of that name said before stays there
+    server.log.touch()  # keep the logs of earlier servers of that name
     started = asyncio.Event()
     running = asyncio.create_task(server.keep_running(started), name=f"run {server.name}")
     ready = asyncio.create_task(started.wait())
@@ -294,7 +293,7 @@ async def launch(command: Sequence[str], how: Launch) -> AsyncIterator[Server]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
-"""Why a server died, in one line, from what it logged.
+"""Extract from a server's log, in one line, why it died.
 
-A server's log is hundreds of lines, and its last one says "see root cause above". The cause is the last exception that
-does not merely report another one.
+A server's log has hundreds of lines, and its last line may be "see root cause above". The cause is the last exception
+that does not merely report another one.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ PREFIX = r"(?:\([\w.-]+(?: [\w.-]+)? pid=\d+\)\s+)?(?:(?:ERROR|CRITICAL)\s[^\[]*
 NAME = r"(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Failure|Timeout)"
 RAISED = re.compile(rf"{PREFIX}({NAME}: \S.*)")
 REFUSED = re.compile(r"\S+: error: (.+)")
-"""A command line that the server does not take."""
+"""A command line that the server rejects."""
 CRASHED = re.compile(rf"{PREFIX}((?:Fatal Python error|Segmentation fault|terminate called|Bus error).*)")
 ECHOES = re.compile(
     r"[Ss]ee (?:root cause|stack trace)|[Ee]ngine core initialization failed|EngineDeadError|ConnectionResetError|"
     r"BrokenPipeError|EOFError|RequestValidationError|CancelledError|SystemExit|failed core proc|"
     r"[Ww]orker failed with error"
 )
-"""Exceptions that say only that something else has failed, or that somebody asked for nonsense."""
+"""Exceptions that only report another failure or an invalid request."""
 COUNTED = re.compile(r"ValidationError: \d+ validation errors? for ")
-"""Pydantic counts what is wrong with a setting, and names it in the lines below: the field, and indented what it is."""
+"""Pydantic reports a count of errors; the lines below contain the field and, indented, the error."""
 
 
 def cause(log: str) -> str | None:
-    """The line that says why a server died; None if no line does."""
+    """Return the line with the cause of a server's death; None if there is none."""
     lines = log.splitlines()
     found = [match[1] + _detail(lines, i) for i, line in enumerate(lines) if (match := _cause_in(line))]
     causes = [line for line in found if not ECHOES.search(line)] or found
@@ -42,7 +42,7 @@ def _cause_in(line: str) -> re.Match[str] | None:
 
 
 def _detail(lines: Sequence[str], number: int) -> str:
-    """What follows a line that only counts."""
+    """Return the details that follow a line with only a count."""
     if not COUNTED.search(lines[number]):
         return ""
     below = [re.sub(rf"^{PREFIX}", "", line) for line in lines[number + 1 : number + 3]]
@@ -54,13 +54,13 @@ def _short(text: str) -> str:
 
 
 def last_line(log: str) -> str | None:
-    """The last line that says anything."""
+    """Return the last line that is not blank."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return _short(lines[-1]) if lines else None
 
 
 def exit_of(returncode: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if returncode >= 0:
         return f"exit status {returncode}"
     name = signal.Signals(-returncode).name

@@ -1,9 +1,9 @@
-"""A server's processes: one group, one log, and no way to outlive whoever started them.
+"""A server's processes: one process group, one log, ended with the process that started them.
 
 Invariants:
 - a server and everything it spawned is one process group, and no process of it outlives the block, however it ends,
   nor this process, should it be killed;
-- the log holds what the server said from its first line on, and a key is never in it.
+- the log contains the server's output from its first line on, and never a key.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ GRACE = 10.0
 GUARD = """exec 3<&0; {
     read -r group <&3 && { read -r _ <&3 || { kill -s TERM -- "-$group"; sleep "$1"; kill -s KILL -- "-$group"; }; }
 } &"""
-"""A shell that reads a process group, and ends it if its standard input ends before another line came. It is nobody's
-child: Ray kills the children of a worker that ends."""
+"""Shell script that reads a process group's id, and ends the group if standard input closes before another line. It
+runs detached, as no child of this process: Ray kills the children of a worker that ends."""
 
 
 @asynccontextmanager
 async def process_group(
     command: Sequence[str], log: Path, environment: Mapping[str, str], secret: str | None = None
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a command as the leader of a group of its own; what it says is appended to `log`, without the secret.
+    """Run a command as the leader of its own process group; append its output to `log`, without the secret.
 
     Raises:
         OSError: it could not be started.
@@ -41,10 +41,10 @@ async def process_group(
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                # Servers are known to log their settings, key and all: what they say then goes through here.
+                # Servers may log their settings, the key included: filter their output.
                 stdout=asyncio.subprocess.PIPE if secret else output,
                 stderr=asyncio.subprocess.STDOUT,
-                # A log that is buffered lacks its last lines, or has them in another order.
+                # A buffered log may lack its last lines, or have them out of order.
                 env={**inherited(), "PYTHONUNBUFFERED": "1", **environment},
                 start_new_session=True,
             )
@@ -58,7 +58,7 @@ async def process_group(
             finally:
                 with suppress(BrokenPipeError):
                     os.write(guard, b"done\n")
-            if logging is not None:  # what has left the process group may hold its end open
+            if logging is not None:  # a process that has left the group may hold the pipe open
                 with suppress(TimeoutError):
                     await asyncio.wait_for(logging, GRACE)
     finally:
@@ -66,8 +66,8 @@ async def process_group(
 
 
 async def _guard() -> int:
-    """Start a process that ends a process group, should this process end before it says that it is done; the pipe on
-    which it is told first the group, and then that."""
+    """Start a guard that ends a process group if this process dies. Return its pipe: write the group's id, and later a
+    second line when the group has ended."""
     reader, writer = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -87,20 +87,20 @@ async def _guard() -> int:
 
 
 async def _log(process: asyncio.subprocess.Process, path: Path, secret: str) -> None:
-    """Write what a server says to `path`, with stars where the secret stood."""
+    """Write a server's output to `path`, with stars in place of the secret."""
     assert process.stdout is not None
     hidden, rest = secret.encode(), b""
     with open(path, "ab", buffering=0) as log:
         while data := await process.stdout.read(2**16):
             text = (rest + data).replace(hidden, b"***")
-            end = max(0, len(text) - len(hidden) + 1)  # the rest may be the beginning of a secret
+            end = max(0, len(text) - len(hidden) + 1)  # the rest may be the start of a secret
             log.write(text[:end])
             rest = text[end:]
         log.write(rest)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the whole process group: politely, then not. Cancelling this does not spare the group."""
+    """End the whole process group: SIGTERM, then SIGKILL. Also if this is cancelled."""
     try:
         if _signal_group(process.pid, signal.SIGTERM):
             async with asyncio.timeout(GRACE):
@@ -108,13 +108,13 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         pass
     finally:
-        # What the server spawned may survive its leader.
+        # Child processes may survive the leader.
         _signal_group(process.pid, signal.SIGKILL)
         await asyncio.shield(process.wait())
 
 
 def _signal_group(group: int, number: signal.Signals) -> bool:
-    """False if nothing is left of the group."""
+    """Return False if no process of the group is left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -205,7 +205,7 @@ class Requests:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _abort(self, streams: Iterable[Stream]) -> None:
-        """Abort requests and read their streams to the end, where the server sends what it had sampled."""
+        """Abort requests and read their streams to the end: the last events contain tokens not sent before."""
         streams = list(streams)
         deadline, wait = asyncio.get_running_loop().time() + self._patience, FIRST_ABORT_WAIT
         while unfinished := [stream for stream in streams if stream.open]:
@@ -253,7 +253,7 @@ class Requests:
                 stream.state = StreamState.RUNNING
                 while await self._request(stream) == "again":
                     stream.renew()
-        except Exception as failure:  # whatever it is: a sample whose stream has ended must not be waited for
+        except Exception as failure:  # any exception: the caller must not wait for a sample whose stream has ended
             error, fault = f"{self._name}: {self._why(failure)}", fault_of(failure)
         finally:
             self._ended(stream)

@@ -1,8 +1,8 @@
-"""An inference server as an engine: what it can hold, its weights, its health.
+"""An inference server as an engine: capacity, weights and health.
 
 Invariants:
 - weights change only while nothing is in flight, and every request names the weights it is made under;
-- what becomes of the samples' requests is the business of `requests.py`, here or, through `reader.py`, elsewhere.
+- requests of samples belong to `requests.py`, in this process or, through `stream_reader.py`, in another.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import itertools
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Any, Self, get_args
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from april.engines.fit import require_fit
@@ -34,20 +34,21 @@ class ServerEngine:
 
     Args:
         url: where the server listens, `http://host:port`.
-        api: what is spoken there, given the client to speak it with.
+        api: makes the server's API from its HTTP client.
         on_update: what happens to unfinished samples when the weights change (see `april.rollout.engine.KVPolicy`).
         vocab_size: of the model; asked of the server, or of the model directory it names, if not given.
         stall_timeout: seconds without a byte from the server, with samples in flight, after which their requests
             are given up.
         patience: seconds that a control call, or the end of an interrupted stream, may take.
         update_timeout: seconds that taking up weights may take.
-        stream_interval: tokens of a sample that the server sends together, which costs this machine less for each. They
-            come with an interrupt, but are lost with a connection, and are sampled again. "auto": as many as a stream
-            samples in a second; a `StreamInterval` of one's own keeps what it has measured from one connection to the
-            next. 1 with "keep": what a frozen server has not sent yet would be taken for the new weights'.
+        stream_interval: tokens of a sample that the server sends together; more tokens per event cost this machine
+            less. Tokens that were not sent yet arrive with an interrupt, but are lost with a connection, and are
+            sampled again. "auto": the number that a stream samples in a second; a `StreamInterval` object keeps its
+            measurements across connections. Always 1 with "keep": tokens that a frozen server has not sent yet would be
+            taken for tokens of the new weights.
         backlog: chunks kept for a slow reader before streams are left unread.
         api_key: sent as a bearer token.
-        process: the server, if april started it: then its death is known, and said, at once.
+        process: the server, if april started it: its death is then detected and reported at once.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ServerEngine:
         api_key: str | None = None,
         process: Server | None = None,
     ) -> None:
-        if on_update not in get_args(KVPolicy):
+        if on_update not in ("recompute", "keep"):  # servers verify no drafts
             raise ValueError(f'on_update = {on_update!r}: must be "recompute" or "keep"')
         self.url = url.rstrip("/")
         self.on_update = on_update
@@ -74,7 +75,7 @@ class ServerEngine:
         self._vocab_size = vocab_size or 0
         self._label: str | None = None
         self._life = 0
-        """Grows when the server may be another one than before."""
+        """Increases when the server may have been replaced."""
         self._patience = patience
         self._update_timeout = update_timeout
         self._process = process
@@ -89,7 +90,7 @@ class ServerEngine:
 
     @classmethod
     async def connect(cls, url: str, api: Callable[[HTTPClient], ServerAPI], **settings: Any) -> Self:
-        """Connect to a running server and learn what it can hold.
+        """Connect to a running server and read its capacity.
 
         Raises:
             EngineError: no server answers, or it was started without something this engine needs.
@@ -103,7 +104,7 @@ class ServerEngine:
         return engine
 
     async def refresh(self) -> None:
-        """Ask the server what it can hold, and see that nobody has left it paused.
+        """Read the server's capacity, and resume it if it was left paused.
 
         Raises:
             ReplicaGoneError: april started it, and does not start it again.
@@ -132,7 +133,7 @@ class ServerEngine:
         self._name_weights()
 
     async def use_reader(self, reader: StreamReader) -> None:
-        """Have another process read this server's streams. Nothing may be in flight.
+        """Make another process read this server's streams. Nothing may be in flight.
 
         Raises:
             EngineError: the process does not start.
@@ -145,24 +146,24 @@ class ServerEngine:
         self._name_weights()
 
     def _name_weights(self) -> None:
-        """Name the weights for prefix caches, in a way that nobody has used: KV of other weights is never found."""
+        """Name the weights for prefix caches by a unique salt: KV of other weights is never found."""
         self.requests.set_weights(self.version, f"{self._nonce}-{next(self._numbers)}")
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self._process.name if self._process else self._api.kind} at {self.url}"
 
     @property
     def place(self) -> str:
-        """The machine that it is on, for people."""
+        """Its machine, for messages."""
         return urlsplit(self.url).hostname or self.url
 
     def __repr__(self) -> str:
         return self.name
 
     def _why(self, error: BaseException) -> str:
-        """Why a call failed: the server's death, if it is that."""
+        """Describe why a call failed: by the server's death, if it died."""
         return (self._process and self._process.down) or describe(error)
 
     @property
@@ -183,11 +184,11 @@ class ServerEngine:
         return await self.requests.interrupt(sample_ids)
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
-        """Do not go on with the frozen requests of these samples, but start again from their tokens."""
+        """Do not resume the frozen requests of these samples."""
         self.requests.forget(sample_ids)
 
     async def abandon(self) -> list[Chunk]:
-        """Cut every connection without a word to the server, and return what had arrived."""
+        """Close every connection without a call to the server, and return the tokens that had arrived."""
         return await self.requests.abandon()
 
     async def close(self) -> None:
@@ -219,7 +220,7 @@ class ServerEngine:
         self._label = await self._api.label()
 
     async def check(self) -> None:
-        """See that the server lives and holds the weights it was last given.
+        """Check that the server is alive and holds the weights that it was last given.
 
         Raises:
             EngineError: it does not answer, or it has been restarted or given other weights since.

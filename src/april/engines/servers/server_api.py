@@ -1,4 +1,4 @@
-"""What differs between inference servers: their paths, their requests and what they answer."""
+"""Differences between inference servers: paths, requests and responses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from april.rollout.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says about itself.
+    """Description of a server.
 
     Args:
         capacity: samples that decode together, context length, KV tokens.
         vocab_size: ids from here on are refused before they are sent.
-        label: the server's own name for the weights it holds.
+        label: the server's name for its weights.
     """
 
     capacity: Capacity
@@ -30,25 +30,25 @@ class ServerInfo:
 
 
 def local_config(model: str) -> dict[str, Any]:
-    """The config of a model directory that can be read from here; empty if it cannot."""
+    """Return the config of a local model directory; empty if there is none."""
     path = Path(model) / "config.json"
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def has_tied_head(model: str) -> bool:
-    """Whether the output layer is known to be that of the embeddings."""
+    """Return whether the output layer is known to share the embeddings."""
     return bool(local_config(model).get("tie_word_embeddings"))
 
 
 def local_vocab_size(model: str) -> int | None:
-    """The vocabulary of a model directory that can be read from here; None if it cannot."""
+    """Return the vocabulary size of a local model directory; None if unknown."""
     config = local_config(model)
     size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     return int(size) if size else None
 
 
 class Pausing(Protocol):
-    """Servers that can be stopped where they are, streams open and KV caches kept."""
+    """Servers that can be paused with open streams and KV caches."""
 
     async def freeze(self) -> None: ...
 
@@ -56,7 +56,7 @@ class Pausing(Protocol):
 
 
 class ServerAPI(Protocol):
-    """How one kind of server is spoken to. It knows the server's calls, and nothing of samples under way."""
+    """API of one kind of server. It keeps no state of samples in flight."""
 
     kind: str
     """The server's name, in messages."""
@@ -68,47 +68,48 @@ class ServerAPI(Protocol):
         ...
 
     async def describe(self, vocab_size: int | None) -> ServerInfo:
-        """Ask the server what it can hold, and see that it was started with everything that is needed.
+        """Read the server's capacity, and check that it was started with all required options.
 
         Args:
-            vocab_size: what the caller knows; None to find out.
+            vocab_size: the vocabulary size, if the caller knows it.
         """
         ...
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
-        """Why the log-probabilities of these settings would not be those of the distribution tokens are drawn from,
-        and what to do about it; None if they are."""
+        """Return why log-probabilities would not match the distribution that tokens are drawn from, and the remedy.
+        Return None if they match."""
         ...
 
     def body(self, stream: Stream, salt: str) -> dict[str, Any]:
-        """The generate request; `salt` names the weights for prefix caches."""
+        """Return the body of a generate request; `salt` names the weights for prefix caches."""
         ...
 
     def read(self, event: bytes, stream: Stream) -> Delta | None:
-        """What an event (JSON) adds to a stream. Raises RequestError if it says that the request failed."""
+        """Decode an event (JSON) of a stream. Raise RequestError if it reports a failed request."""
         ...
 
     async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
-        """Ask the server to end these requests; it may not know them yet, so the caller asks again. False if the server
-        has no such call: then closing a connection is what ends its request.
+        """Abort these requests. The server may not have registered them yet, so the caller repeats the call.
+
+        Return False if the server has no such call: closing a connection then ends its request.
 
         Args:
-            alone: nothing else runs there, so that a call which ends everything does.
+            alone: no other request runs on the server, so a call that aborts all requests may be used.
         """
         ...
 
     async def load(self, version: int, weights: Any, receiver: Callable[..., Receiver]) -> None:
-        """Have the server take up weights and name them `str(version)`.
+        """Load weights and label them `str(version)`.
 
         Args:
-            receiver: makes a `Receiver` of everything but who it is.
+            receiver: makes a `Receiver`, given everything but its name, address and life.
         """
         ...
 
     async def reset_caches(self) -> None:
-        """Drop what it cached under other weights."""
+        """Drop caches of other weights."""
         ...
 
     async def label(self) -> str | None:
-        """The server's own name for the weights it holds; None if it has none."""
+        """Return the server's name for its weights; None if it has none."""
         ...

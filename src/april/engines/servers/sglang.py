@@ -11,7 +11,7 @@ whole vocabulary fits what the server can report.
 
 Weights come from a directory of safetensors the server can read, or over a broadcast group (`broadcast.py`).
 It must not speculate: on some devices SGLang then takes the likeliest token whatever the temperature, on all of them it
-ignores `min_p`, and nothing it reports tells them apart.
+ignores `min_p`, and no field of its responses shows that.
 KV caches of different versions never mix: every request names its weights in the cache's extra key.
 """
 
@@ -76,7 +76,7 @@ async def connect_sglang(url: str, **settings: Any) -> ServerEngine:
 
 
 class SGLang:
-    """What SGLang's server understands."""
+    """API of SGLang's server."""
 
     kind = "SGLang"
     generate_path = "/generate"
@@ -176,8 +176,8 @@ class SGLang:
         if ended is not None and reason == "abort" and ended.status_code:
             raise RequestError(f"HTTP {ended.status_code}: {ended.message}")
         new = meta.completion_tokens - (stream.received - stream.begun)
-        # An event may repeat what came before: all of it without --incremental-streaming-output, and the last token in
-        # the farewell of a request that was aborted while it waited. The count tells what is new.
+        # An event may repeat earlier tokens: all of them without --incremental-streaming-output, and the last token in
+        # the farewell of a request that was aborted while it waited. The count gives the number of new tokens.
         if new < 0 or new > len(output_ids):
             raise RequestError(f"{new} tokens are new in an event that holds {len(output_ids)}")
         spans = [(span["version"], span["start"], span["end"]) for span in meta.weight_versions or ()]

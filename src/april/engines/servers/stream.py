@@ -1,9 +1,9 @@
-"""One sample's request to a server, and whether what comes back makes sense.
+"""One sample's request to a server, with validation of the response.
 
 Invariants:
-- every token of an event is checked (vocabulary, log-probability, budget) before any of it is handed on;
-- what stands before a malformed event is handed on all the same;
-- the tokens themselves decide whether a response has ended, not what the server says of it.
+- every token of an event is checked (vocabulary, log-probability, budget) before any of its tokens is delivered;
+- tokens before a malformed event are delivered;
+- the tokens decide whether a response has ended, not the server's finish reason.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from april.rollout.sampling import FinishReason, SamplingParams
 log = logging.getLogger(__name__)
 
 Finish = FinishReason | Literal["abort", "again"]
-"""How a stream ends. "again": the server stopped where the sample does not end, so another request goes on."""
+"""How a stream ends. "again": the server stopped although the sample has not ended; another request continues it."""
 
 LOGPROB_SLACK = 1e-3
-"""How far above 0 rounding may carry a log-probability before it is taken for nonsense."""
+"""How far above 0 rounding may carry a log-probability before it is invalid."""
 
 
 class Delta(NamedTuple):
-    """What one event of a stream adds.
+    """Tokens of one event of a stream.
 
     `version` is the server's label for the weights that sampled it; `spans`, with the last event, its account of the
     whole stream as (label, first token, end). None and empty where it gives none.
@@ -61,7 +61,7 @@ class StreamState(Enum):
     ENDING = "ending"
     """Its request is aborted although its sample is not in flight: tokens are held for the sample."""
     DISCARDED = "discarded"
-    """Its sample does not want what still arrives."""
+    """Tokens that still arrive are dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class Stream:
             raise RequestError(f"{total} tokens came where {self.budget} were asked for")
 
     def _finish(self, delta: Delta) -> Finish | None:
-        """The tokens themselves say whether the sample has ended; a server that aborts in that moment may not."""
+        """Return how the sample ended, by its tokens: a server that aborts at that moment may report otherwise."""
         if delta.token_ids and delta.token_ids[-1] in self.sampling.stop_token_ids:
             return FinishReason.STOP
         if self.received == self.budget:
@@ -188,7 +188,7 @@ class Stream:
         return delta.finish
 
     def _compare(self, spans: Sequence[tuple[str, int, int]]) -> None:
-        """Hold what came, and the versions given to it as it came, against the server's own account at the end."""
+        """Compare the received tokens and their versions with the server's summary in the last event."""
         theirs = [(parse_version(label), start + self.begun) for label, start, end in spans if end > start]
         total = self.begun + max((end for _, _, end in spans), default=self.received - self.begun)
         named = all(version is not None for version, _ in theirs)
@@ -204,6 +204,6 @@ class Stream:
 
 @functools.cache
 def parse_version(label: str) -> int | None:
-    """The policy version in a server's label ("12", "v12"); None if there is none ("default")."""
+    """Return the policy version in a server's label ("12", "v12"); None if there is none ("default")."""
     match = re.fullmatch(r"v?(\d+)", label)
     return int(match[1]) if match else None

@@ -1,8 +1,8 @@
-"""How many tokens of a sample a server sends together.
+"""Number of tokens of a sample that a server sends together.
 
-An event costs whoever reads it about as much as twenty tokens do, so events of many tokens are cheap. What a server has
-not sent yet comes with an abort, but is lost with a connection, and is sampled again. So a stream may keep what it
-samples in `AT_RISK` seconds, whatever the server's speed.
+Reading an event costs about as much as reading twenty tokens, so events of many tokens are cheap. Tokens that a server
+has not sent yet arrive with an abort, but are lost with a connection, and have to be sampled again. So a stream may
+hold back the tokens of `AT_RISK` seconds, at any speed of the server.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ Interval = int | Literal["auto"]
 AT_RISK = 1.0
 """Seconds of a stream's work that a lost connection may cost."""
 MOST = 64
-"""Tokens beyond which an event is hardly cheaper by the token."""
+"""Tokens per event beyond which the cost per token hardly falls."""
 UNKNOWN = 8
-"""Tokens while the speed is not known."""
+"""Tokens per event while the speed is unknown."""
 MEMORY = 0.9
-"""How much what was known of the speed counts beside each newly measured stream."""
+"""Weight of the former estimate of the speed when a stream is measured."""
 
 
 class StreamInterval:
-    """The interval of a server's streams.
+    """Stream interval of a server.
 
     Args:
-        setting: tokens, or "auto": as many as a stream samples in `AT_RISK` seconds, at most `MOST`.
+        setting: tokens, or "auto": the number that a stream samples in `AT_RISK` seconds, at most `MOST`.
     """
 
     def __init__(self, setting: Interval) -> None:
@@ -40,7 +40,7 @@ class StreamInterval:
 
     @classmethod
     def of(cls, setting: Interval | StreamInterval) -> StreamInterval:
-        """A setting's; one that is there already goes on from what it has measured."""
+        """Return a setting as an object; an object keeps its measurements."""
         return setting if isinstance(setting, StreamInterval) else cls(setting)
 
     @property
@@ -52,7 +52,7 @@ class StreamInterval:
         return max(1, min(MOST, round(self._speed * AT_RISK)))
 
     def ended(self, name: str, asked: int, tokens: int, events: int, seconds: float) -> None:
-        """A stream has ended, `seconds` after its first event; its `tokens` came in `events`, the first not counted."""
+        """Record that a stream ended `seconds` after its first event, with `tokens` in `events` after the first."""
         if tokens < asked or seconds <= 0:
             return
         speed = tokens / seconds

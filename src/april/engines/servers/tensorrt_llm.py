@@ -1,7 +1,7 @@
 """TensorRT-LLM's `trtllm-serve` as an engine: token ids in and out over `/v1/completions`.
 
 Written to its documented protocol and tested against a small server of ours that speaks it; **not yet run on its
-hardware**. The server says little about itself and can do little to a request, so
+hardware**. The server reports little about itself and can do little to a request, so
 
 - slots, context length and vocabulary have to be given;
 - a request is cancelled by closing its connection: every token that arrived is kept, and what was still on its way is

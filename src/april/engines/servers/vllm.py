@@ -67,7 +67,7 @@ async def connect_vllm(url: str, **settings: Any) -> ServerEngine:
 
 
 class VLLM:
-    """What vLLM's server understands."""
+    """API of vLLM's server."""
 
     kind = "vLLM"
     generate_path = "/inference/v1/generate"

@@ -1,4 +1,4 @@
-"""A process group of the trainer and its servers, beside torch's default group: gloo between CPUs, nccl between GPUs.
+"""Process group of the trainer and its servers, apart from torch's default group: gloo for CPUs, nccl for GPUs.
 
 Invariants:
 - the rendezvous is a store that the trainer opens for this group alone, whatever launcher started the trainer;
