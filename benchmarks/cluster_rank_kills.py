@@ -156,7 +156,7 @@ def run(raylets: Raylets, base: Path, name: str, blows: Blows, most: int, deadli
     print(f"{name}: {last_step(base / name)} steps, {time.monotonic() - began:.0f} s\n{said}", flush=True)
     return {
         "blows": blows.kinds.total() - before,
-        "starts_anew": said.count("start anew"),
+        "starts_anew": said.count("ranks restart"),
         "seconds": round(time.monotonic() - began),
     }
 

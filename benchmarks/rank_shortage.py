@@ -71,7 +71,7 @@ def once(base: Path, name: str) -> tuple[float, float]:
     seconds = time.time() - float(note.read_text())
     _, said = process.communicate()
     assert process.returncode == 0, said
-    assert "rank 1 ran out of memory; micro-batches have 256 tokens from now on; all ranks start anew" in said, said
+    assert "rank 1 ran out of memory; micro-batches have 256 tokens after the restart; all ranks restart" in said, said
     (before,) = (row["seconds"] for row in read_metrics(run) if row.get("step") == STEP - 1)
     return seconds, before
 

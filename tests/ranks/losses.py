@@ -38,7 +38,7 @@ from tests.ranks.runs import rank_of, recipe_in, trained
 LEDGER = "APRIL_LEDGER"
 STEPS = 12
 SILENCE = 30.0
-"""Seconds without a sign of life after which a rank has hung; more where the undisturbed run takes longer altogether:
+"""Seconds without a heartbeat after which a rank has hung; more where the undisturbed run takes longer altogether:
 a rank that starts on a busy machine is silent for long."""
 ROUNDING = 1e-5
 """By which log-probabilities and metrics may differ."""
@@ -94,7 +94,7 @@ def recipe_of(base: Path, name: str, silence: float) -> Recipe:
     """A run's, which ranks may be lost in as often as one likes.
 
     Args:
-        silence: seconds without a sign of life after which a rank has hung.
+        silence: seconds without a heartbeat after which a rank has hung.
     """
     recipe = load_recipe(recipe_in(base, name))
     recipe.training.steps, recipe.training.save_interval = STEPS, 3
@@ -103,7 +103,7 @@ def recipe_of(base: Path, name: str, silence: float) -> Recipe:
 
 
 def start(base: Path, name: str, recipe: Recipe) -> subprocess.Popen[str]:
-    """A run with its rank_supervisor."""
+    """A run with its supervisor."""
     (base / f"{name}-ledger").mkdir()
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, LEDGER: str(base / f"{name}-ledger")}
@@ -212,7 +212,7 @@ def lose(losses: int, seconds: float, seed: int = 0, keep: Path | None = None) -
             status, said = process.wait(1200), (base / f"{name}.log").read_text()
             assert status == 0, said
             found["runs"] += 1
-            found["restarts"] += said.count("start anew")
+            found["restarts"] += said.count("ranks restart")
             ended = passes(base, name)
             differs, rounded = (difference(expected, ended, by) for by in (ROUNDING, 0.0))
             found["equal"] += differs is None

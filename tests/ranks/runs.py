@@ -119,7 +119,7 @@ def survive_a_killed_rank(recipe: Path, run: Path, modules: Path | None = None) 
     before = trained(run)[:3]
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
-    assert "rank 1 was ended by SIGKILL; all ranks start anew" in said
+    assert "rank 1 was ended by SIGKILL; all ranks restart" in said
     after = trained(run)
     assert [row["step"] for row in after] == [1, 2, 3, 4]
     assert after[:3] == before

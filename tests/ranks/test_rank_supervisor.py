@@ -57,7 +57,7 @@ def test_a_rank_that_is_killed_is_named_and_all_start_anew(
     ends: Any, plan: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ends(plan, [0, "done"]) == 0
-    assert f"rank {plan.index('killed')} was ended by SIGKILL; all ranks start anew" in capfd.readouterr().err
+    assert f"rank {plan.index('killed')} was ended by SIGKILL; all ranks restart" in capfd.readouterr().err
 
 
 def test_what_the_first_rank_was_collecting_is_kept_when_another_is_lost(ends: Any, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_what_the_first_rank_was_collecting_is_kept_when_another_is_lost(ends: A
 def test_a_rank_that_hangs_is_named_and_ended(ends: Any, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(["waits", "stopped"], [0, "done"], rank_timeout=4.0) == 0
     said = capfd.readouterr().err
-    assert "rank 1 gave no sign of life for " in said
+    assert "rank 1 sent no heartbeat for " in said
     assert "rank 0" not in said
 
 
@@ -76,7 +76,7 @@ def test_a_rank_without_memory_makes_micro_batches_smaller(
     ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert ends(["lost", "memory"], [0, "done"]) == 0
-    assert "rank 1 ran out of memory; micro-batches have 4096 tokens from now on" in capfd.readouterr().err
+    assert "rank 1 ran out of memory; micro-batches have 4096 tokens after the restart" in capfd.readouterr().err
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192, 8192, 4096, 4096]
 
 
@@ -85,8 +85,8 @@ def test_a_rank_that_lacks_memory_elsewhere_is_lost_as_one_that_dies(
 ) -> None:
     assert ends(*[["lost", "starved"]] * 2, max_restarts=1) == 1
     said = capfd.readouterr().err
-    assert "rank 1 ran out of memory: no room for a checkpoint; all ranks start anew" in said
-    assert "rank 1 ran out of memory: no room for a checkpoint; the ranks are not started anew" in said
+    assert "rank 1 ran out of memory: no room for a checkpoint; all ranks restart" in said
+    assert "rank 1 ran out of memory: no room for a checkpoint; the ranks are not restarted" in said
     assert [line["max_tokens_per_micro_batch"] for line in told(tmp_path)] == [8192] * 4
 
 
@@ -102,7 +102,7 @@ def test_what_no_restart_mends_ends_the_run(ends: Any, capfd: pytest.CaptureFixt
 
 def test_ranks_are_not_started_anew_for_ever(ends: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert ends(*[["waits", "killed"]] * 3, max_restarts=2) == 1
-    assert "rank 1 was ended by SIGKILL; the ranks are not started anew" in capfd.readouterr().err
+    assert "rank 1 was ended by SIGKILL; the ranks are not restarted" in capfd.readouterr().err
     assert len(told(tmp_path)) == 6
 
 

@@ -28,7 +28,7 @@ def test_those_of_one_start_meet_and_find_nothing_of_the_starts_before() -> None
     assert alike(start(store, range(3), 3))
     with pytest.raises(DistError):  # nobody leads
         rendezvous(store, 1, 3, 0.01)
-    with pytest.raises(RankLostError, match="rank 1 did not come in 0 s"):
+    with pytest.raises(RankLostError, match="rank 1 did not join within 0 s"):
         rendezvous(store, 0, 3, 0.0)
     again = start(store, range(3), 3)
     assert not again[0].check(["here"])

@@ -120,8 +120,8 @@ def test_ranks_that_start_anew_repair_nothing_again_and_say_so(
     ("error", "said"),
     [
         (MemoryShortage(256, "no memory"), "out of memory; lower training.max_tokens_per_micro_batch (to 256, say)"),
-        (MemoryError("std::bad_alloc"), "ran out of memory: std::bad_alloc; unless torchrun starts all of them anew"),
-        (RankLostError("Connection closed"), "lost another one (Connection closed); unless torchrun starts all"),
+        (MemoryError("std::bad_alloc"), "ran out of memory: std::bad_alloc; unless torchrun restarts all ranks"),
+        (RankLostError("Connection closed"), "lost another rank (Connection closed); unless torchrun restarts all"),
     ],
 )
 def test_without_an_agent_a_rank_that_ends_says_what_to_do(

@@ -275,7 +275,7 @@ def test_a_run_that_has_finished_says_so_and_is_left_alone(
 ) -> None:
     run = copy(saved_often, tmp_path)
     assert resume(run) == 0
-    assert "april: going on from step-00000" in capsys.readouterr().err
+    assert "april: resuming from step-00000" in capsys.readouterr().err
     before = content(run)
     assert resume(run) == 0
     assert capsys.readouterr().out == (

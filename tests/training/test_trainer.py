@@ -111,7 +111,7 @@ def test_ctrl_c_saves_the_run_and_says_how_to_go_on(recipe: Path, tmp_path: Path
 
     resumed = april("train", "--resume", run, "--steps", steps + 2)
     assert resumed.returncode == 0, resumed.stderr
-    assert f"april: going on from step-{steps:06d}\n" in resumed.stderr
+    assert f"april: resuming from step-{steps:06d}\n" in resumed.stderr
     assert [line["step"] for line in metrics(run)] == list(range(steps + 3))
     assert json.loads((run / "summary.json").read_text())["discarded_tokens"] == 0
 

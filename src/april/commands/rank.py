@@ -35,7 +35,7 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
     from april.training.distributed import run_follower
     from april.training.sharded import MemoryShortage
 
-    go_on = f"go on from what is on disk: april resume {recipe.reporting.output}"
+    go_on = f"resume the run: april resume {recipe.reporting.output}"
     try:
         if is_rank_zero():
             return run_trainer(recipe, resume)
@@ -46,7 +46,7 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
         report.report(f"out of memory; {advice}", memory=error.tokens)
         return EXIT_RANK_LOST
     except RankLostError as error:
-        report.report(f"lost another one ({error}); unless torchrun starts all of them anew, {go_on}", lost=str(error))
+        report.report(f"lost another rank ({error}); unless torchrun restarts all ranks, {go_on}", lost=str(error))
         return EXIT_RANK_LOST
     except ConfigError as error:
         if not is_rank_zero():  # rank 0 alone reports an error that all ranks find
@@ -56,7 +56,7 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
         traceback.print_exc()
         if is_out_of_memory(error):  # outside a pass over a batch, where smaller micro-batches would help
             why = f"ran out of memory: {str(error).partition(chr(10))[0] or type(error).__name__}"
-            report.report(f"{why}; unless torchrun starts all of them anew, {go_on}", died=why)
+            report.report(f"{why}; unless torchrun restarts all ranks, {go_on}", died=why)
             return EXIT_RANK_LOST
         report.report(failed=f"{type(error).__name__}: {error}")
         return 1

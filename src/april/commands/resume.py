@@ -84,8 +84,8 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
     if is_rank_zero():
         if began_here(run) and repair != "none":  # restarted ranks do not repeat the repair
             _note(
-                f"torchrun's job {torchrun_id()} has begun or resumed {run} before, so its ranks start anew and "
-                f"--{repair} is not done again; if this is another job, give it an id of its own (--rdzv-id)"
+                f"torchrun's job {torchrun_id()} has begun or resumed {run} before, so this is a restart of its "
+                f"ranks and --{repair} is not done again; if this is another job, give it an id of its own (--rdzv-id)"
             )
             repair = "none"
         if repair == "rewind":

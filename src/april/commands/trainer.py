@@ -79,7 +79,7 @@ def _say_nothing_between_our_lines() -> None:
 def _failed(message: str, status: int, directory: Path) -> int:
     fail(message)
     if (directory / RECIPE).is_file():
-        fail(f"to go on from what is on disk: april resume {directory}")
+        fail(f"to resume the run: april resume {directory}")
     return status
 
 

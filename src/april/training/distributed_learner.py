@@ -101,7 +101,7 @@ class DistributedLearner:
     def _on_all_ranks(self, name: str, *arguments: Any) -> Any:
         with self._lock, rank_loss_translated():
             if self._failed:
-                raise RankLostError("the ranks have lost one another")
+                raise RankLostError("the ranks have lost contact")
             try:
                 self._ranks.send((name, arguments))
                 return getattr(self._learner, name)(*arguments)

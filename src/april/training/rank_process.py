@@ -148,7 +148,7 @@ class RankProcess:
         if lost:
             return f"{name} {lost}"
         if self.state is RankState.HUNG:
-            return f"{name} gave no sign of life for {self._silent:.0f} s"
+            return f"{name} sent no heartbeat for {self._silent:.0f} s"
         if self.exit_status < 0:
             return f"{name} was ended by {signal.Signals(-self.exit_status).name}"
         return f"{name}: {self.reports.get('lost', f'ended with status {self.exit_status}')}"

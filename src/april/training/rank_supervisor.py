@@ -96,13 +96,13 @@ class RankSupervisor:
             reason = self._adapt(group)
             # Halving micro-batches ends by itself: a rank without memory for one sample reports a failure.
             if self._restarts.died(reason, counts=group.out_of_memory is None) is None or self._stop_signal:
-                self._note(f"{reason}; the ranks are not started anew")
+                self._note(f"{reason}; the ranks are not restarted")
                 self._note_how_to_resume()
                 return 1
             self._restarted, resume = True, (self._directory / RECIPE).is_file()
             if resume:
                 list(check_run(self._directory))
-            self._note(f"{reason}; all ranks start anew and go on from what is on disk")
+            self._note(f"{reason}; all ranks restart from the state on disk")
 
     def _run_group(self, resume: bool) -> RankGroup:
         """Start all ranks and run them until all have ended."""
@@ -111,7 +111,7 @@ class RankSupervisor:
             stack.callback(self._remove_empty_run)
             placed = stack.enter_context(self._reserved_nodes()) if self._nodes else None
             if self._stop_signal:
-                raise EngineError("stopped before the ranks began")
+                raise EngineError("stopped before the ranks were started")
             ranks = stack.enter_context(self._launcher.launch(resume, placed))
             pending, self._leader = self._stop_signal, ranks[0]
             if pending:  # it came while the ranks were started
@@ -126,7 +126,7 @@ class RankSupervisor:
         if (short := group.out_of_memory) is None:
             return group.cause.reason
         tokens = self._recipe.training.max_tokens_per_micro_batch = short.reports["memory"]
-        return f"rank {short.number} ran out of memory; micro-batches have {tokens} tokens from now on"
+        return f"rank {short.number} ran out of memory; micro-batches have {tokens} tokens after the restart"
 
     @contextmanager
     def _reserved_nodes(self) -> Iterator[PlacedRanks]:
@@ -162,7 +162,7 @@ class RankSupervisor:
 
     def _note_how_to_resume(self) -> None:
         if (self._directory / RECIPE).is_file():
-            self._note(f"to go on from what is on disk: april resume {self._directory}")
+            self._note(f"to resume the run: april resume {self._directory}")
 
     def _note(self, message: str) -> None:
         print(f"april: {message}", file=sys.stderr, flush=True)

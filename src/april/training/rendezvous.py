@@ -39,7 +39,7 @@ def rendezvous(store: c10d.Store, rank: int, world: int, seconds: float) -> c10d
     missing = set(range(1, world))
     while missing := {other for other in missing if not store.check([f"april: {other} met {own}"])}:
         if time.monotonic() > deadline:
-            raise RankLostError(f"rank {min(missing)} did not come in {seconds:.0f} s")
+            raise RankLostError(f"rank {min(missing)} did not join within {seconds:.0f} s")
         for other in missing:
             if store.check([f"april: rank {other}"]):
                 store.set(f"april: answer to {store.get(f'april: rank {other}').decode()}", own)

@@ -130,8 +130,8 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
             yield f"{error}; {events} events before that are whole, the damaged file is kept as {kept}"
             again = steps_to_redo(run)
         start = checkpoint.name if checkpoint else "the beginning"
-        redone = f"; steps after it that are trained on again, from the journal: {again}" if again else ""
-        yield f"going on from {start}{redone}"
+        redone = f"; steps after it in the journal, which are retrained: {again}" if again else ""
+        yield f"resuming from {start}{redone}"
 
 
 def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | None]:
@@ -190,6 +190,6 @@ def check_unchanged(run: Path, before: Recipe, after: Recipe) -> None:
     if changed and (steps := steps_to_redo(run)):
         raise ConfigError(
             f"{', '.join(changed)}: cannot change yet: {steps} steps after the last checkpoint were not saved when the "
-            "run died, and have to be trained on again as they were. Resume without this, stop the run with Ctrl-C, "
+            "run died, and have to be retrained as they were. Resume without this, stop the run with Ctrl-C, "
             "and resume it with the change; or go back to the checkpoint without those steps, by --rewind"
         )
