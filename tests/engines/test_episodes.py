@@ -36,7 +36,7 @@ class Low(World):
 
         async def low_reset(prompt: Any, seed: int) -> Any:
             said = await reset(prompt, seed)
-            return type(said)(token - 90 for token in said)
+            return type(said)(token % 100 for token in said)
 
         async def low_step(turn: Any) -> Any:
             answer = await step(turn)
