@@ -232,7 +232,7 @@ def test_the_turns_of_a_run_are_simulated_unless_flags_say_others(tmp_path: Path
         (("--warm-up", "40"), "--warm-up 40"),
         (("--environment-seconds", "2"), "--turn-tokens: set the length of a turn"),
         (("--turn-tokens", "0.5"), "--turn-tokens and what goes with it"),
-        (("--turn-tokens", "9", "--environment-sigma", "-1"), "nothing of it is below zero"),
+        (("--turn-tokens", "9", "--environment-sigma", "-1"), "no value may be negative"),
         (("--price", "nan"), "--price nan: must be positive"),
         (("--output", "recipe.toml/here"), "--output: nothing can be written to recipe.toml/here"),
         (("--cost-model", "none.json"), "none.json: cannot read this cost model"),
