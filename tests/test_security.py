@@ -146,6 +146,7 @@ rollout_batch_size = 2
 over_sampling_batch_size = 4
 n_samples_per_prompt = 2
 max_response_length = 16
+stop_token_ids = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
 [engine]
 max_num_seqs = 8
 context_length = 128
