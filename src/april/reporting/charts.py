@@ -1,8 +1,8 @@
 """Plots as inline SVG: lines, stacked areas and columns, histograms. Nothing but strings in and out.
 
-Colours are CSS classes (`c-blue`, `c-age2`, …) that the page's style sheet resolves for light, dark and print. What the
-pointer shows over a plot travels in its `data-hover` attribute, as JSON for the page's script; the plot itself shows the
-same data without a pointer.
+Colours are CSS classes (`c-blue`, `c-age2`, …) that the page's style sheet resolves for light, dark and print. The
+`data-hover` attribute of a plot holds the values under the pointer as JSON for the page's script; the plot itself shows
+the same data without a pointer.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from april.rollout.buffer import Rejection
 from april.rollout.sampling import FinishReason
 from april.rollout.trajectory import ENVIRONMENT, Group
+from april.secrets import redact
 
 
 def rate(amount: float, seconds: float) -> float:
@@ -75,7 +76,10 @@ class RequestInterval:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward function, a filter, an engine request or an environment that failed, with the prompt it failed on."""
+    """A failed reward function, filter, engine request or environment, with its prompt.
+
+    `error` contains no secret: it is logged, and stored in the journal.
+    """
 
     kind: Literal[
         "reward",
@@ -91,15 +95,24 @@ class Failure:
     prompt_id: str
     error: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", redact(self.error))
+
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A group that was left out because its requests, or its reward, kept failing; `error` is the last failure."""
+    """A group that was left out because its requests, or its reward, kept failing.
+
+    `error` is the last failure. It contains no secret: it is logged, and stored in the journal.
+    """
 
     group_id: int
     prompt_id: str
     reason: Rejection
     error: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", redact(self.error))
 
 
 @dataclass(slots=True)
