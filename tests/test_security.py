@@ -201,7 +201,8 @@ def test_a_run_writes_no_key_and_nothing_outside_its_directory(tmp_path: Path) -
     assert all(path.is_relative_to(tmp_path / "run") for path in written)
     assert b"401 for" in (tmp_path / "run" / "faults.jsonl").read_bytes()
     assert "environment.params.api_key, environment.params.url: secrets are written nowhere" in done.stdout
-    for name, content in [("output", (done.stdout + done.stderr).encode()), *((str(p), p.read_bytes()) for p in written)]:
+    printed = (done.stdout + done.stderr).encode()
+    for name, content in [("output", printed), *((str(path), path.read_bytes()) for path in written)]:
         assert b"sk-sentinel" not in content, name
 
 
