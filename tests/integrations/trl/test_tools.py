@@ -143,7 +143,7 @@ def test_process_0_calls_the_tools_of_all(tmp_path: Path) -> None:
 
 def test_evaluation_plays_episodes_of_its_own(tmp_path: Path) -> None:
     given = settings(tmp_path, **WAYS["environment"], max_steps=1, num_generations_eval=2, per_device_eval_batch_size=4)
-    trained = Recorded(**given, eval_dataset=rows(4), partial_rollouts=partial())
+    trained = Recorded(**given, eval_dataset=rows(16), partial_rollouts=partial())
     trained.train()
     trained.evaluate()
     assert "eval_reward" in trained.state.log_history[-1]
