@@ -10,6 +10,7 @@ import pytest
 
 from april.integrations.prompts import DataloaderRows
 from april.integrations.settings import Settings, at, refuse
+from april.integrations.trainer_ranks import JobLostError, is_job_loss
 from april.rollout.params import MAX_STALENESS
 
 
@@ -87,3 +88,23 @@ def test_rows_continue_where_they_were_saved(stop: int) -> None:
     second.load_state_dict(first.state_dict())
     assert second.peek() == whole[stop]
     assert before + [next(second) for _ in range(18 - stop)] == whole
+
+
+def test_a_dataloader_without_rows_ends() -> None:
+    rows = DataloaderRows([[], []])
+    with pytest.raises(StopIteration):
+        next(rows)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (JobLostError(), True),
+        (RuntimeError("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"), False),
+        (RuntimeError("Backend gloo does not support reduce_scatter"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+)
+def test_only_a_lost_connection_is_the_loss_of_a_process(error: Exception, lost: bool) -> None:
+    assert is_job_loss(error) is lost

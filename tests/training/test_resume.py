@@ -262,6 +262,20 @@ def test_a_checkpoint_of_another_april_is_refused(
     assert content(run) == before
 
 
+@pytest.mark.parametrize("repair", ["--salvage", "--rewind"])
+def test_a_run_with_the_journal_of_an_earlier_april_is_refused(
+    saved_often: Path, tmp_path: Path, repair: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy(saved_often, tmp_path)
+    shutil.rmtree(run / "checkpoints")  # checkpoints have a format number of their own
+    shutil.rmtree(run / "journal")
+    (run / "journal.sqlite").write_bytes(b"SQLite format 3")
+    before = content(run)
+    assert resume(run, repair) != 0
+    assert "journal.sqlite: an earlier version of april wrote this run" in capsys.readouterr().err
+    assert content(run) == before
+
+
 def test_a_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert resume(tmp_path) == 2
     assert "no run to resume" in capsys.readouterr().err

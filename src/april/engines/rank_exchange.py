@@ -22,18 +22,26 @@ from april.engines.job import Exchange, JobOrder, Reply
 
 T = TypeVar("T")
 
-PEER_IS_GONE = re.compile(
-    r"gloo|connection (closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
-    r"|timed out waiting",
+CONNECTION_LOST = re.compile(
+    r"gloo.transport|connection (closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited",
     re.IGNORECASE,
 )
-"""Messages of gloo and NCCL about another process: torch raises a plain RuntimeError for most of them."""
+"""Messages of gloo and NCCL about a lost connection: torch raises a plain RuntimeError for most of them."""
+COLLECTIVE_FAILED = re.compile(r"gloo|timed out waiting", re.IGNORECASE)
+"""Further messages of a collective operation whose peer does not answer."""
+
+
+def is_connection_loss(error: BaseException) -> bool:
+    """Return whether an error of any origin reports a lost connection to another process."""
+    return isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error)) is not None
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective operation failed because another rank is gone."""
+    """Return whether an error of a collective operation that is known to work means that another rank is gone."""
     return isinstance(error, RuntimeError) and (
-        isinstance(error, dist.DistError) or PEER_IS_GONE.search(str(error)) is not None
+        isinstance(error, dist.DistError)
+        or is_connection_loss(error)
+        or COLLECTIVE_FAILED.search(str(error)) is not None
     )
 
 

@@ -104,13 +104,20 @@ class DataloaderRows(Iterator[Any]):
     Args:
         dataloader: has `state_dict` and `load_state_dict`; its length is the number of batches of an epoch.
         rows_of: splits a batch into rows; by default a batch is a list of rows.
+        sets_epoch: call `set_epoch` of the dataloader's sampler at the start of an epoch.
+
+    Raises:
+        StopIteration: the dataloader has no rows at all.
 
     Attributes:
         drawn: number of rows drawn since the start of this process.
     """
 
-    def __init__(self, dataloader: Any, rows_of: Callable[[Any], Iterable[Any]] = iter) -> None:
+    def __init__(
+        self, dataloader: Any, rows_of: Callable[[Any], Iterable[Any]] = iter, sets_epoch: bool = True
+    ) -> None:
         self.dataloader = dataloader
+        self._sets_epoch = sets_epoch
         self.epoch = 0
         self.drawn = 0
         self._rows_of = rows_of
@@ -133,16 +140,20 @@ class DataloaderRows(Iterator[Any]):
         return self._rows[0]
 
     def _fill(self) -> None:
+        ended = 0  # a restored dataloader may be at the end of an epoch, so the first end proves nothing
         while not self._rows:
             if self._batches is None:
                 sampler: Any = getattr(self.dataloader, "sampler", None)
-                if hasattr(sampler, "set_epoch"):
+                if self._sets_epoch and hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(self.epoch)
                 self._batches = iter(self.dataloader)
             batch = next(self._batches, None)
             if batch is None:
                 self._batches = None
                 self.epoch += 1
+                ended += 1
+                if ended == 3:
+                    raise StopIteration
             else:
                 self._rows.extend(self._rows_of(batch))
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from april.engines.job import JobOrder, Reply
-from april.engines.rank_exchange import RankExchange, follow_orders, is_peer_loss
+from april.engines.rank_exchange import RankExchange, follow_orders, is_connection_loss
 from april.rollout.engine import EngineError
 
 T = TypeVar("T")
@@ -35,8 +35,12 @@ class JobLostError(EngineError):
 
 
 def is_job_loss(error: BaseException) -> bool:
-    """Whether the end of another process of the job caused `error`."""
-    return isinstance(error, JobLostError) or is_peer_loss(error)
+    """Return whether the end of another process of the job caused `error`.
+
+    Errors of the framework's own collective operations count only if they report a lost connection: others, such as a
+    duplicate GPU, are errors of the configuration with every process alive.
+    """
+    return isinstance(error, JobLostError) or is_connection_loss(error)
 
 
 class TrainerRanks:

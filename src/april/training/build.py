@@ -1,4 +1,4 @@
-"""Builder of a trainer and its parts. In training, only this module and `distributed.py` take a recipe apart."""
+"""Builder of a trainer and its parts."""
 
 from __future__ import annotations
 

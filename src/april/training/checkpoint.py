@@ -29,7 +29,7 @@ ADAPTER = "adapter"
 TRAINING = "training"
 STATE = "april.json"
 MANIFEST = "manifest.json"
-FORMAT = 7
+FORMAT = 8
 """Version of the format; checkpoints of other versions are refused."""
 
 

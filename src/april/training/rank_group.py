@@ -42,11 +42,11 @@ class RankGroup:
         """Watch the ranks until one of them ends, and end the others."""
         while not any(self._ends_run(rank) for rank in self._ranks):
             self._wait(0.5)
-        self._wind_down()
+        interrupted = self._wind_down()
         for rank in self._ranks:
             rank.stop()
-        if self._leader.state is RankState.STOPPED:
-            self._leader_lost = True
+        terminated = self._leader.exit_status in (-signal.SIGTERM, exit_status(signal.SIGTERM))
+        self._leader_lost = self._leader.state is RankState.STOPPED or (interrupted and terminated)
 
     def _ends_run(self, rank: RankProcess) -> bool:
         """Whether a rank's state ends the group: a follower may exit with status 0 before the first rank."""
@@ -54,8 +54,12 @@ class RankGroup:
             return False
         return rank is self._leader or rank.state is RankState.HUNG or rank.exit_status != 0
 
-    def _wind_down(self) -> None:
-        """Give the ranks time to end by themselves, and stop the first one in order if another was killed or hung."""
+    def _wind_down(self) -> bool:
+        """Give the ranks time to end by themselves. If another rank was killed or hung, send SIGTERM to the first rank.
+
+        Returns:
+            whether the first rank got the signal.
+        """
         # A follower that exited by itself may have seen the first rank exit, which then reports the reason itself.
         interrupted = self._leader.running and any(rank.was_killed for rank in self._followers)
         if interrupted:
@@ -63,8 +67,7 @@ class RankGroup:
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and any(rank.running for rank in self._ranks):
             self._wait(0.1)
-        status = self._leader.process.poll()
-        self._leader_lost = interrupted and status in (-signal.SIGTERM, exit_status(signal.SIGTERM))
+        return interrupted
 
     def _wait(self, seconds: float) -> None:
         """Read reports for at most `seconds`."""

@@ -34,6 +34,8 @@ from april.training.run_directory import lock_directory
 
 JOURNAL = "journal"
 """The directory that holds the journal of a run."""
+FORMER_JOURNAL = "journal.sqlite"
+"""Journal of runs before format 8 of checkpoints."""
 RECIPE = "recipe.json"
 JOB = "job"
 """File with the id of the torchrun job that last started or resumed the run."""
@@ -112,6 +114,11 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         checkpoint = yield from _whole_checkpoint(run, repair)
         mark = load_mark(checkpoint) if checkpoint else None
         journal = run / JOURNAL
+        if (run / FORMER_JOURNAL).exists() and not journal.exists():
+            raise CheckpointError(
+                f"{run / FORMER_JOURNAL}: an earlier version of april wrote this run, and this version cannot resume "
+                "it: finish the run with the april that began it"
+            )
         if repair == "rewind" and journal.exists():
             kept, _ = repair_journal(journal, mark, events=False)
             yield f"going back to {checkpoint.name if checkpoint else 'the beginning'}; what came after it is in {kept}"

@@ -74,7 +74,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         self._loop.run(self._set_up(settings))
 
     async def _set_up(self, settings: Settings) -> None:
-        self.rows = DataloaderRows(self.prompts_dataloader, rows_of)
+        self.rows = DataloaderRows(self.prompts_dataloader, rows_of, sets_epoch=False)
         self.adapter = RolloutAdapter(
             EnginePool(list[Engine](await replicas(self.vllm_engines))),
             params_of(self.args, settings),

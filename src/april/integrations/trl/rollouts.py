@@ -1,8 +1,8 @@
 """Rollouts for TRL's synchronous trainer.
 
 Invariants:
-- the scheduler is in process 0, and has all groups of the job (`ranks.py`); every process gets the number of rows
-  that it requested, and the rows of a group are adjacent once TRL has gathered them;
+- the scheduler is in process 0, and has all groups of the job (`trainer_ranks.py`); every process gets the number of
+  rows that it requested, and the rows of a group are adjacent once TRL has gathered them;
 - the engine has the weights of the optimizer step that requests rollouts; a generation batch after an update is a new
   policy version.
 """
