@@ -153,7 +153,7 @@ def test_on_cuda_keys_are_copied_only_where_a_fused_kernel_groups_no_heads(
     groups: bool, copied: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels, "_fused", {})
-    monkeypatch.setattr(kernels, "_takes", lambda call, debug=False: groups or not call[-1])
+    monkeypatch.setattr(kernels, "_has_fused_kernel", lambda call, debug=False: groups or not call[-1])
     with FakeTensorMode(allow_non_fake_inputs=True), SDPACalls() as calls:
         query = torch.empty(1, 8, 24, 64, device="cuda")
         key = torch.empty(1, 2, 24, 64, device="cuda")
@@ -165,7 +165,7 @@ def test_on_cuda_keys_are_copied_only_where_a_fused_kernel_groups_no_heads(
 def test_the_math_kernel_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked = []
     monkeypatch.setattr(kernels, "_fused", {})
-    monkeypatch.setattr(kernels, "_takes", lambda call, debug=False: bool(asked.append((call[-1], debug))))
+    monkeypatch.setattr(kernels, "_has_fused_kernel", lambda call, debug=False: bool(asked.append((call[-1], debug))))
     with FakeTensorMode(allow_non_fake_inputs=True), SDPACalls():
         query, key = (torch.empty(1, heads, 24, 300, device="cuda") for heads in (8, 2))
         for _ in range(3):

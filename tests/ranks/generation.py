@@ -116,7 +116,7 @@ async def update(leader: DistributedLearner, engine: Engine) -> Any:
     leader.train(rollout(1), 1)
     await engine.update_weights(1, leader.weights(1))
     updated = tiny.model(sharpness=1.0)
-    gathered = [pair for names in leader._learner.buckets() for pair in leader._all("gather", names)]
+    gathered = [pair for names in leader._learner.buckets() for pair in leader._on_all_ranks("gather", names)]
     updated.load_state_dict(dict(gathered), strict=False)
     assert (updated.lm_head.weight != tiny.model(sharpness=1.0).lm_head.weight).any()
     return updated

@@ -194,7 +194,7 @@ async def test_enormous_numbers_beside_a_reward_are_a_metric() -> None:
 def test_only_the_disk_is_said_to_be_full(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     journal.record(Stepped("0.0", 0, "", (), Transition(0, 0, info={"seen": {1}})))
-    with pytest.raises(JournalError, match=r"TypeError: .*set.*the disk is not at fault") as raised:
+    with pytest.raises(JournalError, match=r"TypeError: .*set.*the disk works") as raised:
         journal.flush()
     assert "make room" not in str(raised.value)
     journal.close()

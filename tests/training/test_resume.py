@@ -360,12 +360,12 @@ def test_ctrl_c_twice_gives_up_at_once_and_loses_nothing(
     run = copy(saved_often, tmp_path)
     update = RolloutScheduler.update_weights
 
-    async def interrupted(self: object, weights: object = None) -> None:
+    async def interrupted(self: RolloutScheduler, weights: object = None, version: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         while "default_int_handler" not in str(signal.getsignal(signal.SIGINT)):
             await asyncio.sleep(0.001)
         os.kill(os.getpid(), signal.SIGINT)
-        await update(self, weights)
+        await update(self, weights, version)
 
     monkeypatch.setattr(RolloutScheduler, "update_weights", interrupted)
     assert resume(run) == 130
