@@ -272,6 +272,21 @@ def test_a_torn_tail_is_removed_before_the_next_write_and_not_before(tmp_path: P
     assert read(tmp_path / "j") == made
 
 
+def test_a_live_journal_reads_nothing_behind_its_last_event(tmp_path: Path) -> None:
+    """A torn tail, and a record that the writer's thread is at, are no damage to whoever asks for further events."""
+    write(tmp_path / "journal", events())
+    with segments_of(tmp_path / "journal")[-1].open("ab") as file:
+        file.write(b"torn" * 30)
+    with closing(Journal(tmp_path / "journal", flush_seconds=3600.0)) as journal:
+        assert len(list(journal.replay())) == len(events())
+        journal.record(events(41)[-1])
+        assert list(journal.replay()) == []
+        journal.flush()
+        with segments_of(tmp_path / "journal")[-1].open("ab") as file:
+            file.write(b"half a record")
+        assert list(journal.replay()) == []
+
+
 def test_a_journal_damaged_before_its_last_commit_is_an_error(tmp_path: Path) -> None:
     segment = crashed(tmp_path / "j", events(), each=2)
     whole = segment.read_bytes()

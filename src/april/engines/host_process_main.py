@@ -35,9 +35,12 @@ class LogHandler(logging.Handler):
     def __init__(self, channel: Channel) -> None:
         super().__init__(logging.INFO)
         self._channel = channel
+        self._loop = asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.send((record.name, record.levelno, record.getMessage()))
+        """Send the record. Any thread may log."""
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._channel.send, (record.name, record.levelno, record.getMessage()))
 
 
 async def serve(channel: Channel) -> None:
@@ -48,6 +51,7 @@ async def serve(channel: Channel) -> None:
         engine = loader.load()
     except Exception as error:  # the other end waits for an answer
         channel.send(("answer", number, reason_of(error), None))
+        channel.close()
         return
     channel.send(("answer", number, None, getattr(engine, "capacity", None)))
     await EngineServer(engine, channel, window, batch_seconds).run()

@@ -61,6 +61,8 @@ class RemoteEngine:
     def _connect(self, channel: Channel) -> None:
         """Start a session over `channel`."""
         self._disconnect("it was connected anew")
+        self._queue.take(None)  # chunks of an earlier session would come a second time
+        self._in_flight.clear()
         self._channel, self._down, self._unacknowledged = channel, None, 0
         self._rpc = RpcClient(channel.send, self._hung)
         self._reader = asyncio.create_task(self._read(channel), name="read of a remote engine")

@@ -43,8 +43,8 @@ class RpcClient:
         loop = asyncio.get_running_loop()
         number, result = next(self._numbers), loop.create_future()
         reason = f"hung: it left {method!r} unanswered for {limit:g} s"
+        self._send(("call", number, method, arguments))  # first: a call that cannot be sent is not pending
         self._pending[number] = result, loop.call_later(limit, self._overdue, number, reason)
-        self._send(("call", number, method, arguments))
         return await result
 
     def _overdue(self, number: int, reason: str) -> None:

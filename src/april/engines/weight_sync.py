@@ -162,15 +162,20 @@ class WeightSync:
 
     async def _recover(self, member: Member) -> None:
         """Try again, with back-off, until the replica is ready or nothing more can be done for it here."""
-        member.supervisor.died(member.reason)
+        if not member.ready:
+            member.supervisor.died(member.reason)
         while not member.ready:
             await member.supervisor.back_off()
+            if member.ready:  # an update came first
+                break
             member.supervisor.starting()
             if await self._try_recovery(member):
                 self._recovered.set()
                 self._on_recovery()
                 return
             member.supervisor.died(member.reason)
+        self._recovered.set()
+        self._on_recovery()
 
     async def _try_recovery(self, member: Member) -> bool:
         """Return whether the recovery has ended: the replica is READY, or DEAD, or has to wait for the next update."""

@@ -246,6 +246,7 @@ class Generation:
             if self.in_flight:
                 await self._interrupt()
         finally:
+            self._interrupted = True  # also with nothing in flight: an update may turn complete samples into drafts
             await self.retries.stop()
 
     async def _interrupt(self) -> None:

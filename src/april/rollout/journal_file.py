@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from april.disk import free_name, sync_directory
+from april.disk import free_name, sync_directory, sync_file
 from april.rollout.records import Record, decode
 
 FORMAT = 3
@@ -89,7 +89,9 @@ class JournalFile:
         if path.exists() and not path.is_dir():
             raise DamageError(f"{path}: no journal of april, which is a directory")
         self.path = path
-        path.mkdir(exist_ok=True)
+        if not path.exists():
+            path.mkdir()
+            sync_directory(path.parent)
         self._lock = _locked(path)
         self._descriptor: int | None = None
         """The last segment, once it is written to."""
@@ -143,11 +145,13 @@ class JournalFile:
             _write(self._descriptor, b"".join((MARKER, checksum, header, record.content)))
             self._end += RECORD_HEADER + len(record.content)
         os.fsync(self._descriptor)
+        self.last = records[-1].last
 
     def _remove_torn_tail(self) -> None:
         for segment in reversed(segments_of(self.path)):
             if read_header(segment) is not None:
                 os.truncate(segment, self._end)
+                sync_file(segment)
                 return
             segment.unlink()
 
@@ -186,6 +190,7 @@ def repair_journal(path: Path, mark: Mapping[str, Any] | None, events: bool = Tr
     for segment in segments_of(path):
         os.link(segment, kept / segment.name)
     sync_directory(kept)
+    sync_directory(path.parent)
     run, position = (None, 0) if mark is None else (mark["run"], mark["position"])
     if run is None:
         headers = [header for segment in segments_of(path) if (header := read_header(segment)) is not None]
@@ -293,11 +298,16 @@ def _make_segment(path: Path, run: str, first: int) -> None:
 def _read(
     path: Path, run: str, position: int, last: int | None = None, near: Place | None = None
 ) -> Iterator[tuple[Record, Place]]:
-    """Yield the records of the events after `position` up to `last`, or to the end; see `JournalFile.read`."""
+    """Yield the records of the events after `position` up to `last`, or to the end; see `JournalFile.read`.
+
+    Bytes after `last` are not read: they may be a torn tail, or a record that the writer's thread is writing.
+    """
+    if last is not None and position >= last:
+        return
     segments = segments_of(path)
     start = max((i for i, segment in enumerate(segments) if _first(segment) <= position + 1), default=0)
     for segment in segments[start:]:
-        if position == last:
+        if last is not None and position >= last:
             return
         header = read_header(segment)
         if header is None or header[0] != run:
@@ -305,7 +315,7 @@ def _read(
         with segment.open("rb") as file:
             helps = near is not None and near.segment == segment and near.first <= position + 1
             at = near.offset if near is not None and helps else SEGMENT_HEADER
-            while at < os.fstat(file.fileno()).st_size and position != last:
+            while at < os.fstat(file.fileno()).st_size and (last is None or position < last):
                 found = _record_at(file, at)
                 if found is None:
                     raise DamageError(f"{segment}: damaged: the record of event {position + 1} cannot be read")

@@ -5,7 +5,8 @@ charged to its sample only on evidence that the engine has worked since. The sta
 and the methods that lead from one state to the next:
 
     in flight -> UNDECIDED   `failed`: nothing shows yet whether the sample or the engine is the cause
-    in flight -> RETRYING    `failed`: its replica was lost, for the first time since its latest token; no charge
+    in flight -> RETRYING    `failed`: its replica was lost, for the first time in this step, and it is no suspect; no
+                             charge
     UNDECIDED -> RETRYING    `_decide`: the engine has worked since (another sample has brought a token, or a control
                              request was answered): one charge. After an outage: no charge
     UNDECIDED -> SUSPECT     `_engine_died`: all requests in flight failed together, so any of them may be the cause
@@ -95,6 +96,9 @@ class Retries:
         self._failures: dict[str, FailuresInARow] = {}
         self._waiting: dict[str, FailedRequest] = {}
         """Requests that are UNDECIDED or RETRYING."""
+        self._lost: set[str] = set()
+        """Samples that lost a replica in this step. Tokens do not remove them, or a sample that takes down its replica
+        after a few tokens each time would never become a suspect."""
         self._suspects: Suspects[FailedRequest] = Suspects()
         self._given_up: list[tuple[Sample, str]] = []
         self._health = EngineHealth(delay, outage_limit)
@@ -156,7 +160,8 @@ class Retries:
         self._waiting[sample.id] = request
         self._witnesses.pop(sample.id, None)
         self._suspects.request_failed(sample.id)
-        if chunk.fault is Fault.LOST and failures.count == 1:
+        if chunk.fault is Fault.LOST and not (sample.id in self._lost or self._suspects.suspected(sample.id)):
+            self._lost.add(sample.id)
             request.state = RequestState.RETRYING
             return
         request.due = now + back_off(self._delay, failures.count)
@@ -230,6 +235,7 @@ class Retries:
     def forget(self, samples: Iterable[Sample]) -> None:
         """Forget samples that never resume."""
         ids = {sample.id for sample in samples}
+        self._lost -= ids
         for id in ids:
             self._failures.pop(id, None)
             self._waiting.pop(id, None)
@@ -243,6 +249,7 @@ class Retries:
                 self._decide(request)
         self._waiting.clear()
         self._witnesses.clear()
+        self._lost.clear()
         self._health.new_step()
 
     @property

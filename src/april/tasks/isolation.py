@@ -108,6 +108,8 @@ class RewardWorkers:
         if self._closed:
             raise RuntimeError("these reward workers are closed")
         worker = await self._turn()
+        if self._closed:  # while the call waited its turn
+            raise RuntimeError("these reward workers are closed")
         if not worker.alive:  # its process died between calls
             worker = self._replacement(worker)
         try:

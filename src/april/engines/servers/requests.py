@@ -241,9 +241,9 @@ class Requests:
         """Fail the requests of all samples in flight."""
         streams = list(self._streams.values())
         self._streams.clear()
-        await self._cancel(streams)
-        for stream in streams:
+        for stream in streams:  # before anything is awaited: a sample is in flight, or its error is in the queue
             self._queue.put(Chunk(stream.sample_id, (), (), stream.version, error=reason))
+        await self._cancel(streams)
 
     async def _run(self, stream: Stream) -> None:
         """Send a stream's request and read its response. The task of the stream."""

@@ -39,6 +39,8 @@ STREAMS_HERE = 1024
 """Streams that the driver reads itself: the streams of a few replicas cost less than a process."""
 STREAMS_EACH = 4096
 """Streams that a process reads: at 60 tokens/s each, half of what a core reads."""
+ABANDON_SECONDS = 5.0
+"""Time for a reader to give up a session."""
 
 
 def processes_for(streams: int, cores: int) -> int:
@@ -182,8 +184,10 @@ class RemoteRequests(RemoteEngine):
         return [c if c.error is None else c._replace(error=self._why(RequestError(c.error))) for c in chunks]
 
     async def abandon(self) -> list[Chunk]:
-        with suppress(EngineError):
-            await self._call("abandon")
+        # Shorter than a health check: the chunks that have arrived must not be lost with it.
+        with suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(ABANDON_SECONDS):
+                await self._call("abandon")
         chunks = self._take()
         self._in_flight.clear()
         return chunks
