@@ -72,7 +72,8 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
     while True:
         collecting = asyncio.ensure_future(rollouts.next_batch())
         while not collecting.done():
-            if any(s.turns and not s.awaits_environment and s.turn_ids(s.turns) for s in replica.samples.values()):
+            running = (sample for sample in rollouts.buffer.samples if sample.id in replica.samples)
+            if any(s.turns and not s.awaits_environment and s.turn_ids(s.turns) for s in running):
                 disturb()
                 return await collecting
             await asyncio.sleep(0)

@@ -116,7 +116,8 @@ async def disturbed(rollouts: RolloutScheduler, replica: Member, disturb: Callab
     while True:
         collecting = asyncio.ensure_future(rollouts.next_batch())
         while not collecting.done():
-            if any(0 < sample.length < LONG.max_tokens // 2 for sample in replica.samples.values()):
+            running = (sample for sample in rollouts.buffer.samples if sample.id in replica.samples)
+            if any(0 < sample.length < LONG.max_tokens // 2 for sample in running):
                 disturb()
                 return await collecting
             await asyncio.sleep(0)

@@ -117,12 +117,15 @@ class FreezableRequests(Requests):
     async def _resume(self) -> None:
         # Let all samples that are submitted together take their streams back first.
         await asyncio.sleep(0)
+        problem = ""
         try:
             await self._thaw()
         except FAILURES as error:
-            await self._fail(f"{self._name} could not be resumed: {describe(error)}")
+            problem = f"{self._name} could not be resumed: {describe(error)}"
         finally:
             self._thawing = None
+        if problem:  # a sample that is submitted again from here on resumes the server again
+            await self._fail(problem)
 
     async def _thaw(self) -> None:
         """Abort the requests whose samples are not in flight, and resume the server with all other requests."""
