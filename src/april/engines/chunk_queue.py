@@ -37,6 +37,7 @@ class ChunkQueue:
         return len(self._chunks)
 
     def put(self, chunk: Chunk) -> None:
+        # Called for every chunk, so the event is set for the first one only, and `_look` is called only near the limit.
         chunks = self._chunks
         if not chunks:
             self._arrived.set()
@@ -75,6 +76,7 @@ class ChunkQueue:
 
     @contextmanager
     def drain(self) -> Iterator[None]:
+        # A counter, not a flag: an engine may be abandoned while an interrupt of it still drains.
         self._draining += 1
         self._look()
         try:

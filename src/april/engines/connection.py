@@ -50,5 +50,6 @@ class Connection:
             raise ChannelClosedError("the other process has closed the connection") from None
 
     def close(self) -> None:
+        # Messages of this turn are still unwritten, and `_write` drops messages once the writer is closing.
         self._write()
         self._writer.close()

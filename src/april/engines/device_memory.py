@@ -31,4 +31,5 @@ def free_bytes(device: torch.device) -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "SC_AVPHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
+    # This platform (such as macOS) does not report free pages: assume 8 GiB.
     return (8 << 30) // ranks

@@ -82,8 +82,10 @@ class EngineServer:
 
     async def _send_next(self) -> None:
         """Wait for chunks and send them."""
+        # Sleep until a multiple of the interval on the loop's clock, which all engines of this process share.
         if self._batch_seconds:
             await asyncio.sleep(self._batch_seconds - asyncio.get_running_loop().time() % self._batch_seconds)
+        # Check the window before the poll: chunks that were polled have left the engine and must be sent.
         while self._outstanding >= self._window:
             self._room.clear()
             await self._room.wait()
@@ -102,6 +104,7 @@ class EngineServer:
     def _received(self, message: Any) -> None:
         match message:
             case "submit", sample_id, request:
+                # Added before the call: the chunk of a refused request removes the sample again.
                 self._in_flight.add(sample_id)
                 try:
                     self._engine.submit(request)
@@ -122,6 +125,7 @@ class EngineServer:
             case "ping", ():
                 pass
             case "interrupt", (names,):
+                # Removed before the await: `_generate` must not wait for tokens of samples that are being stopped.
                 self._in_flight.difference_update(self._in_flight.copy() if names is None else names)
                 self._send(await self._engine.interrupt(names))
             case "abandon", ():

@@ -154,6 +154,7 @@ def _parts(nvml: Any, number: int, handle: Any) -> list[Gpu]:
         mode, _ = nvml.nvmlDeviceGetMigMode(handle)
     if not mode:
         return [replace(_nvml_gpu(nvml, number, handle), id=str(number))]
+    # In MIG mode CUDA finds only the instances, and names them by UUID: the whole GPU cannot be used.
     instances = []
     for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         with suppress(nvml.NVMLError):  # a place without an instance
@@ -186,6 +187,7 @@ def _amd() -> list[Gpu]:
 
 
 def _amd_gpu(smi: Any, number: int, handle: Any) -> Gpu:
+    # AMD SMI reports memory in MiB. ROCm builds the UUID of a GPU from its serial number.
     asic, memory = smi.amdsmi_get_gpu_asic_info(handle), smi.amdsmi_get_gpu_vram_usage(handle)
     total, used = (int(memory[name]) << 20 for name in ("vram_total", "vram_used"))
     serial = str(asic["asic_serial"]).removeprefix("0x").lower()

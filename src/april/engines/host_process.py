@@ -45,6 +45,7 @@ class HostProcess:
         self._connection = connection
         self._on_death = on_death
         self._channels = Multiplexer(connection)
+        # The other process uses the first channel that is opened for its log.
         self._running = asyncio.create_task(self._run(), name=f"read of {name}")
         self._logging = asyncio.create_task(self._log(self._channels.open()), name=f"log of {name}")
 
@@ -71,6 +72,7 @@ class HostProcess:
                 *(sys.executable, "-m", "april.engines.host_process_main", str(theirs.fileno())),
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
+                # The child unpickles loaders, so it must import from the same places as this process.
                 env={**inherited(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for this process, which ends it
             )
@@ -78,6 +80,7 @@ class HostProcess:
             ours.close()
             raise EngineError(f"{name} could not be started: {error}") from error
         finally:
+            # Only the child may hold its end: otherwise its death would not close the connection.
             theirs.close()
         return cls(name, child, await Connection.open(ours), on_death)
 
@@ -115,6 +118,7 @@ class HostProcess:
 
     async def close(self) -> int:
         """End the process and return its exit status."""
+        # Set before the connection closes: this end is no death, and must not call `on_death`.
         self.down = self.down or f"{self.name} has been closed"
         self._channels.close(self.down)
         self._connection.close()

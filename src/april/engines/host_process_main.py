@@ -62,6 +62,7 @@ def log_to(channel: Channel) -> None:
     logger = logging.getLogger("april")
     logger.addHandler(LogHandler(channel))
     logger.setLevel(logging.INFO)
+    # The other process logs these records; handlers of this process would print them a second time.
     logger.propagate = False
 
 

@@ -79,6 +79,7 @@ class LocalEngineWorker:
         """
         error = None
         try:
+            # Forget first: a sample that is submitted may have an id that is in the list.
             for names in order.forget:
                 self.engine.forget(names)
             for sample in order.submit:
@@ -93,6 +94,7 @@ class LocalEngineWorker:
                 case "poll":
                     await self._poll()
         except (EngineError, ValueError) as failure:
+            # Part of the reply: if this process raised and left, all others would wait in the next collective.
             error = str(failure)
         arrived, self._arrived = self._arrived, []
         return Reply(arrived, self.engine.running, self.engine.capacity, error)
@@ -195,6 +197,7 @@ class JobEngine:
         named = None if sample_ids is None else set(sample_ids)
         stopped = [id for id in self._at if named is None or id in named]
         try:
+            # A poll that was cancelled leaves its round running. Its chunks belong to the result.
             if stopped or self._round is not None:
                 await self._finish(self._begin("interrupt", stop=None if named is None else stopped))
         except EngineError:  # one engine failed: no process counts on these samples any more
@@ -249,6 +252,8 @@ class JobEngine:
     async def _go_round(
         self, before: asyncio.Task[None] | None, what: Any, version: int, weights: Any, stop: list[str] | None
     ) -> None:
+        # All processes must call the collectives in the same order, so rounds do not overlap.
+        # An error of the earlier round is raised where that round is awaited.
         if before is not None:
             with suppress(EngineError):
                 await before
@@ -256,6 +261,7 @@ class JobEngine:
         for member in self.members:
             orders.append(JobOrder(what, member.forget, member.submit, version, stop))
             member.forget, member.submit = [], []
+        # Collectives block until the slowest process takes part, so they run in a thread.
         own: JobOrder = await asyncio.to_thread(self._job.scatter, orders)
         reply = await self._worker.execute(own, weights)
         replies: list[Reply] = await asyncio.to_thread(self._job.gather, reply)
@@ -265,6 +271,7 @@ class JobEngine:
             for chunk in filter(ended, reply.chunks):
                 member.in_flight.discard(chunk.sample_id)
                 self._at.pop(chunk.sample_id, None)
+        # Raise only now: the chunks of all other engines must not be lost.
         for member, reply in zip(self.members, replies, strict=True):
             if reply.error is not None:
                 raise EngineError(f"{member.name}: {reply.error}")

@@ -42,11 +42,13 @@ def attend(
             # Copies of keys and values are small compared with the scores that MATH keeps.
             key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
             grouped = False
+        # Called for its warning: this call may run in the MATH kernel, too.
         if not grouped:
             _is_fused(query, key, value, mask, grouped)
         with sdpa_kernel(_SDPA_KERNELS):
             return F.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
     assert mask is not None
+    # scaled_dot_product_attention cannot cap scores. Softmax is in float32, as in transformers' eager attention.
     batch, heads, queries, size = query.shape
     groups = query.reshape(batch, key.shape[1], -1, queries, size)
     scores = groups @ key.unsqueeze(2).transpose(-1, -2) * (size**-0.5 if scaling is None else scaling)
@@ -77,6 +79,7 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, gr
 
 def _has_fused_kernel(call: tuple[Any, ...], debug: bool = False) -> bool:
     params = torch.backends.cuda.SDPAParams(*call)
+    # Query both kernels without short-circuit: with `debug`, each query warns of its own reasons.
     flash = torch.backends.cuda.can_use_flash_attention(params, debug)
     return torch.backends.cuda.can_use_efficient_attention(params, debug) or flash
 
@@ -174,7 +177,9 @@ def flash_attn() -> VarlenKernel:
             bounds.longest_key,
             softmax_scale=scaling,
             causal=True,
+            # The window includes the query's own key; the kernel counts only the keys to its left.
             window_size=(-1, -1) if window is None else (window - 1, 0),
+            # Releases of flash-attn before 2.6 lack this parameter.
             **({} if softcap is None else {"softcap": softcap}),
         )
         return out
@@ -251,6 +256,7 @@ def _undisturbed(case: KernelCase) -> Iterator[None]:
     def same(tensor: Tensor) -> Tensor:
         return tensor
 
+    # Innermost hooks apply: the identity keeps hooks of activation checkpointing away from the trial's tensors.
     with (
         torch.autocast(case.device.type, enabled=False),
         torch.inference_mode(case.cached),
@@ -272,6 +278,7 @@ def _try(kernel: VarlenKernel, case: KernelCase) -> None:
         made = torch.randn(tokens, heads, size, generator=generator).to(case.device, case.dtype)
         return made.requires_grad_(not case.cached)
 
+    # As in a KV cache: keys overlap, are in any order, and outnumber the queries.
     if case.cached:
         begins, queries, used = [40, 0, 40, 8], [1, 3, 4, 20], [9, 3, 13, 31]
     else:
@@ -293,13 +300,16 @@ def _try(kernel: VarlenKernel, case: KernelCase) -> None:
         found = [kernel(query, key, value, bounds, None, window, cap)]
         expected = [_reference(query, key, value, firsts, begins, used, window, cap)]
         if not case.cached:
+            # Random weights, because errors of opposite signs cancel in the gradient of a plain sum.
             weights = torch.randn(found[0].shape, generator=generator).to(found[0])
             for results in (found, expected):
                 results += torch.autograd.grad((results[0] * weights).sum(), (query, key, value))
+        # bfloat16 rounds to 2^-8 (relative); a wrong mask or window causes a far larger difference.
         tolerance = 1e-3 if case.dtype == torch.float32 else 0.03
         for one, other in zip(found, expected, strict=True):
             one, other = one.detach().float(), other.detach().float()
             difference = float((one - other).norm() / other.norm())
+            # Negated, so that NaN fails as well.
             if not difference <= tolerance:
                 raise ValueError(f"differs from scaled_dot_product_attention by {difference:.1e} (relative)")
 

@@ -57,6 +57,7 @@ class FailureRate:
 
     def reaches(self, share: float, at_least: int) -> bool:
         """Return whether at least `share` of the requests failed, and at least `at_least` of them."""
+        # Decay makes the count fractional: compare it as if it were rounded.
         return self._failed > at_least - 0.5 and self._failed >= share * self._requests
 
     def __str__(self) -> str:
@@ -136,6 +137,7 @@ class Member:
         elif state is ReplicaState.DEAD:
             self.supervisor.give_up(reason)
         self.state, self.reason = state, reason
+        # Earlier failures predict nothing about a replica that was restarted or has new weights.
         self.failures = FailureRate()
 
     async def health_problem(self, timeout: float) -> str | None:

@@ -79,6 +79,7 @@ class Multiplexer:
     def _distribute(self, message: Any) -> None:
         match message:
             case "message", number, content:
+                # Messages may be in flight when this end closes their channel: drop them.
                 if (channel := self._channels.get(number)) is not None:
                     channel.inbox.put(content)
             case "open", number:

@@ -147,6 +147,7 @@ class EnginePool:
         if member is None:
             self._waiting[sample.id] = sample
             return
+        # First, because the replica may refuse the sample (ValueError): it must not count as in flight then.
         member.replica.submit(sample)
         member.samples[sample.id] = Request.of(sample)
         member.given += 1
@@ -162,6 +163,7 @@ class EnginePool:
                 error, self._error = self._error, None
                 raise error
             try:
+                # Health checks and the replicas' own limits end a wait while a replica is ready.
                 async with asyncio.timeout(None if self._ready else self._patience):
                     await self._queue.ready()
             except TimeoutError:
@@ -200,6 +202,7 @@ class EnginePool:
         stopping = [id for id in member.samples if id in sample_ids]
         if not stopping:
             return
+        # A poll that returns no chunks while its samples are being stopped would count as a lost replica.
         await _cancel([member.polling])
         try:
             for chunk in await member.replica.interrupt(stopping):
@@ -225,6 +228,7 @@ class EnginePool:
                 update may be tried again. Or the pool has failed.
         """
         await self._unless_failed(self._weight_sync.update_all(version, weights))
+        # The caches hold no prefixes of the new weights, so a home has no advantage any more.
         if self.members[0].replica.on_update != "keep":
             self._router.forget_homes()
 
@@ -269,6 +273,7 @@ class EnginePool:
                 return
             for chunk in chunks:
                 self._forward(member, chunk)
+            # `Engine.poll` returns nothing only if no sample is in flight, so the replica does not know these samples.
             if not chunks and member.samples:
                 self._lose(member, f"it lost track of {len(member.samples)} samples")
                 return
@@ -279,6 +284,7 @@ class EnginePool:
         """Queue the tokens of a chunk for the caller, and end its request if the chunk does."""
         id = chunk.sample_id
         request = member.samples.get(id)
+        # The request has ended already, for example because it was stopped: late tokens are dropped.
         if request is None:
             return
         if not self._has_current_weights(member, request, chunk):
@@ -327,6 +333,7 @@ class EnginePool:
     async def _check(self, member: Member) -> None:
         """Lose a replica that is not well, or hand out the failures that were held back."""
         while member.ready:
+            # A copy: the check proves nothing about failures that arrive while it runs.
             failed = dict(member.failed)
             if (problem := await member.health_problem(self._health_timeout)) is not None:
                 self._lose(member, problem)
@@ -361,6 +368,7 @@ class EnginePool:
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._health_timeout):
                 for chunk in await member.replica.abandon():
+                    # Failures of single requests are dropped here: all samples fail as LOST below.
                     self._forward(member, chunk._replace(error=None))
         self._fail(member, [*member.samples, *member.failed])
         self._weight_sync.recover(member)
@@ -380,6 +388,7 @@ class EnginePool:
     def _on_recovery(self) -> None:
         """Place the samples that wait: a replica is ready again, or none will ever be, which the next `poll` finds."""
         self._queue.wake()
+        # Swapped before the loop: `_place` puts samples back if no replica is ready.
         waiting, self._waiting = self._waiting, {}
         for id, sample in waiting.items():
             if id in self._interrupting:

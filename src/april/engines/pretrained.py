@@ -62,10 +62,12 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
     """
     transformers_logging.disable_progress_bar()
     _check_configuration(path)
+    # transformers replaces a generation configuration that it cannot read by defaults, without an error: read it first.
     with _reading(path, "generation configuration", ("generation_config.json",)):
         if _file(path, "generation_config.json"):
             GenerationConfig.from_pretrained(path, trust_remote_code=False)
     loaded: Any
+    # With ignore_mismatched_sizes, tensors of other shapes are in the report, and the error below names them.
     with _reading(path, "causal LM", ()):
         loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
@@ -82,6 +84,7 @@ def load_model(path: str, dtype: torch.dtype) -> Any:
             f"{_weights(path)}: {len(mismatched)} tensors have other shapes than config.json gives them, "
             f"{_some(shapes)}: copy all files of the same model again"
         )
+    # transformers would cast integers to `dtype`, which gives meaningless weights.
     if integers := sorted(_integers(path, model)):
         raise ModelFolderError(
             f"{_weights(path)}: {len(integers)} tensors are stored as integers, {_some(integers)}, and config.json has "
@@ -138,6 +141,7 @@ def left_out(model: Any, stored: Iterable[str]) -> list[str]:
     found = set()
     for name in stored:
         parts = name.split(".")
+        # The shortest unknown prefix is the one whose parent is known.
         prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         found |= {prefix for prefix in prefixes if prefix not in known and prefix.rpartition(".")[0] in known | {""}}
     return sorted(found)
@@ -146,6 +150,7 @@ def left_out(model: Any, stored: Iterable[str]) -> list[str]:
 def _ignored(path: str, model: Any) -> Iterator[str]:
     """Yield the stored tensors that the architecture skips and transformers does not report, such as MTP heads."""
     patterns = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    # Patterns also match buffers that older checkpoints store and the model computes, such as rotary frequencies.
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     for name in _stored_names(path) if patterns else ():
         if any(pattern.search(name) for pattern in patterns) and name.rpartition(".")[2] not in computed:
@@ -205,6 +210,7 @@ def _reading(path: str, part: str, files: tuple[str, ...]) -> Iterator[None]:
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
+        # No file is damaged: the remedy below would be wrong.
         raise
     except Exception as error:  # these libraries raise many types, also plain Exception
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -115,6 +115,7 @@ class RemoteEngine:
 
     def _acknowledge(self, count: int) -> None:
         """Allow the engine to send more chunks. Acknowledgements are collected: each is a message."""
+        # At an eighth of the window, messages are few and the engine seldom has to wait for one.
         self._unacknowledged += count
         if self._unacknowledged >= max(1, self.window // 8) and self._down is None:
             self._channel.send(("handed out", self._unacknowledged))
@@ -156,12 +157,14 @@ class RemoteEngine:
         self._submit(sample.id, sample)
 
     def _submit(self, sample_id: str, request: Any) -> None:
+        # If the engine is gone, the next `poll` raises: `submit` raises only for invalid requests.
         self._in_flight.add(sample_id)
         if self._down is None:
             self._channel.send(("submit", sample_id, request))
 
     async def poll(self) -> list[Chunk]:
         while self._in_flight and not self._queue:
+            # Checked only once the queue is empty: chunks that arrived before the engine died are handed out first.
             self._require_alive()
             try:
                 async with asyncio.timeout(self.patience):
@@ -192,6 +195,7 @@ class RemoteEngine:
             await self._call("interrupt", None if names is None else stopped)
         chunks = self._take(names)
         self._in_flight -= stopped
+        # A poll that waits for these samples has to return.
         self._queue.wake()
         return chunks
 

@@ -48,6 +48,7 @@ class RpcClient:
         return await result
 
     def _overdue(self, number: int, reason: str) -> None:
+        # After the event loop was blocked, overdue timers run before the answer has been read from the socket.
         result, _ = self._pending[number]
         self._pending[number] = result, asyncio.get_running_loop().call_later(UNREAD, self._on_hang, reason)
 

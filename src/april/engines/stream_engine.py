@@ -66,6 +66,7 @@ class StreamEngine:
         self._tasks[sample.id] = task
 
     async def _run(self, sample: Sample) -> None:
+        # Outside of the block: a task that is cancelled while it waits holds no slot.
         await self._slots.acquire()
         task = asyncio.current_task()
         assert task is not None
@@ -73,6 +74,7 @@ class StreamEngine:
         try:
             await self._generated(sample, task)
         except Exception as error:
+            # After an interrupt, the sample has no request that could fail.
             if task in self._running and not task.cancelling():
                 self._queue.put(Chunk(sample.id, (), (), self.version, error=in_one_line(error)))
         finally:
@@ -98,6 +100,7 @@ class StreamEngine:
                         put(Chunk(id, token_ids, logprobs, self.version, finish))
                         return
                     put(make_chunk((id, token_ids, logprobs, self.version, None, None, Fault.UNKNOWN)))
+                    # The generator has suppressed the cancellation and yielded again: these tokens are the last.
                     if task.cancelling():
                         return
                     if queue.full:

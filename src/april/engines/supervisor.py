@@ -119,6 +119,7 @@ class Supervisor:
         lived = now - self._running_since  # -inf if the start failed
         self._running_since = math.inf
         self.reason = reason
+        # Reset before this death is counted: it is the first of a new row.
         if lived >= self.policy.steady_after:
             self._short_lives = 0
         if lived >= self.policy.forgiven_after:
@@ -143,6 +144,7 @@ class Supervisor:
 
     def wake(self) -> None:
         """End the back-off that is being waited out: there is reason to try again at once."""
+        # Cleared at once: only back-offs that are being waited out end, no later one.
         self._woken.set()
         self._woken.clear()
 

@@ -97,11 +97,14 @@ class VLLMInProcess:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
+            # The sample's stop tokens replace the model's: at other tokens its response has not ended.
             ignore_eos=self._ignore_eos or bool(sampling.stop_token_ids),
+            # 0 requests the log-probability of the sampled token alone.
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
+        # Each submission has its own id: late output of an aborted request must not reach the resumed sample.
         request_id = f"{sample.id}-{next(self._numbers)}"
         prompt = {"prompt_token_ids": ids, "cache_salt": str(self._salt)}
         self._requests[request_id] = InProcessRequest(sample.id)
@@ -175,6 +178,7 @@ class VLLMInProcess:
 
     def _reload(self, weights: dict[str, Any]) -> None:
         self._llm.collective_rpc("reload_weights", kwargs=weights)
+        # On a CPU, vLLM computes with a copy of a tied output layer, which the reload does not refresh.
         self._llm.collective_rpc("refresh_output_layer")
         self._engine.reset_prefix_cache()
 

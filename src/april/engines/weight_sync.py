@@ -64,6 +64,7 @@ class WeightSync:
         """Update all replicas that are alive; wait for one if there is none. See `EnginePool.update_weights`."""
         deadline = asyncio.get_running_loop().time() + self._patience
         while True:
+            # Cleared before the attempt, so that a recovery that ends during it is not missed.
             self._recovered.clear()
             if await self._update_alive(version, weights):
                 return
@@ -103,7 +104,9 @@ class WeightSync:
                     member.become(ReplicaState.READY)
                 return True
             for member in targets:
+                # Some replicas may hold the new weights already: none gets work before it has one known version.
                 member.become(ReplicaState.STALE, f"the update to version {version} failed")
+                # Without earlier weights there is nothing to load: the replica waits for the next update.
                 if self.updated:
                     self.recover(member)
         failed = "; ".join(f"{member.name}: {error}" for member, error in errors)
@@ -115,6 +118,7 @@ class WeightSync:
         if member.ready:
             problem = await member.health_problem(self._health_timeout)
         elif member.state is ReplicaState.STALE:
+            # A health check would compare its weights with the last ones that it took, and it may hold either version.
             try:
                 await self._refresh(member)
             except (EngineError, TimeoutError) as error:
@@ -147,6 +151,7 @@ class WeightSync:
         except TimeoutError:
             raise EngineError(f"it took longer than {self._update_timeout:g} s") from None
         finally:
+            # Also if it failed before it took its share: the transfer waits until each share is taken or released.
             if isinstance(weights, Share):
                 weights.release()
 
@@ -162,6 +167,7 @@ class WeightSync:
 
     async def _recover(self, member: Member) -> None:
         """Try again, with back-off, until the replica is ready or nothing more can be done for it here."""
+        # Recorded here, so that the first attempt waits for the back-off as well.
         if not member.ready:
             member.supervisor.died(member.reason)
         while not member.ready:

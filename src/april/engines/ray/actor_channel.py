@@ -113,6 +113,7 @@ class ActorChannel:
     def _close(self, reason: str) -> None:
         self._inbox.close(reason)
         for task in self._tasks:
+            # One of these tasks may be the caller, which ends by itself.
             if task is not asyncio.current_task():
                 task.cancel()
 
@@ -169,6 +170,7 @@ class ChannelActor:
                 return
             if self._end is not None:
                 self._end.close()
+            # Set before the awaits below: calls for the former life have no effect from here on.
             self._life, self._end = life, ActorEnd()
             if self._serving is not None:
                 await self._serving  # ends: its channel is closed

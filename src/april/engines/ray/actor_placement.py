@@ -50,6 +50,7 @@ class ActorPlacement:
             num_cpus=demand.cpus,
             num_gpus=demand.gpus,
             max_restarts=-1 if again else 0,
+            # Calls are not idempotent: a call that is lost with its actor must not be repeated.
             max_task_retries=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, 0),
         ).remote(*arguments)
@@ -80,6 +81,7 @@ class ActorPlacement:
         opening = asyncio.ensure_future(self.actor.open.remote(life))
         try:
             while not (await asyncio.wait([opening], timeout=BEAT))[0]:
+                # The answer may arrive while the check runs.
                 if not await self.alive() and not opening.done():
                     raise EngineError("it hangs while it starts")
             answer = opening.result()

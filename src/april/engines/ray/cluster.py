@@ -127,6 +127,7 @@ class Cluster:
             where = spec.demand, 1, spec.placement, self._training
             silent: set[str] = set()
             while True:
+                # A node that hung a while ago is better than no node.
                 chosen = place(nodes, *where, suspects | silent) or place(nodes, *where, silent)
                 if not chosen:
                     raise EngineError(self._no_room(nodes) if not silent else self._silent(nodes, silent))

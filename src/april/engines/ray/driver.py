@@ -100,6 +100,7 @@ def _require_entry(address: str, head: str) -> None:
     """Check that the listener is a head that admits this process; Ray itself would retry for half a minute."""
     with closing(init_grpc_channel(head)) as channel:
         try:
+            # The request has no fields, so its protobuf encoding is empty.
             channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")(b"", timeout=HEAD_SILENCE)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:

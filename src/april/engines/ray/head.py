@@ -95,6 +95,7 @@ def _started(work: Callable[..., T], *args: object) -> tuple[Future[T], threadin
         except BaseException as error:
             answer.set_exception(error)
 
+    # A daemon thread and no executor: the interpreter must not wait for it when it exits.
     thread = threading.Thread(target=run, name="call of the cluster's head", daemon=True)
     thread.start()
     return answer, thread

@@ -68,6 +68,8 @@ class NodeCaller:
         self.load = 0
         self.lost = False
         remote = ray.remote(concurrency_groups={PINGS: 1})(CallActor)
+        # `soft=False`: if the node is gone, the call must fail here and be repeated on another node.
+        # No CPUs are reserved, because engines may have reserved all of them.
         where = NodeAffinitySchedulingStrategy(node.id, soft=False)
         self._actor = remote.options(num_cpus=0, max_concurrency=1000, scheduling_strategy=where).remote(make)
         self._answered = False

@@ -77,6 +77,7 @@ class NodeProcess:
             self._lose(f"no answer to a heartbeat in {SILENCE:g} s")
         except RayError as error:
             self._lose(reason_of(error))
+        # Set before the pipe closes: a reader that finds the end may query the return code at once.
         self.returncode = status if self.returncode is None else self.returncode
         os.close(self._theirs)
 

@@ -40,6 +40,7 @@ class Demand:
     def room(self, node: Node) -> int:
         """Return how many fit onto the free resources of a node."""
         each = [(node.cpus, self.cpus), (node.gpus, self.gpus)]
+        # Ray's free resources are floats, which may be slightly below a whole number.
         return min(int(free / needed + 1e-6) for free, needed in each if needed)
 
     def __str__(self) -> str:

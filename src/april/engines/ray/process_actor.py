@@ -73,6 +73,7 @@ class ProcessActor:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", own.module],
                     cwd=own.directory if os.path.isdir(own.directory) else None,
+                    # The node's variables replace the interfaces that april found; the run's replace both.
                     env={**interfaces(ray.util.get_node_ip_address()), **os.environ, **environment}
                     | {own.line: str(theirs)},
                     stdin=subprocess.PIPE,
@@ -83,8 +84,10 @@ class ProcessActor:
                     process_group=0,
                 )
         finally:
+            # `read` finds the end of the reports only if the program alone holds this end.
             os.close(theirs)
         assert self._process.stdin is not None
+        # In a thread: the write blocks if the program does not read and the pipe is full.
         await asyncio.to_thread(self._process.stdin.write, stdin)
         self._process.stdin.close()
 

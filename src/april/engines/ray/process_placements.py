@@ -67,6 +67,7 @@ class ProcessPlacements:
             suspects = {id for id, until in self._suspects.items() if until > time.monotonic()}
             where = self._demand, count, home()
             placed = pack(nodes, *where, suspects | set(unfit))
+            # Use suspects only if the ranks do not fit otherwise.
             if len(placed) < count:
                 placed = pack(nodes, *where, unfit)
             if len(placed) == count:
@@ -96,6 +97,7 @@ class ProcessPlacements:
         placements = await asyncio.gather(
             *(call_head(ActorPlacement, node, actor, self._demand, f"rank-{rank}", False) for rank, node in named)
         )
+        # Stands if the checks are cancelled: the placements are released then, too.
         found = ["stopped"]
         try:
             found = await asyncio.gather(*(self._problem(placement) for placement in placements))

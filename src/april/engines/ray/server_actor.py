@@ -87,6 +87,7 @@ class ServerActor:
             host=ray.util.get_node_ip_address(),
             api_key=own.api_key,
             ready_timeout=own.ready_timeout,
+            # The pool restarts the server by `open`, after its own back-off.
             restarts=0,
         )
         vllm = launch_vllm(own.model, how, broadcast=own.broadcast) if own.kind == "vllm" else None

@@ -86,12 +86,15 @@ class Broadcast:
             meetings, group = self._groups[key]
             await _all(receivers, lambda i, receiver: receiver.begin())
             buckets = _buckets(self.source(), self._bucket_bytes)
+            # In a thread: the source may copy or compute tensors, and must not block the event loop.
             while (tensors := await asyncio.to_thread(next, buckets, None)) is not None:
                 await self._send_bucket(receivers, meetings, group, tensors)
             await _all(receivers, lambda i, receiver: receiver.end())
         except BaseException:
+            # After a failure, ranks may be at different buckets, and their next collectives would not match.
             await self._leave(key)
             raise
+        # Check again: training may have changed the tensors while they were sent.
         offer.require()
 
     async def _leave(self, key: tuple[tuple[str, int], ...]) -> None:
@@ -109,6 +112,7 @@ class Broadcast:
             [list(tensor.shape) for _, tensor in tensors],
         )
         own = [tensor for _, tensor in tensors]
+        # Started before the calls, in a thread: the collective and the servers' calls wait for each other.
         sending = asyncio.create_task(asyncio.to_thread(_send, own, group, self._timeout))
         await _collective(sending, _all(receivers, lambda i, receiver: receiver.receive(meetings[i], bucket)))
 
@@ -128,12 +132,14 @@ class Broadcast:
         own = Meeting(address, store.port, world_size, 0, name, self._backend)
         first = itertools.accumulate((receiver.workers for receiver in receivers), initial=1)
         meetings = [replace(own, first_rank=rank) for rank, _ in zip(first, receivers, strict=False)]
+        # The backends take the interface from these variables alone, when a group is made.
         if self._interface:
             os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = self._interface
         joining = asyncio.create_task(asyncio.to_thread(weight_group.join, own, self._timeout, store))
         try:
             await _collective(joining, _all(receivers, lambda i, receiver: receiver.join(meetings[i])))
         except BaseException:
+            # The thread cannot be cancelled: if it does join later, free its group then.
             joining.add_done_callback(_leave_unused)
             raise
         return meetings, joining.result()
@@ -198,6 +204,7 @@ class _Round:
     async def sent(self) -> None:
         await self._complete.wait()
         assert self._sending is not None
+        # Shielded: the time limit of one server must not cancel the transfer to all servers.
         await asyncio.shield(self._sending)
 
 

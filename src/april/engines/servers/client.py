@@ -139,6 +139,7 @@ class HTTPClient:
             async with asyncio.timeout(limit) as timeout, self.request(method, path, body) as response:
                 return response.status, await response.text()
         except TimeoutError as error:
+            # aiohttp's own timeouts are TimeoutErrors too, and their messages are more precise.
             if not timeout.expired():
                 raise
             raise RequestError(f"{path}: no answer in {limit:g} s") from error

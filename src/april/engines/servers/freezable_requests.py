@@ -79,6 +79,7 @@ class FreezableRequests(Requests):
             self._streams[order.sample_id] = parked
             self._hand_out_held(parked)
         else:
+            # An earlier stream that cannot be resumed has to end first: its held tokens precede the new ones.
             self._start(order, after=parked)
 
     async def interrupt(self, sample_ids: Iterable[str] | None = None) -> list[Chunk]:
@@ -102,6 +103,7 @@ class FreezableRequests(Requests):
         try:
             async with asyncio.timeout(self._patience):
                 await self._pausing.freeze()
+                # Set before the wait: late tokens must be recorded under the version that sampled them (`_labelled`).
                 self._server = ServerState.FROZEN
                 await self._watch.silence(SILENCE)
         except FAILURES as error:
@@ -136,6 +138,7 @@ class FreezableRequests(Requests):
         async with asyncio.timeout(self._patience):
             if ending:
                 await self._request_abort(ending)
+            # Tokens of the old weights must arrive first, because the server's labels count again in THAWING.
             await self._watch.silence(SILENCE)
             self._server = ServerState.THAWING
             for stream in self._streams.values():
@@ -143,9 +146,11 @@ class FreezableRequests(Requests):
             try:
                 await self._pausing.thaw()
             except BaseException:
+                # Also if cancelled: the server may still be paused, and the next submission tries again.
                 self._server = ServerState.FROZEN
                 raise
             self._server = ServerState.RUNNING
+        # A paused server may end aborted requests only after it is resumed: read their streams to the end now.
         await self._abort(ending)
 
     def forget(self, sample_ids: Iterable[str] | None = None) -> None:
@@ -161,6 +166,7 @@ class FreezableRequests(Requests):
         with suppress(*FAILURES):
             if self._thawing is not None:
                 await self._thawing
+            # The server outlives this connection: a paused one would answer no later request.
             if self._server is not ServerState.RUNNING:
                 await self._thaw()
         await super().close()

@@ -151,6 +151,7 @@ class Server:
                 await self._live(started)
             except EngineError as error:
                 self.down = str(error)
+                # A server that was never ready probably has a wrong setting: report it instead of another attempt.
                 if not started.is_set():
                     raise
                 delay = supervisor.died(self.down)
@@ -229,6 +230,8 @@ def launch_vllm(model: str | Path, how: Launch, *, broadcast: bool = False) -> A
         *("--seed", str(random.randrange(2**31))),  # its default is 0: replicas would draw the same numbers
         *how.arguments,
     ]
+    # Dev mode enables weight updates and pauses. By default vLLM closes connections after 5 s of idleness,
+    # which fails a request that is sent at that moment.
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600", **how.environment}
     if how.api_key:
         variables["VLLM_API_KEY"] = how.api_key
@@ -289,6 +292,7 @@ async def launch(command: Sequence[str], how: Launch) -> AsyncIterator[Server]:
     finally:
         ready.cancel()
         running.cancel()
+        # `wait` does not raise the server's error, which would replace an exception of the block.
         await asyncio.wait((running,))
 
 

@@ -56,6 +56,7 @@ async def process_group(
             try:
                 await _stop(process)
             finally:
+                # Dismiss the guard only now: until the group has ended, this process may be killed.
                 with suppress(BrokenPipeError):
                     os.write(guard, b"done\n")
             if logging is not None:  # a process that has left the group may hold the pipe open
@@ -77,6 +78,7 @@ async def _guard() -> int:
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
+        # The shell exits at once; its background part is the guard.
         await process.wait()
     except BaseException:
         os.close(writer)

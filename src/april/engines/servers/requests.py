@@ -128,6 +128,7 @@ class Requests:
         self._start(order)
 
     def _expect_data(self) -> None:
+        # Time without any request is no stall.
         if not self._streams:
             self._watch.arrived()
         self._watch.start()
@@ -135,6 +136,7 @@ class Requests:
     def _start(self, order: RequestOrder, after: Stream | None = None) -> None:
         stream = Stream(
             order.sample_id,
+            # Unique across processes: a server may still run requests of an earlier run.
             f"{order.sample_id}-{self._nonce}-{next(self._numbers)}",
             list(order.token_ids),
             order.sampling,
@@ -160,6 +162,7 @@ class Requests:
         for stream in stopped.values():
             if stream.state is StreamState.RUNNING:
                 stream.state = StreamState.STOPPING
+        # The streams are read to their ends while no consumer takes chunks, so they must not wait for space.
         with self._queue.drain():
             await self._cancel(stream for stream in stopped.values() if stream.state is StreamState.WAITING)
             await self._stop(stopped)
@@ -257,6 +260,7 @@ class Requests:
             error, fault = f"{self._name}: {self._why(failure)}", fault_of(failure)
         finally:
             self._ended(stream)
+        # In any other state this process has ended the stream, and its error is no failure of the request.
         if error is not None and stream.state in (StreamState.WAITING, StreamState.RUNNING):
             self._queue.put(Chunk(stream.sample_id, (), (), stream.version, error=error, fault=fault))
 
@@ -285,6 +289,7 @@ class Requests:
             now = self._watch.arrived()
             *lines, rest = (rest + data).split(b"\n")
             finish = stream.take_in(events(lines), self._api.read, self._deliver, self._labelled)
+            # The speed counts from the first event: the time before it is queueing and prefill.
             first = first or (now, stream.received, stream.events)
             if finish is not None:
                 since, tokens, count = first
@@ -292,6 +297,7 @@ class Requests:
                 self._interval.ended(self._name, stream.interval, *measured)
                 if finish == "abort" and stream.state is StreamState.RUNNING:
                     raise RequestError("the server aborted the request")
+                # The sample is no longer in flight, so `interrupt` must not wait for the rest of the response.
                 if finish != "again" and self._streams.get(stream.sample_id) is stream:
                     self._ended(stream)
                     assert stream.task is not None

@@ -205,9 +205,11 @@ class ServerEngine:
         assert not self.requests, "weights change only while nothing is in flight"
         try:
             async with asyncio.timeout(self._update_timeout):
+                # The limit of one call is `patience` otherwise, and loading takes longer.
                 with call_limit(self._update_timeout):
                     await self._load(version, weights)
         except (*FAILURES, RuntimeError) as error:
+            # torch raises RuntimeError if a collective fails.
             raise EngineError(f"{self!r} did not take up weights {version}: {self._why(error)}") from error
         self.version = version
         self._name_weights()
@@ -215,8 +217,10 @@ class ServerEngine:
     async def _load(self, version: int, weights: Any) -> None:
         receiver = functools.partial(Receiver, self.name, self.url, self._life)
         await self._api.load(version, weights, receiver)
+        # With "keep", frozen requests need their KV caches.
         if self.on_update == "recompute":
             await self._api.reset_caches()
+        # Read back, because not all servers take april's label; `check` compares with it.
         self._label = await self._api.label()
 
     async def check(self) -> None:

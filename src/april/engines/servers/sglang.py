@@ -121,6 +121,7 @@ class SGLang:
         """The `top_k` that makes the server report the drawn-from distribution; None where it does so anyway."""
         if sampling.temperature == 0 or (sampling.top_p == 1 and not sampling.top_k and not sampling.min_p):
             return None
+        # With top_p or min_p alone, a top_k of the whole vocabulary truncates nothing.
         return min(sampling.top_k or self._vocab_size, self._vocab_size)
 
     def unsupported_sampling(self, sampling: SamplingParams) -> str | None:
@@ -182,6 +183,7 @@ class SGLang:
             raise RequestError(f"{new} tokens are new in an event that holds {len(output_ids)}")
         spans = [(span["version"], span["start"], span["end"]) for span in meta.weight_versions or ()]
         finish = FINISH[reason] if reason else None
+        # The server has stopped at an end token of the model that is no stop token of the sample.
         if finish is FinishReason.STOP and ended is not None and ended.matched not in stream.sampling.stop_token_ids:
             finish = "again"
         if not new:

@@ -55,6 +55,7 @@ class StallWatch:
         self._timer = None
         if not self._expecting():
             return
+        # Arrivals do not move the timer, which would cost time for each: it is set again here.
         if loop.time() < self._latest + self.timeout:
             self._timer = loop.call_at(self._latest + self.timeout, self._check)
         else:

@@ -189,6 +189,7 @@ class Stream:
 
     def _compare(self, spans: Sequence[tuple[str, int, int]]) -> None:
         """Compare the received tokens and their versions with the server's summary in the last event."""
+        # The server counts from the start of its last request, which may continue an earlier one.
         theirs = [(parse_version(label), start + self.begun) for label, start, end in spans if end > start]
         total = self.begun + max((end for _, _, end in spans), default=self.received - self.begun)
         named = all(version is not None for version, _ in theirs)

@@ -53,6 +53,7 @@ class StreamInterval:
 
     def ended(self, name: str, asked: int, tokens: int, events: int, seconds: float) -> None:
         """Record that a stream ended `seconds` after its first event, with `tokens` in `events` after the first."""
+        # Less than one full event: too short to measure a speed.
         if tokens < asked or seconds <= 0:
             return
         speed = tokens / seconds

@@ -45,6 +45,7 @@ ABANDON_SECONDS = 5.0
 
 def processes_for(streams: int, cores: int) -> int:
     """Return the number of processes to read `streams` streams; 0: the driver reads them."""
+    # `cores - 1`, because the driver needs a core itself.
     return 0 if streams <= STREAMS_HERE else max(1, min(-(-streams // STREAMS_EACH), cores - 1))
 
 
@@ -119,6 +120,7 @@ class RequestsLoader:
     vocab_size: int
 
     def load(self) -> Requests:
+        # Modules live as long as the process: exclude them from collections, which many small objects trigger here.
         gc.freeze()
         raise_gc_thresholds()
         requests = requests_of(self.http, self.api, self.settings, owns_client=True)
@@ -180,6 +182,7 @@ class RemoteRequests(RemoteEngine):
         self._submit(order.sample_id, order)
 
     def _take(self, names: set[str] | None = None) -> list[Chunk]:
+        # Only this process watches the server's process, and can give its death as the reason.
         chunks = super()._take(names)
         return [c if c.error is None else c._replace(error=self._why(RequestError(c.error))) for c in chunks]
 

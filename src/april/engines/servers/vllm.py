@@ -132,6 +132,7 @@ class VLLM:
         return True
 
     async def _require_token_ids(self) -> None:
+        # An empty prompt is invalid, so nothing is generated; only a server without the path answers 403 or 404.
         status, _ = await self._http.status("POST", self.generate_path, {"token_ids": []})
         if status in (403, 404):
             raise EngineError(f"{self!r} does not take token ids: start it with --enable-scale-out")
@@ -195,6 +196,7 @@ class VLLM:
         return Delta(ids, logprobs, FINISH[reason] if reason else None, spans=spans)
 
     async def abort(self, request_ids: Sequence[str], alone: bool) -> bool:
+        # The server puts this prefix before the ids of requests.
         await self._http.post(
             "/inference/v1/abort_requests", {"request_ids": [f"generate-tokens-{id}" for id in request_ids]}
         )
@@ -219,6 +221,7 @@ class VLLM:
                 )
             if self._extended:
                 await self._http.post("/collective_rpc", {"method": "refresh_output_layer"})
+            # Last: a label must never name weights that failed to load.
             await self._http.post("/update_weight_version", {"new_version": str(version)})
 
     async def _merge_adapters(self, directory: str) -> None:

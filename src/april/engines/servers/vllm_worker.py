@@ -54,11 +54,13 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()  # a trainer that makes a new group has left the one before
         parallel = self.parallel_config
+        # `parallel.rank` counts within one data-parallel replica; all workers of the server join.
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         timeout = timedelta(seconds=init_info.timeout)
         store = c10d_types.TCPStore(
             init_info.address, init_info.port, is_master=False, timeout=timeout, wait_for_workers=False
         )
+        # As in `weight_group.join`: both sides must construct the group in the same way.
         self._group, _ = c10d._new_process_group_helper(
             init_info.world_size,
             rank,
@@ -124,6 +126,7 @@ def merged(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iter
         ValueError: an adapter is for a tensor that the policy does not have.
     """
     config = json.loads((directory / "adapter_config.json").read_text())
+    # LoRA computes W + (alpha / r)·B·A (arXiv 2106.09685, section 4.1).
     scale = config["lora_alpha"] / config["r"]
     adapters = load_file(directory / "adapter_model.safetensors")
     downs = {

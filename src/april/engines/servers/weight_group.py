@@ -59,6 +59,7 @@ def join(meeting: Meeting, timeout: timedelta, store: c10d_types.TCPStore | None
             group_name=meeting.name,  # type: ignore[arg-type]
             timeout=timeout,
         )
+    # `broadcast` translates ranks by this table, which torch's helper does not fill.
     c10d._world.pg_group_ranks[group] = {i: i for i in range(meeting.world_size)}
     return group
 
@@ -90,10 +91,12 @@ def send(tensor: Tensor, group: Any, timeout: timedelta) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     work = dist.broadcast(tensor, src=0, group=group, async_op=True)
     assert work is not None
+    # Poll instead of `wait`: for NCCL, `wait` only orders the stream, so it would ignore the deadline.
     while not work.is_completed():
         if time.monotonic() > deadline:
             raise EngineError(f"the servers did not receive a bucket of weights in {timeout.total_seconds():g} s")
         time.sleep(POLL_SECONDS)
+    # Raises the error of a collective that has failed.
     work.wait()
 
 
