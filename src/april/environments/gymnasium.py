@@ -60,6 +60,7 @@ class GymnasiumEnvironment:
         try:
             return import_module(self.package)
         except ModuleNotFoundError as error:
+            # Another name: the package is installed, and one of its own imports is missing.
             if error.name != self.package:
                 raise
             absent = ModuleNotFoundError(f"{self.distribution} is not installed", name=self.distribution)

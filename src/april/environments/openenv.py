@@ -58,6 +58,7 @@ class OpenEnvEnvironment:
         try:
             return method(*args, **kwargs)
         except Exception as error:
+            # By module name, because april itself does not depend on websockets.
             of_the_line = isinstance(error, OSError) or type(error).__module__.startswith("websockets.")
             if of_the_line or "CAPACITY_REACHED" in str(error):
                 raise EnvironmentLost(f"the environment's server does not answer: {error}") from error

@@ -48,6 +48,7 @@ class SkyRLEnvironment:
         asked = prompt["prompt"]
         asked = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
         begun, _ = self.environment.init(asked)
+        # The prompt is tokenized already, so `init` can only add messages behind it.
         if list(begun[: len(asked)]) != asked:
             raise ObservationError(f"{self.id} rewrites its prompt: put the text it wants into the problem's prompt")
         more: list[Message] = list(begun[len(asked) :])

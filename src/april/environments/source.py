@@ -59,6 +59,7 @@ class EnvironmentSource:
         made = self._made()
         if isinstance(made, ToolEnvironment):
             self.tools = list(made.toolbox.schemas.values())
+        # An async `close` cannot be awaited here.
         if not inspect.iscoroutinefunction(close := getattr(made, "close", None)) and close is not None:
             with suppress(Exception):  # it has not begun: nothing is lost
                 close()

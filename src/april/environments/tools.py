@@ -73,6 +73,7 @@ class Toolbox:
             return BoundCall(name, None, {}, f"Error: there is no tool {name!r}; there are {', '.join(self.tools)}")
         arguments = _typed(call["arguments"], self.schemas[name])
         try:
+            # Bound before the call: a TypeError in the call itself is then a failure of the tool.
             inspect.signature(self.tools[name]).bind(**arguments)
         except TypeError as error:
             return BoundCall(name, None, {}, f"Error: {name}: {error}")
@@ -95,6 +96,7 @@ class BoundCall(NamedTuple):
             with UserCode():
                 return self._message(_as_text(self.function(**self.arguments)))
         except EnvironmentLost:
+            # Not an answer to the policy: april replaces the environment.
             raise
         except Exception as error:
             return self._failure(error)
@@ -170,6 +172,7 @@ class ToolClassEnvironment(ToolEnvironment):
         self.object = thing
         self._get_reward: Callable[[], Any] | None = getattr(self.object, "get_reward", None)
         self._reward = 0.0
+        # Last, because it reads `_is_async`, which needs `_get_reward`.
         super().__init__(tools_of(thing))
 
     @property
@@ -216,6 +219,7 @@ def tools_of(thing: Any) -> dict[str, Tool]:
     kind = type(thing)
     if not callable(getattr(kind, "reset", None)):
         raise ToolError(f"{kind.__name__} has neither step nor reset: it is no environment")
+    # Of the class: on the object, getmembers would evaluate properties.
     methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
     tools = {name: getattr(thing, name) for name in methods if not name.startswith("_") and name not in NOT_TOOLS}
     if not tools:

@@ -116,6 +116,7 @@ class EnvironmentHost:
         if number not in self._environments:
             self._environments[number] = self._workers()
         environment = self._environments[number]
+        # Forgotten first: a close that fails or is cancelled must not keep the environment.
         if method == "close":
             del self._environments[number]
         return await getattr(environment, method)(*args)
@@ -130,12 +131,14 @@ class _Environments:
 
     def __init__(self, make: bytes) -> None:
         self._environments: dict[int, Environment] = {}
+        # One loop for all calls: clients and locks of async environments stay valid between them.
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         try:
             with UserCode():
                 self._make: Callable[[], Environment] = pickle.loads(make)
         except Exception as error:
+            # Reported by every call: without it the process would end, and april would only see it as lost.
             self._make = _raising(f"it cannot be imported: {type(error).__name__}: {error}")
 
     def __call__(self, number: int, method: str, args: Sequence[Any]) -> Any:

@@ -109,6 +109,7 @@ class Calibration:
             slots=self.slots,
             kv_tokens=self.kv_tokens,
             decode_batches=tuple(batches),
+            # A cost model requires positive seconds; the fit may set one to 0.
             decode_seconds=tuple(max(seconds, 1e-9) for seconds in base),
             kv_token_seconds=kv_seconds,
             prefill_token_seconds=float(costs[0]),
@@ -135,13 +136,16 @@ class Calibration:
         if not self.serving:
             return cost
         free = replace(cost, request_seconds=0.0)
+        # The factor 2 adds the decoding time of a run once: its difference is the coefficient.
         changes = (_slower(free, 2.0), replace(free, request_seconds=REQUEST))
         columns, rest = np.zeros((len(self.serving), 2)), np.zeros(len(self.serving))
         for i, run in enumerate(self.serving):
             without = run.predicted(free, self.on_update)
             columns[i] = [run.predicted(changed, self.on_update) - without for changed in changes]
+            # Everything but decoding and requests.
             rest[i] = without - columns[i, 0]
         measured = np.array([run.seconds for run in self.serving])
+        # Relative to all seconds of a run: the remainder alone may be close to 0.
         slowdown, requests = _fit(columns, np.maximum(measured - rest, 1e-9), measured).tolist()
         return replace(_slower(cost, max(slowdown, 1e-3)), request_seconds=requests * REQUEST)
 
@@ -165,6 +169,7 @@ def _fit(
     """
     scale = wanted if scale is None else scale
     weighted, wanted = columns / scale[:, None], wanted / scale
+    # Scaled for the condition number: columns that count tokens, their pairs and requests differ by magnitudes.
     largest = np.maximum(np.abs(weighted).max(axis=0), 1e-300)
     kept = list(range(columns.shape[1]))
     while True:

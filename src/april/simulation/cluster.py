@@ -117,6 +117,7 @@ def least_training_gpus(
         with suppress(ValueError):
             check_trainer(gpu, shape, training_gpus, trainer_bytes)
             return training_gpus
+    # Not suppressed: if even these do not suffice, its error explains why.
     check_trainer(gpu, shape, most, trainer_bytes)
     return most
 

@@ -81,6 +81,7 @@ class CostModel:
         sizes = np.arange((slots or self.slots) + 1, dtype=float)
         base: NDArray[np.float64] = np.interp(sizes, batches, seconds)
         if len(batches) > 1:
+            # Never negative: noise in the last two measurements must not make larger batches faster.
             slope = max((seconds[-1] - seconds[-2]) / (batches[-1] - batches[-2]), 0.0)
             base += slope * np.maximum(sizes - batches[-1], 0.0)
         base[0] = 0.0

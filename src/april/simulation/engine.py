@@ -94,6 +94,7 @@ class SimulatedEngine:
         self.cost = cost
         self.workload = workload
         self.capacity = Capacity(cost.slots * replicas, cost.kv_tokens, cost.kv_tokens * replicas)
+        # Admission leaves the watermark free, so a longer sample would wait for ever.
         self.room = int(cost.kv_tokens * (1 - WATERMARK))
         self.samples = SampleTable()
         self.replicas = Replicas(cost, replicas, self.samples, episodes=turns is not None)
@@ -130,6 +131,7 @@ class SimulatedEngine:
                 prompt,
                 sample.seed,
                 sample.length,
+                # The budget limits policy tokens only.
                 min(budget + sample.environment_tokens, self.room - prompt),
                 sample.environment_tokens,
                 NEVER if self._turns is None else self._turns.end(sample),
@@ -155,6 +157,7 @@ class SimulatedEngine:
             return []
         names = None if sample_ids is None else set(sample_ids)
         now = asyncio.get_running_loop().time()
+        # Queued first: samples that no `poll` has started yet must be stopped as well.
         self._start_submitted(now)
         self.replicas.stop(names, now)
         await asyncio.sleep(self.cost.interrupt_seconds)
@@ -185,6 +188,7 @@ class SimulatedEngine:
             return
         self.replicas.advance(now)
         submitted, self._submitted = self._submitted, []
+        # Rows of the table can be reused only while no slot or queue refers to them.
         if not self.replicas.busy:
             self.replicas.clear()
         columns = zip(*submitted, strict=True)
@@ -200,6 +204,7 @@ class SimulatedEngine:
         home, held = (np.array(column, np.int64) for column in zip(*caches, strict=True))
         load = self.replicas.running + self.replicas.queues.counts
         replica = choose_replicas(home, load, self.cost.slots)
+        # A KV cache on another replica cannot be used: these tokens are prefilled again.
         held[replica != home] = 0
         rows = self.samples.add(
             ids,

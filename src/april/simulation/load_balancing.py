@@ -24,6 +24,7 @@ def choose_replicas(home: NDArray[np.int64], load: NDArray[np.int64], slots: int
         most = (load.sum() + len(home)) / replicas + AFFINITY * slots
         order = resumed[np.argsort(home[resumed], kind="stable")]
         per_home = np.bincount(home[resumed], minlength=replicas)
+        # Position among the resumed samples of the same replica: the first ones stay, up to `most`.
         rank = np.arange(len(order)) - np.repeat(np.cumsum(per_home) - per_home, per_home)
         chosen[order[rank + load[home[order]] >= most]] = -1
         load = load + np.bincount(chosen[chosen >= 0], minlength=replicas)

@@ -68,6 +68,7 @@ async def serve(
     """
     rng = rng or np.random.default_rng(0)
     count = steps * params.get("rollout_batch_size", workload.rollout_batch_size)
+    # Groups that are still in flight after the last step need prompts too.
     count += params.get("over_sampling_batch_size", 0)
     prompts = [
         Prompt(tuple(rng.integers(2, vocabulary, len(prompt.token_ids)).tolist()), prompt.id)
@@ -86,6 +87,7 @@ async def serve(
             collected = clock()
             await rollouts.update_weights()
             updated = clock()
+            # `clock` may measure CPU time, whereas the scheduler's own seconds are the event loop's.
             records.append(replace(StepRecord.of(step, 0.0, updated - collected), seconds=collected - began))
     engine.forget()
     return Outcome(records, warm_up, preemptions=0, prefilled_tokens=0, peak_kv=0.0)

@@ -109,6 +109,7 @@ def targets(recipe: Recipe) -> list[int]:
     """Return the values of N' to try: multiples of N that the staleness bound allows, and the recipe's own value."""
     params = recipe.rollout_params(partial_rollout=True)
     batch_size, bound = params.rollout_batch_size, params.max_staleness
+    # Within a bound of b updates at most (b + 1) N groups may be in the buffer (`RolloutParams`).
     tried = {round(ratio * batch_size) for ratio in RATIOS if bound is None or ratio <= bound + 1}
     own = params.over_sampling_batch_size
     return sorted(tried | ({own} if isinstance(own, int) else set()))
@@ -253,6 +254,7 @@ def advice(points: Sequence[Point], chosen: Point, slots: int) -> str:
     """
     fullest = max((point for point in points if point.name != BASELINE), key=lambda point: point.occupancy)
     if fullest.occupancy >= FULL and fullest.peak_kv <= SPARE:
+        # The number of slots that would fill the KV cache, in multiples of 8.
         more = max(int(slots / max(fullest.peak_kv, 0.01)) // 8 * 8, slots + 1)
         return (
             f"Slots limit you: with {fullest.name}, {fullest.occupancy:.0%} of an engine's {slots} slots decode, and "

@@ -78,6 +78,7 @@ class Tail:
 def _tail(step: StepTrace) -> tuple[float, float, float, float]:
     """Return seconds of the step and of its tail, and slot-seconds used in the tail and in the whole step."""
     spans = [span for span in step["spans"] if span["queued"] is not None]
+    # A sample has a span for each request; in this order its last end remains.
     last = {span["sample"]: span["end"] for span in sorted(spans, key=lambda span: span["end"])}
     ends = np.sort(list(last.values()))
     seconds, begins = duration(step), float(ends[int(np.ceil((1 - LAST) * len(ends))) - 1])
@@ -219,6 +220,7 @@ def profile(
         points.append(point)
         on_status(f"simulated: {point.name}, {point.consumed_tokens_per_second:,.0f} consumed tokens/s")
     timed = found[1:] or found  # the first step loads kernels and caches
+    # `workload.observed` is sorted by length; flags of truncation get the same order.
     order = np.argsort(np.concatenate([step["lengths"] for step in traces]), kind="stable")
     return Profile(
         workload=workload,

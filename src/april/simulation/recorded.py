@@ -65,6 +65,7 @@ def read_recorded(run: Path) -> Recorded:
 
 def _correlation(lengths: np.ndarray, budget: int) -> float:
     model = LengthModel(budget, half_life=math.inf)
+    # No half-life: every recorded response has the same weight.
     model.observe(np.zeros(lengths.size), lengths.ravel(), np.ones(lengths.size, bool))
     model.observe_groups(lengths)
     return model.correlation

@@ -132,6 +132,7 @@ class Replicas:
         replicas, slots = replicas[chosen], slots[chosen]
         rows = self._hand_out(replicas, slots)
         tokens = self.samples.prompt[rows] + self.samples.sent[rows]
+        # A sample that is stopped in its first prefill has no complete KV cache to keep.
         started = self.samples.sent[rows] > 0
         self._keep_caches(rows[started], replicas[started], tokens[started])
         np.subtract.at(self.kv, replicas, tokens)
@@ -182,6 +183,7 @@ class Replicas:
         """Do the decode steps that have ended at `now`; the current one is lost."""
         decoding = np.nonzero(self._steps_to_event > 0)[0]
         steps = np.floor(self._steps_within(decoding, now) + 1e-6)
+        # Events up to `now` are processed already: despite rounding, the last step before the next event is left to it.
         self._step(decoding, np.minimum(steps, self._steps_to_event[decoding] - 1))
 
     def _finish_step(self, replicas: NDArray[np.int64], now: float) -> NDArray[np.int64]:
@@ -229,6 +231,7 @@ class Replicas:
         self.steps[replicas] += n
         self.kv[replicas] += n * self.running[replicas]
         self._steps_to_event[replicas] = 0
+        # In this order: a prefill may yield a sample's last token, and finished samples free slots for waiting ones.
         if not n.all():
             self._end_prefill(replicas[n == 0])
         self._finish(replicas)
@@ -240,6 +243,7 @@ class Replicas:
         at, slots = ((self.row[replicas] >= 0) & (self.first_step[replicas] == NEVER)).nonzero()
         at = replicas[at]
         rows = self.row[at, slots]
+        # The prefill itself yields one token, so a sample counts from the decode step before the current one.
         before = self.steps[at] - 1
         self.first_step[at, slots] = before
         self._last_step[at, slots] = before + samples.total[rows] - samples.done[rows]
@@ -278,6 +282,7 @@ class Replicas:
         if self.queues.counts[replicas].any():
             seconds = self._admit(replicas)
             prefilling = seconds > 0
+            # Prefill stalls decoding: these replicas do no decode step before it ends.
             first = replicas[prefilling]
             self.next_event[first] = self.clock[first] + seconds[prefilling]
             self._steps_to_event[first] = 0
@@ -292,6 +297,7 @@ class Replicas:
             b = self.running[decoding]
         if len(decoding):
             until_finish = self._last_step[decoding].min(axis=1) - self.steps[decoding]
+            # At least one step, because `_preempt` has made room for it.
             until_full = (self.cost.kv_tokens - self.waiting_kv[decoding] - self.kv[decoding]) // b
             n = np.minimum(until_finish, until_full)
             self._steps_to_event[decoding] = n
@@ -310,17 +316,20 @@ class Replicas:
         queued = np.arange(most) < wanted[index, None]
         rows = np.where(queued, self.queues.first(at, most), 0)
         tokens = samples.prompt[rows] + samples.done[rows]
+        # KV caches of waiting samples do not count: they are dropped below if their room is needed.
         fits = queued & (self.kv[at, None] + np.cumsum(tokens, axis=1) <= limit)
         count = fits.sum(axis=1)
         some = count > 0
         index, at, rows, tokens, fits, count = (x[some] for x in (index, at, rows, tokens, fits, count))
         if not len(at):
             return seconds
+        # Before `held` is reset: tokens in the KV cache are not prefilled again.
         seconds[index] = self._prefill_seconds(at, rows, tokens, fits, count)
         self.queues.pop(at, count)
         self.waiting_kv[at] -= (samples.held[rows] * fits).sum(axis=1)
         self.running[at] += count
         self.kv[at] += (tokens * fits).sum(axis=1)
+        # The stable sort puts free slots first.
         free = np.argsort(self.row[at] >= 0, axis=1, kind="stable")[:, :most]
         which, order = np.nonzero(fits)
         slots = free[which, order]
@@ -347,10 +356,12 @@ class Replicas:
         groups = np.concatenate((self._last_group[at, None], self.samples.group[rows]), axis=1)
         shared = (groups[:, 1:] == groups[:, :-1]) & (held == 0) & self.cost.prefix_caching
         prefill = np.maximum(tokens - np.where(shared, self.samples.prompt[rows], held), 1) * fits
+        # tokens^2 - (tokens - prefill)^2: new tokens attend to the cached ones and to each other.
         pairs = prefill * (2 * tokens - prefill)
         self._last_group[at] = groups[np.arange(len(at)), count]
         self.prefilled_tokens += int(prefill.sum())
         costs = self.cost.prefill_token_seconds * prefill + self.cost.prefill_pair_seconds * pairs
+        # Never 0, also without any costs: `_schedule` recognises an admission by its seconds.
         seconds: NDArray[np.float64] = costs.sum(axis=1) + self.cost.request_seconds * count + 1e-12
         return seconds
 
@@ -377,8 +388,10 @@ class Replicas:
             for replica, tokens in zip(full[cached].tolist(), excess[cached].tolist(), strict=True):
                 self._evict(replica, tokens)
             full = full[~cached]
+            # One sample per replica and round: replicas without excess then leave the loop.
             slots = np.argmax(self._admission[full], axis=1)
             rows = self.row[full, slots]
+            # At readmission the tokens sampled so far are prefilled together with the prompt.
             samples.done[rows] += self.steps[full] - self.first_step[full, slots]
             self.kv[full] -= samples.prompt[rows] + samples.done[rows]
             self._vacate(full, slots)

@@ -38,6 +38,7 @@ def try_splits(gpus: int, least: int, measure: Callable[[int], float]) -> list[S
         order = sorted(tried)
         place = order.index(max(order, key=lambda training: tried[training]))
         around = order[max(place - 1, 0)], order[min(place + 1, len(order) - 1)]
+        # At most one split next to the best is untried, or the range no longer shrinks.
         if around[1] - around[0] <= 2 or around == (low, high):
             return [Split(training, tried[training]) for training in order]
         low, high = around

@@ -176,11 +176,13 @@ class Sweep:
         tokens = {sample.id: 0 for sample in samples}
         for sample in samples:
             self._engine.submit(sample)
+        # Two tokens of each sample: every prefill is over, and all samples decode.
         await self._receive(tokens, 2)
         began, before = self._clock(), sum(tokens.values())
         await self._receive(tokens, max(tokens.values()) + steps)
         seconds, after = self._clock() - began, sum(tokens.values())
         await self._stop(samples)
+        # Tokens grow linearly during the measurement, so the mean of both ends is the mean of all steps.
         kv_tokens = sum(lengths) + (before + after) / 2
         return Decoding(batch, kv_tokens, seconds / ((after - before) / batch))
 

@@ -63,6 +63,7 @@ class Turns:
     def end(self, sample: Sample) -> int:
         """Return the number of response tokens at which the policy's current turn ends."""
         before = sample.transitions[sample.turns]
+        # Inverse of the exponential distribution function.
         drawn = -self.tokens * math.log(uniform(sample.seed, sample.turns))
         return before.start + before.tokens + max(round(drawn), 1)
 
@@ -70,6 +71,7 @@ class Turns:
         """Return the seconds that the answer to `turn` takes."""
         if not self.sigma:
             return self.seconds
+        # Lognormal by Box and Muller. The term sigma^2 / 2 makes `seconds` the mean, not the median.
         first, second = uniform(seed, 2 * turn), uniform(seed, 2 * turn + 1)
         normal = math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second)
         return self.seconds * math.exp(self.sigma * normal - self.sigma**2 / 2)

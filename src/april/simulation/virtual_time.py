@@ -24,6 +24,7 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc,valid-type]
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready: list[tuple[selectors.SelectorKey, int]] = super().select(timeout if timeout is None else 0)
+        # asyncio passes the seconds until its next timer.
         if not ready and timeout is not None and timeout > 0:
             self.now += timeout
         return ready

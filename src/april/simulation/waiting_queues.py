@@ -73,6 +73,7 @@ class WaitingQueues:
         size = self._rows.shape[1]
         if needed > size:
             grown = np.full((len(self.counts), 2 * needed), -1, np.int64)
+            # Rings are unrolled: their wrap-around depends on the size, so all heads restart at 0.
             places = (self._heads[:, None] + np.arange(size)) % size
             grown[:, :size] = np.take_along_axis(self._rows, places, axis=1)
             self._rows = grown

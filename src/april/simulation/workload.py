@@ -93,6 +93,7 @@ class Workload:
         low, high = min(m - 7 * s for m, s, _ in logs), max(m + 7 * s for m, s, _ in logs)
         grid = np.linspace(low, high, 20001)
         cdf = sum(w * np.interp((grid - m) / s, _SCORES, _PHI, 0.0, 1.0) for m, s, w in logs)
+        # np.interp needs increasing abscissas: flat parts of the distribution function have no inverse.
         rising = np.concatenate(([True], np.diff(cdf) > 0))
         mixed: NDArray[np.float64] = np.interp(_PHI, cdf[rising], grid[rising])
         return mixed
@@ -143,6 +144,7 @@ def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 
 def normals(seeds: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return a standard normal number for each seed (Box and Muller), shape of `seeds`."""
+    # 53 bits, and half a unit so that the logarithm's argument is never 0.
     first, second = (((_mix(seeds, k) >> np.uint64(11)) + 0.5) * 2.0**-53 for k in (11, 12))
     normal: NDArray[np.float64] = np.sqrt(-2 * np.log(first)) * np.cos(2 * np.pi * second)
     return normal

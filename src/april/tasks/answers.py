@@ -105,11 +105,13 @@ def _latex(value: Any) -> str:
         return reading(value).latex[0]
     if SCIENTIFIC.fullmatch(value):
         return _positional(value)
+    # A backslash means LaTeX, which the rules below would damage.
     if "\\" in value:
         return value
     value = value.translate(SYMBOLS).strip()
     found = QUANTITY.fullmatch(value)
     if found is None:
+        # LaTeX takes only one character behind ^ as the exponent.
         return POWER.sub(r"^{\1}", PI.sub(r"\\pi ", value))
     number, words = found[1], found[2].split()
     if any(NO_UNITS.fullmatch(word.lower()) for word in words):

@@ -55,6 +55,7 @@ class Encoder:
     def batch(self, problems: Sequence[Problem]) -> Iterator[Prompt | ValueError]:
         """Yield each problem's prompt, or the reason why it has none; texts are tokenized together."""
         found: list[Text | Sequence[int] | ValueError] = [self._text(problem) for problem in problems]
+        # A tokenizer takes add_special_tokens for a whole batch, hence one batch for each value.
         for bare in (True, False):
             texts = {i: text.text for i, text in enumerate(found) if isinstance(text, Text) and text.bare is bare}
             for i, token_ids in zip(texts, self._tokenized(list(texts.values()), bare), strict=True):

@@ -113,6 +113,8 @@ class RewardWorkers:
         if not worker.alive:  # its process died between calls
             worker = self._replacement(worker)
         try:
+            # Outside the time limit, which starts with the call. Shielded, because wrap_future passes a cancellation on
+            # to `worker.loaded`, for which other calls may wait.
             await asyncio.shield(asyncio.wrap_future(worker.loaded))
             async with time_limit(self.time_limit):
                 return await worker.call(*args)
@@ -124,6 +126,7 @@ class RewardWorkers:
             if worker.alive:
                 self._idle.put_nowait(worker)
             elif not self._closed:
+                # The process died, or `Worker.call` killed it because the call was cancelled or late.
                 self._idle_once_loaded(self._replacement(worker))
 
     async def _turn(self) -> Worker:
@@ -132,10 +135,12 @@ class RewardWorkers:
         self._turns.add(turn)
         try:
             while not (await asyncio.wait((turn,), timeout=PATIENCE))[0]:
+                # One at a time: a worker that still imports may soon take the waiting call.
                 if len(self._workers) < self.most and self._newest.loaded.done():
                     self._idle_once_loaded(self._start())
             return turn.result()
         except asyncio.CancelledError:
+            # A worker arrived together with the cancellation: without this it would never be idle again.
             if not turn.cancel() and not turn.cancelled():
                 self._idle.put_nowait(turn.result())
             raise

@@ -113,6 +113,7 @@ def open_dataset(name: str, params: Mapping[str, Any], seed: int, size: int) -> 
     try:
         return create_dataset(name, **typed, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
+        # Assertions of reasoning-gym often name no parameter, so each is tried alone.
         alone = [parameter for parameter, value in typed.items() if _refuses(config, {parameter: value})]
         blamed = ", ".join(f"params.{parameter} = {params[parameter]!r}" for parameter in alone or params)
         raise ValueError(f"{blamed or 'params'} does not suit {name}: {error or type(error).__name__}") from error

@@ -76,6 +76,7 @@ def _array(path: Path) -> Iterator[Row]:
         raise ValueError(f"{path}: no text in UTF-8: {error.reason} at byte {error.start}") from None
     line, counted, position = 1, 0, _skip(text, text.index("[") + 1)
     while text[position : position + 1] != "]":
+        # Only the lines since the last record: a count from the start would be quadratic in the file.
         line, counted = line + text.count("\n", counted, position), position
         try:
             record, end = _finite.raw_decode(text, position)

@@ -58,6 +58,7 @@ class RecordsTask(Task):
         else:
             problems, held_out = hold_out(problems, _eval_count(spec.eval_size, len(problems)), spec.seed)
         self._read: dict[Split, Records] = {"train": train, "eval": evaluated}
+        # `size` applies after holding out, so that the held-out records do not depend on it.
         self._problems: dict[Split, list[Problem]] = {"train": problems[: spec.size], "eval": held_out}
         self.eval_size = len(held_out)
         if not self._problems["train"]:
@@ -148,6 +149,7 @@ def read_records(path: str, spec: TaskSpec, setting: str = "path", split: str | 
             bad.append(f"{path}:{line}: {error}")
             continue
         if spec.unique_prompts:
+            # Conversations are lists, which cannot be hashed.
             prompt = json.dumps(made.prompt)
             if prompt in prompts:
                 continue

@@ -157,16 +157,19 @@ class NamedFunction:
         args = (*response, offered["answer"])[: self._given] if response else ()
         if self.signature is None:
             return (*response, offered["answer"]), {}
+        # Python refuses a parameter that is passed by position and by name, and **kwargs need no second answer.
         taken = {*self._positional[: len(args)], *(("answer", self._answer) if len(args) == 2 else ())}
         return args, {k: v for k, v in offered.items() if k not in taken and (self._takes_all or k in self._named)}
 
     def _of_april(self, problem: Problem, known: Mapping[str, Any]) -> dict[str, Any]:
         answer = text_of(problem.answer)
         own = {"answer": answer, self._answer: answer}
+        # Later entries win: columns may replace id, prompt and length, but never the answer.
         return {"id": problem.id, "prompt": problem.prompt, **known, **problem.metadata, **own}
 
     def _of_verl(self, problem: Problem, response: str) -> dict[str, Any]:
         own = {"solution_str": response, "ground_truth": problem.answer}
+        # verl's functions may require extra_info, which records need not have.
         return {"extra_info": None, "prompt": problem.prompt, **problem.metadata, **own}
 
     def _of_trl(self, problem: Problem, responses: Sequence[str], ids: Sequence[Any]) -> dict[str, Any]:

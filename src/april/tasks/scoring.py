@@ -82,6 +82,7 @@ class SpecScorer:
             raise ValueError(f'reward_scope = "group" needs a reward function of your own, not {spec.reward!r}')
         self._parts = [self._part(path, weight) for path, weight in spec.weights.items()]
         names = [part.name for part in self._parts]
+        # Functions of the same name in different files would share one entry of `info`.
         if len(set(names)) < len(names):
             self._parts = [part._replace(name=part.path) for part in self._parts]
         functions = [part.function for part in self._parts if part.function]
@@ -110,6 +111,7 @@ class SpecScorer:
             ValueError: a reward function cannot be called with the columns of a problem.
         """
         problems = list(problems)
+        # One problem for each set of columns suffices. Reversed, so that the first such problem remains.
         examples = {frozenset(problem.metadata): problem for problem in reversed(problems)}
         for function in (part.function for part in self._parts if part.function):
             for problem in examples.values():

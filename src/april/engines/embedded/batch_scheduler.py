@@ -69,8 +69,10 @@ class BatchScheduler:
         paused = self.paused.pop(sequence.id, None)
         if paused is not None:
             self._unregister(paused)
+            # At least one token stays missing: the next token is sampled from the logits of the last.
             kept = paused.common_prefix(sequence, min(paused.kv_length, len(sequence.tokens) - 1))
             _bucket(paused).replace(paused, sequence, kept)
+            # With on_update = "keep" the row may be of older weights, and must not be shared as a current one.
             sequence.kv_epoch = paused.kv_epoch
             self._register(sequence)
         sequence.state = State.WAITING
@@ -80,6 +82,7 @@ class BatchScheduler:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._max_num_seqs:
             sequence = self._waiting[0]
+            # First come, first served: later sequences with shorter rows must not overtake, or long ones starve.
             if not self._provide_row(sequence):
                 return
             self._waiting.popleft()
@@ -133,6 +136,7 @@ class BatchScheduler:
             sequence.lose_cache()
         for sequence in self._running:
             sequence.state = State.WAITING
+        # extendleft reverses its argument, so the order of admission is kept.
         self._waiting.extendleft(reversed(self._running))
         for index in (self.paused, self._running, self._prefix_index):
             index.clear()
@@ -148,9 +152,11 @@ class BatchScheduler:
             all sequences these are at most `max_prefill_tokens`.
         """
         self._start_decoding()
+        # Before admission: a running sequence that lacks memory for its next token has priority over new ones.
         for sequence in [each for each in self.decoding if each.room < 0]:
             self._grow_row(sequence)
         self._admit()
+        # Admitted sequences that copied their prompt lack one token only, and decode in this pass.
         self._start_decoding()
         chunks = []
         for sequence in self._prefilling():
@@ -159,6 +165,7 @@ class BatchScheduler:
             size = min(sequence.missing, max_prefill_tokens)
             chunks.append((sequence, size))
             max_prefill_tokens -= size
+        # Prefill comes first: a draft only saves passes, whereas a sequence without its prompt produces nothing.
         for sequence in self.decoding:
             if sequence.old_tokens:
                 max_prefill_tokens -= sequence.propose_draft(max_prefill_tokens)
@@ -199,6 +206,7 @@ class BatchScheduler:
         while not self.cache.fits(needed, reserve):
             if not self._evict(sequence):
                 return False
+        # A resumed sequence has a row that is too short. Old and new row both exist during the copy, as `fits` assumes.
         if sequence.bucket is not None:
             self.cache.move_to_bucket(sequence, needed)
         else:
@@ -216,6 +224,7 @@ class BatchScheduler:
         while not self.cache.fits(longer):
             if self._evict(sequence):
                 continue
+            # The oldest running sequence is never preempted for another one, so some sequence always finishes.
             youngest = next(reversed(self._running))
             self._preempt(youngest)
             if youngest is sequence:
@@ -234,6 +243,7 @@ class BatchScheduler:
             self._release(sequence)
             self.paused.pop(sequence.id, None)
             return True
+        # While others run, their memory returns when they finish. Otherwise only the requester's own row is left.
         if not self._running and requester.bucket is not None:
             self._release(requester)
             return True
@@ -249,6 +259,7 @@ class BatchScheduler:
 
     def _share_prompt(self, sequence: Sequence) -> None:
         """Copy the prompt from a sequence that has computed it, or else wait for one that is going to compute it."""
+        # Each sequence computes the last prompt token itself: its first response token is sampled from those logits.
         shared = len(sequence.prompt) - 1
         for other in self._prefix_index.get(sequence.prompt, ()) if shared else ():
             if other.kv_epoch != self.epoch:
@@ -256,6 +267,7 @@ class BatchScheduler:
             if other.kv_length >= shared:
                 self._copy_prompt(other, sequence)
                 break
+            # The search continues: a later row may already contain the prompt.
             if other.state is State.RUNNING and other.prefix_owner is None:
                 sequence.prefix_owner = other
 

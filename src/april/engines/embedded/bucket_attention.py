@@ -39,6 +39,7 @@ class DecodeAttention:
 
     def attend(self, call: LayerCall, query: torch.Tensor) -> torch.Tensor:
         layer, window = call.layer, call.window
+        # Such a window hides no key. Layers with and without it then share one mask.
         if window is not None and window >= self._length:
             window = None
         mask = self._masks.get(window)
@@ -87,6 +88,7 @@ class PrefillAttention:
         if sizes.sum() < len(batch) * longest:
             real = offsets < sizes[:, None]
             firsts = start + sizes.cumsum() - sizes
+            # Padding repeats a run's first token. It stands behind the run's own tokens, so causality hides its keys.
             padded = upload((firsts[:, None] + np.where(real, offsets, 0)).flatten(), device)
             packed = upload(real.flatten().nonzero()[0], device)
         fresh = not bool(begins.any())
@@ -110,6 +112,7 @@ class PrefillAttention:
 
     def _mask(self, call: LayerCall, dtype: torch.dtype) -> torch.Tensor | None:
         window = None if call.window is None or call.window >= self.keys else call.window
+        # Queries and keys start at the same position, so `attend` needs no mask; PyTorch's flash kernel accepts none.
         if self.rows is None and window is None and call.softcap is None:
             return None
         if window not in self.masks:

@@ -172,6 +172,7 @@ class EmbeddedEngine:
             wrong = next(token for token in tokens if not 0 <= token < vocabulary)
             raise ValueError(f"sample {sample.id}: token id {wrong} is outside the vocabulary of {vocabulary}")
         cache = self._scheduler.cache
+        # Keys and values of the last token are never computed, because no token follows it.
         row_bytes = cache.bucket_for(limit - 1).row_bytes
         if row_bytes > cache.budget:
             raise ValueError(
@@ -184,6 +185,7 @@ class EmbeddedEngine:
         # A cancelled poll is cancelled here, between two passes.
         while self._scheduler.in_flight:
             await asyncio.sleep(0)
+            # While this task slept, another one may have interrupted the last samples.
             if not self._scheduler.in_flight:
                 break
             try:
@@ -259,6 +261,7 @@ class EmbeddedEngine:
         """Give up all of the KV cache, and continue with half of its budget; no token is lost."""
         full, shape = self._scheduler.cache, self._model.shape
         longest = max(sequence.limit - 1 for sequence in self._scheduler.in_flight.values())
+        # The longest sample in flight must still fit, or it could never be admitted again.
         budget = max(full.budget // 2, full.bucket_for(longest).row_bytes)
         log.warning(
             "memory ran out in generation; the KV cache takes at most %.2f GB from now on: %s", budget / 1e9, reason
@@ -285,6 +288,7 @@ class EmbeddedEngine:
             sampling += [sequence.sampling] * count
             numbers += sequence.uniforms.peek(count)
         tokens, logprobs = draw_tokens(logits, sampling, numbers)
+        # A single NaN makes the sum NaN. Raised here, before any sequence has changed.
         if math.isnan(sum(logprobs)):
             raise EngineError(f"policy version {self.version} computes logits that are not numbers")
         return tokens, logprobs

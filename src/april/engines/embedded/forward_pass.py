@@ -50,6 +50,7 @@ class ForwardPass:
         count = len(self._runs)
         for run in (run for batch in self._batches for run in batch):
             sequence, size = run.sequence, len(run.tokens)
+            # Every drafted token needs logits behind it; of a prefill, only the token that completes it does.
             if sequence in sampled_from:
                 sampled_from[sequence] += range(count, count + size)
             elif run.start + size == len(sequence.tokens):
@@ -62,12 +63,14 @@ class ForwardPass:
         self._sizes = np.array([len(run.tokens) for run in self._runs])
         self._rows = np.array([(run.bucket.pool_index(run.sequence.row), run.bucket.length) for run in self._runs])
         begins, lengths = self._rows.repeat(self._sizes, axis=0).T
+        # With neither prefill nor drafts, every token is sampled from, in the order of `sequences`.
         sampled = [place for each in self.sequences for place in sampled_from[each]] if self._batches else []
         # One copy to the device for all of them.
         sent = upload(np.concatenate((tokens, positions, begins, lengths, np.array(sampled, int))), device)
         self.tokens, self.positions, begins, lengths = sent[: 4 * count].view(4, 1, count).unbind(0)
         self.sampled = sent[4 * count :] if self._batches else None
         heads = torch.arange(cache.shape.heads, device=device)
+        # Flat indices of each token in each KV head: one index_copy_ per pool then writes all buckets.
         self._places = (begins.T + heads * lengths.T + self.positions.T).flatten()
         self._kernels: dict[bool, VarlenKernel | None] = {}
 
@@ -89,6 +92,7 @@ class ForwardPass:
         softcap = call.softcap is not None
         if softcap not in self._kernels:
             keys, values = self._cache.keys[call.layer], self._cache.values[call.layer]
+            # `_attend_in_one_call` passes each KV head as a sequence with one KV head and `group` query heads.
             group = call.query.shape[1] // self._cache.shape.heads
             case = KernelCase(keys.device, keys.dtype, group, 1, keys.shape[1], values.shape[1], softcap, cached=True)
             self._kernels[softcap] = varlen_kernel(case)
@@ -117,6 +121,7 @@ class ForwardPass:
         firsts = heads * self._sizes.sum() + self._sizes.cumsum() - self._sizes
         begins = self._rows[:, 0] + heads * self._rows[:, 1]
         seen = np.broadcast_to(used, begins.shape)
+        # Each token and KV head is a sequence of one query here, so token order needs no copy.
         if not self._batches:
             firsts, begins, seen = np.arange(begins.size), begins.T, seen.T
         ends = self._sizes.sum() * len(heads), self._cache.keys[0].shape[0]

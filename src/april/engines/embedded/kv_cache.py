@@ -65,8 +65,10 @@ class KVCache(Generic[R]):
         """Enlarge the pools if they lack room for `tokens` tokens behind the used rows and for the spare share."""
         held = sum(bucket.used * bucket.length for bucket in self.buckets) + tokens
         size = self._most_tokens
+        # Halves of the budget: as the cache grows, the pools are allocated and copied only a few times.
         while size // 2 >= held + held // _SPARE:
             size //= 2
+        # Never smaller than before: after a release the pools return to their former size in one step.
         self._tokens = max(size, self._tokens)
         if self._tokens > self.pool_tokens:
             self._resize(self._tokens)
@@ -84,6 +86,7 @@ class KVCache(Generic[R]):
         for bucket in self.buckets:
             del bucket.keys, bucket.values  # views keep the memory of the pools
         for size in sizes:
+            # One pool at a time: the memory of the old pool is freed before the next new pool is allocated.
             kept = self._pools.pop(0)[:, : used * self.shape.heads]
             if on_host:
                 kept = kept.cpu()
@@ -126,6 +129,7 @@ class KVCache(Generic[R]):
         assert old is not None
         if bucket.used == bucket.capacity:
             self._grow(bucket)
+        # Copied before `remove`, which reuses the old row. `add` then takes row `used` and clears only what follows.
         bucket.copy(sequence, bucket.used, sequence.kv_length)
         old.remove(sequence)
         bucket.add(sequence)
@@ -141,9 +145,11 @@ class KVCache(Generic[R]):
     def _grow(self, bucket: LengthBucket[R]) -> None:
         self._reserve(bucket.length)
         rows = {each: each.capacity for each in self.buckets}
+        # Growth by half keeps growths rare: each moves all longer buckets.
         wanted = max(_FEWEST_ROWS, bucket.used + 1, bucket.used * 3 // 2)
         room = self.pool_tokens * self.shape.bytes(self._options["dtype"])
         if self.allocated_bytes + (wanted - bucket.capacity) * bucket.row_bytes > room:
+            # The pools are too small for this: all buckets give up their free rows.
             rows = {each: each.used for each in self.buckets}
             wanted = min(wanted, bucket.used + (room - self.used_bytes) // bucket.row_bytes)
         assert wanted > bucket.used
@@ -171,6 +177,7 @@ class KVCache(Generic[R]):
         end = begin + bucket.used * bucket.length * heads
         size = max(abs(distance), _MOVED_AT_ONCE)
         parts = range(begin, end, size)
+        # As memmove does: the part nearest to the target moves first, so none is overwritten before it has moved.
         for first in parts if distance < 0 else reversed(parts):
             last = min(first + size, end)
             for pool in self._pools:
@@ -186,4 +193,5 @@ def bucket_lengths(context_length: int) -> list[int]:
     while lengths[-1] < context_length:
         last = lengths[-1]
         lengths.append(last * 3 // 2 if last & (last - 1) == 0 else last * 4 // 3)
+    # A multiple of 8, as some kernels require of the rows of masks (`bucket_attention._KEYS_MULTIPLE`).
     return [*lengths[:-1], min(lengths[-1], -(-context_length // 8) * 8)]

@@ -49,6 +49,7 @@ class ServedModel:
         self.shared = self.dtype == parameter.dtype
         self._source = model
         self.module: Any
+        # deepcopy takes objects in `memo` as copied already, so the second tree shares the parameters.
         memo: dict[int, Any] = {id(p): p for p in model.parameters()} if self.shared else {}
         self.module = copy.deepcopy(model, memo)
         # A training library may have replaced `forward` by one that is bound to the model given.
@@ -59,6 +60,7 @@ class ServedModel:
             self.module.requires_grad_(False)
         self.vocabulary = int(self.module.get_input_embeddings().num_embeddings)
         self.shape = self._verify()
+        # Apart from `_verify`: a model that fails this check is still served, in contexts no longer than its window.
         with short_windows(self.module):
             self._keeps_windows = self._agrees(_Probe())
 
@@ -91,10 +93,12 @@ class ServedModel:
             if self.shared:
                 return
             weights = self._source.named_parameters(remove_duplicate=False)
+        # Duplicates stay: a tied parameter may be sent under any of its names.
         own = dict(self.module.named_parameters(remove_duplicate=False)) | dict(self.module.named_buffers())
         for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
             if name not in own:
                 raise KeyError(f"{self.name} has no parameter named {name!r}")
+            # A shared parameter is already up to date.
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
 
@@ -108,6 +112,7 @@ class ServedModel:
     def check_context(self, context_length: int) -> None:
         """Refuse a context in which the engine would treat positions or windows differently from the model."""
         rope = getattr(self.config, "rope_parameters", None) or {}
+        # Models with several types of layers have one set of rotary parameters per type.
         kinds = rope.values() if all(isinstance(kind, Mapping) for kind in rope.values()) else (rope,)
         for kind in kinds:
             original = kind.get("original_max_position_embeddings") or self.longest_context()
@@ -136,6 +141,7 @@ class ServedModel:
         probe = _Probe()
         agrees = self._agrees(probe)
         layers = int(self.config.num_hidden_layers)
+        # Specific causes first: each of them may also make the logits differ.
         if [call.layer for call in probe.calls] != list(range(layers)):
             raise ValueError(
                 f"{self.name}: {layers} layers, of which {len(probe.calls)} called transformers' AttentionInterface; "
@@ -181,6 +187,7 @@ def convert(module: torch.nn.Module, dtype: torch.dtype) -> None:
     kept: set[str] = set()
     for model in module.modules():
         if isinstance(model, PreTrainedModel):
+            # As in from_pretrained: the strict list applies to both half precisions, the other one to float16 only.
             kept |= set(model._keep_in_fp32_modules_strict or ())
             kept |= set(model._keep_in_fp32_modules or ()) if dtype == torch.float16 else set()
     for name, tensor in module.state_dict(keep_vars=True).items():

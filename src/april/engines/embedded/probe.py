@@ -105,8 +105,10 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     for layer in layers:
         widening = _Widening(list(layer.modules()))
         hooks.append(layer.register_forward_pre_hook(widening.widen))
+        # always_call: the layer is restored also if its forward pass raises.
         hooks.append(layer.register_forward_hook(widening.restore, always_call=True))
     outside.widen()
+    # TF32 would exceed `TOLERANCE` without any error in the attention.
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -131,6 +133,7 @@ class _Widening:
         ]
 
     def widen(self, *_: Any) -> None:
+        # One copy for each tensor, so that tied parameters stay tied.
         wide = {id(tensor): tensor.detach().float() for _, _, tensor in self._narrow}
         for held, name, tensor in self._narrow:
             own = wide[id(tensor)]

@@ -67,6 +67,7 @@ class EngineProcess(RemoteEngine):
         try:
             engine.capacity = await engine._load(engine.process.channel(), settings, LOADING_SECONDS)
         except BaseException:
+            # Also when cancelled: the process would otherwise be left behind.
             await engine.close()
             raise
         return engine

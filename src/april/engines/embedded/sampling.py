@@ -82,9 +82,11 @@ def draw(logits: torch.Tensor, params: SamplingParams, uniforms: torch.Tensor, s
         return torch.stack((tokens.double(), logprobs.double(), torch.ones_like(logprobs, dtype=torch.float64)))
     if params.temperature != 1:
         weights.div_(params.temperature)
+    # The maximum becomes 0: exp cannot overflow, and min-p is a threshold relative to the best token.
     weights.sub_(weights.amax(-1, keepdim=True))
     complete = _truncate(weights, params, sort)
     weights.exp_()
+    # Closer to 1, the product with the total may round to the total, which no cumulative weight exceeds.
     tokens, total = _invert(weights, uniforms.clamp(max=_BELOW_ONE))
     logprobs = weights.gather(1, tokens[:, None])[:, 0].log() - total.log()
     return torch.stack((tokens.double(), logprobs.double(), complete.double()))
@@ -105,6 +107,7 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
         blocks = torch.cat((blocks, weights[:, whole:].sum(-1, keepdim=True)), 1)
     block, total, within = _search(blocks, uniforms)
     index = block[:, None] * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    # The last block may be shorter: places behind the vocabulary have weight 0.
     members = weights.gather(1, index.clamp(max=size - 1)).masked_fill_(index >= size, 0)
     offset, _, _ = _search(members, within)
     return block * _BLOCK + offset, total
@@ -112,9 +115,11 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 
 def _search(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's index, its total, and the position of the number within the index's own weight, in [0, 1)."""
+    # In float64: sums over a large vocabulary would lose small weights in float32.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     target = (uniforms * total)[:, None]
+    # right=True: a token of weight 0 never contains the target.
     index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
     upper = cumulative.gather(1, index)
     lower = cumulative.gather(1, (index - 1).clamp_(min=0)).masked_fill_(index == 0, 0)
@@ -134,12 +139,15 @@ def _truncate(scores: torch.Tensor, params: SamplingParams, sort: bool) -> torch
     if top_k or params.top_p < 1:
         values, index = _largest(scores, top_k, sort)
         if params.top_p < 1:
+            # After top-k, top-p is a share of the mass that top-k leaves; otherwise of the whole vocabulary.
             mass = None if top_k else _mass(scores)
             probabilities = values.double().exp()
             if mass is not None and values.shape[1] < size:
+                # Candidates with more than `top_p` of the mass contain the whole nucleus.
                 complete = probabilities.sum(-1) > params.top_p * mass[:, 0]
             probabilities /= probabilities.sum(-1, keepdim=True) if mass is None else mass
             before = probabilities.cumsum(-1) - probabilities
+            # The most likely token always stays, whatever the rounding.
             before[:, 0] = 0
             values = values.masked_fill(before >= params.top_p, -math.inf)
         scores.fill_(-math.inf).scatter_(1, index, values)

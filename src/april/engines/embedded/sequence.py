@@ -86,6 +86,7 @@ class Sequence(RowOwner):
     @property
     def row_length(self) -> int:
         """Tokens that a row must hold for the next passes."""
+        # A draft ends where the row ends, so a sequence with old tokens gets a row for all of them at once.
         return max(len(self.tokens), min(len(self.old_tokens), self.limit - 1))
 
     @property
@@ -112,6 +113,7 @@ class Sequence(RowOwner):
 
     def append(self, token: int, logprob: float) -> None:
         """Append the token drawn at the next position, and finish if it ends the response."""
+        # The pass that drew this token has computed keys and values of all tokens before it.
         length = self.kv_length = len(self.tokens)
         self.tokens.append(token)
         self.pending_logprobs.append(logprob)
@@ -127,6 +129,7 @@ class Sequence(RowOwner):
         begin, draft, self.draft = len(self.tokens), self.draft, []
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             self.append(token, logprob)
+            # Keys and values behind a rejected token stay in the row until later passes overwrite them.
             if self.finish is not None or draft[place : place + 1] != [token]:
                 break
         end = len(self.tokens)

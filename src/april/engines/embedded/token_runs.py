@@ -53,6 +53,7 @@ def attention_batches(runs: Iterable[TokenRun]) -> list[list[TokenRun]]:
         total = 0
         for run in similar:
             size = len(run.tokens)
+            # Sizes ascend within a kind, so this run would pad every earlier run of the batch to its own size.
             padding = (len(batch) + 1) * size - (total + size)
             if batch and padding > _PADDING_WORTH_A_CALL + total // 8:
                 batches.append(batch)
@@ -60,4 +61,5 @@ def attention_batches(runs: Iterable[TokenRun]) -> list[list[TokenRun]]:
             batch.append(run)
             total += size
         batches.append(batch)
+    # Ascending rows: adjacent ones are then read as a slice, without a copy.
     return [sorted(batch, key=lambda run: run.sequence.row) for batch in batches]
