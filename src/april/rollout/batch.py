@@ -202,6 +202,7 @@ class RolloutBatch:
     @property
     def resumed_samples(self) -> int:
         """Samples that were resumed from tokens of earlier steps."""
+        # Reversed, so that the first interval of each sample stays: later ones follow a retry or a turn of this step.
         first = {span.sample_id: span for span in reversed(self.request_intervals)}
         return sum(span.before > 0 and not span.running for span in first.values())
 

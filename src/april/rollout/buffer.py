@@ -86,6 +86,7 @@ class Buffer:
             sample = self.groups[int(group_id)].samples[int(index)]
         except (ValueError, LookupError):
             raise KeyError(sample_id) from None
+        # The id of an evaluation's sample contains the number of a training group, but names another sample.
         if sample.id != sample_id:
             raise KeyError(sample_id)
         return sample

@@ -86,6 +86,7 @@ class Capacity:
         kv_tokens = [capacity.kv_tokens for capacity in each if capacity.kv_tokens is not None]
         return cls(
             slots=sum(capacity.slots for capacity in each),
+            # A sample may be placed on any of the engines, so it has to fit the smallest context.
             context_length=min(capacity.context_length for capacity in each),
             kv_tokens=sum(kv_tokens) if len(kv_tokens) == len(each) else None,
         )

@@ -52,6 +52,7 @@ class EngineState(Enum):
 
 def back_off(delay: float, failures: int) -> float:
     """Return the seconds to wait after this number of failures in a row."""
+    # Without the bound on the exponent, a very long outage would end in an OverflowError.
     return min(delay * 2.0 ** min(failures - 1, 60), MAX_BACK_OFF)
 
 
@@ -253,6 +254,7 @@ async def _answer(shared: SharedEngine, sample: Sample) -> Chunk:
                 if len(shared) == len(in_flight):  # otherwise the request may wait behind other samples
                     return silent
         finally:
+            # Also after an answer or a cancellation: the request must hold no slot and leave no token behind.
             await shared.engine.interrupt([sample.id])
             shared.engine.forget([sample.id])
 
@@ -262,4 +264,5 @@ async def _first_chunk(shared: SharedEngine, in_flight: InFlight) -> Chunk:
         for chunk in await shared.poll(in_flight):
             if len(chunk.token_ids) or chunk.finish is not None or chunk.error is not None:
                 return chunk
+        # An engine that returns at once would otherwise keep the event loop from running the timeout.
         await asyncio.sleep(0)

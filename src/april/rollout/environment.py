@@ -205,6 +205,7 @@ def checked_observation(observation: Any) -> Observation:
     """
     if isinstance(observation, str):
         return encodable(observation)
+    # Before the check of messages: TokenIds is a sequence too, and an empty one would pass as no messages.
     if isinstance(observation, TokenIds):
         if all(isinstance(token, int) and 0 <= token <= MAX_TOKEN_ID for token in observation):
             return observation

@@ -198,6 +198,7 @@ class Episodes:
             self._arrived.set()
             return
         finally:
+            # `drop` may have removed this task already; a later task of the sample must stay.
             if self._tasks.get(sample.id) is asyncio.current_task():
                 del self._tasks[sample.id]
         if event is None or isinstance(event, Restarted) or event.finish is not None:
@@ -218,6 +219,7 @@ class Episodes:
             try:
                 async with self._free:
                     environment = self._live.get(sample.id) or await self._brought(sample, group)
+                    # Set again: the wait for a place and the recovery of the environment count towards no deadline.
                     began = asyncio.get_running_loop().time()
                     return await self._answered(environment, sample, group)
             except _Diverged as error:
@@ -227,11 +229,15 @@ class Episodes:
                 seconds = asyncio.get_running_loop().time() - began
                 kind, reason = _cause(error)
                 failed(kind, reason)
+                # With recovery `restart`, an environment that only raised is kept: a new one costs the whole episode.
                 if kind != "environment" or limits.recovery != "restart" or not sample.transitions:
                     self._discard(sample.id)  # a new one is brought to the state before the turn
                 if isinstance(error, EnvironmentLost) and not error.own:
+                    # Another call ended the process: no attempt and no delay are charged, but other tasks have to run.
                     await asyncio.sleep(0)
                     continue
+                # A turn that raised or timed out would likely fail again: only lost environments and resets are
+                # retried.
                 lost = isinstance(error, EnvironmentLost) or not sample.transitions
                 if not lost or attempt >= limits.max_retries:
                     return self._given_up(sample, reason, seconds)
@@ -275,6 +281,7 @@ class Episodes:
         finish: FinishReason | None = FinishReason.FAILED
         left = self._seconds_left(sample)
         if left is not None and seconds >= left:
+            # The deadline of the episode cut the call, so the episode is truncated: the environment did not fail.
             finish = FinishReason.DEADLINE
         elif self.limits.on_error == "observe":
             with suppress(Exception):  # the bridge may fail on this text as well
@@ -313,6 +320,7 @@ class Episodes:
         token_ids = said if isinstance(said, TokenIds) else bridged()
         if token_ids is None:
             return (), FinishReason.BRIDGE
+        # Equality leaves no room for a token of the policy's next turn.
         if len(sample.prompt_ids) + sample.length + len(token_ids) >= self.context_length:
             return (), FinishReason.CONTEXT
         if sample.transitions and sample.sampling.observations_count:
@@ -337,6 +345,7 @@ class Episodes:
             raise _Diverged("its environment is gone, and recovery is restart")
         with _environment_code():
             environment = self.make()
+        # Before the environment is restored, so that a failure or a cancellation on the way still closes it.
         self._live[sample.id] = environment
         if not sample.transitions:
             return environment
@@ -347,6 +356,7 @@ class Episodes:
                 await self._replay(environment, sample, group, turns=recovery == "replay")
         except (EnvironmentLost, _Diverged):
             raise
+        # A recovery that was too slow is retried with a new environment; any other failure restarts the episode.
         except TimeoutError:
             raise EnvironmentLost(f"{recovery}: it took too long") from None
         except Exception as error:

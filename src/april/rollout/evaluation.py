@@ -54,6 +54,7 @@ async def evaluate(
     state.engine_version = version
     source = PromptSource(prompts, n_samples, sampling, seed, journalled=False)
     with shared.another_user() as in_flight:
+        # An evaluation needs every prompt, so the first group that is given up ends it.
         loop = RolloutLoop(shared, in_flight, History(state, None), source, None, faults, episodes, give_up_limit=1)
         loop.start_step()
         try:
@@ -66,5 +67,6 @@ async def evaluate(
             try:
                 await loop.close()
             finally:
+                # Interrupted samples of a failed evaluation may keep their KV caches, and never resume.
                 shared.engine.forget([sample.id for group in state.buffer for sample in group.samples])
     return list(state.buffer)

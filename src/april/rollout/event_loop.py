@@ -62,6 +62,7 @@ class EventLoop:
         if outcome in self._tasks:
             self._tasks[outcome].cancel()
         elif not outcome.done():
+            # Ctrl-C came before `_start` was scheduled: there is no task that could settle the outcome.
             outcome.set_exception(asyncio.CancelledError())
 
     def _settle(self, task: asyncio.Task[T], outcome: Future[T]) -> None:

@@ -90,6 +90,8 @@ class Generation:
     def submit(self, admitted: Sequence[Group], due: Iterable[Sample]) -> None:
         """Submit samples: interrupted samples first, then samples of `admitted` groups, of answered turns, and samples
         whose next attempt is `due`."""
+        # The engine serves samples in the order of submission. The buffer is in the order of admission, so interrupted
+        # samples of older groups come before new groups.
         groups = [*self.state.buffer] if self._interrupted else admitted
         if groups:
             samples = [sample for group in groups for sample in group.samples if sample.finish is None]
@@ -97,6 +99,7 @@ class Generation:
         self._interrupted = False
         if self._answered:
             answered, self._answered = self._answered, []
+            # A group may have been rejected since its environment answered.
             self._submit([sample for sample in answered if sample.group_id in self.state.buffer.groups])
         self._submit(due)
 
@@ -132,6 +135,7 @@ class Generation:
         """Quarantine a group; return whether that has happened to too many groups of the step."""
         self.quarantined.add(group, reason, error)
         rejections = self.stats.batch.rejections
+        # If as many groups failed as the buffer holds, their samples are not the cause: replacements would fail too.
         given_up = len(self.quarantined) + sum(rejected is reason for _, rejected in rejections)
         return given_up >= (self.give_up_limit or self.stats.batch.target)
 
@@ -148,6 +152,7 @@ class Generation:
             try:
                 chunks = await self.shared.poll(self.in_flight, self.retries.next(True), waits)
             finally:
+                # Also if the wait is cancelled: its time would otherwise count as time of an idle engine.
                 busy = self.engine.running / self.engine.capacity.slots
                 self.stats.batch.occupancy += (self.stats.now - before) * busy
             self.absorb(chunks)
@@ -169,6 +174,7 @@ class Generation:
         now, in_flight = self.stats.now, self.in_flight
         tokens, ended, failed, complete, broken = self.history.absorb(chunks, in_flight.samples)
         self.stats.batch.sampled_tokens += tokens
+        # Before the failures: tokens of the same batch are no evidence that the engine worked after them.
         self.retries.received(chunks, in_flight.mark_started(chunks, now), in_flight.samples)
         for chunk in failed:
             self._request_failed(chunk, now)
@@ -227,6 +233,7 @@ class Generation:
                 finished.append(sample)
                 if group.complete:
                     complete.append(group)
+            # A finished or restarted sample never continues on its KV cache.
             if sample.finish is not None or not sample.transitions:
                 self.engine.forget([sample.id])
         self.on_finished(finished, complete)
@@ -255,6 +262,8 @@ class Generation:
             try:
                 chunks = await self.in_flight.interrupt(self.engine, self.retries.controls)
             except asyncio.CancelledError:
+                # The first call may have stopped some samples; the engine keeps their tokens until they are named
+                # again.
                 cancelled = True
                 second = asyncio.ensure_future(self.in_flight.interrupt(self.engine, self.retries.controls))
                 await outlast(second)
@@ -267,5 +276,6 @@ class Generation:
         finally:
             self.in_flight.end_all(self.stats.now)
             self._interrupted = True
+            # Also in place of an error of the engine: the task of the caller was cancelled, and has to end.
             if cancelled:
                 raise asyncio.CancelledError

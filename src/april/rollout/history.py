@@ -36,6 +36,7 @@ class History:
         """`apply` for the chunks of an engine."""
         absorbed = self.state.absorb(chunks, among)
         if self.journal is not None:
+            # By identity: chunks hold lists, which have no hash, and of two equal chunks only one may be broken.
             broken = {id(error.chunk) for error in absorbed.broken}
             kept = [chunk for chunk in chunks if len(chunk.token_ids) or chunk.finish is not None]
             self.journal.record(*[chunk for chunk in kept if id(chunk) not in broken])

@@ -90,6 +90,7 @@ class InFlight:
             interval.end, interval.after = now, sample.policy_tokens
             interval.outcome = "running" if running else "interrupted"
             carried[id] = RequestInterval(id, sample.group_id, 0.0, sample.policy_tokens, running=running)
+        # Intervals begin silent in the next step, so that `queued` is the time of the first token in that step.
         self._silent, self._sampling = carried, {}
         return list(carried.values())
 
@@ -100,6 +101,7 @@ class InFlight:
             controls: samples of control requests, which are stopped too; their tokens are thrown away.
         """
         interrupted = await engine.interrupt([*self.samples, *controls])
+        # After the wait, during which another user may have delivered chunks; they precede those of the interrupt.
         return [*self.undelivered(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
 
     def undelivered(self) -> list[Chunk]:
@@ -129,6 +131,7 @@ class InFlight:
             await _cancel(first)
         except asyncio.CancelledError:
             await _cancel(first)
+            # In front: chunks that another user has delivered since are newer.
             if not poll.cancelled() and poll.exception() is None:  # it ended at the same moment, with tokens
                 self._undelivered[:0] = [chunk for chunk in poll.result() if chunk.sample_id in self.samples]
             raise
@@ -170,6 +173,7 @@ class SharedEngine:
 
     async def _poll(self, user: InFlight) -> list[Chunk]:
         async with self._polling:
+            # The user that held the lock before may have received these chunks, and the engine may have no others.
             return user.undelivered() or self._deal(await self.engine.poll(), user)
 
     def _deal(self, chunks: list[Chunk], user: InFlight) -> list[Chunk]:
@@ -204,6 +208,7 @@ async def outlast(task: asyncio.Future[Any]) -> bool:
     cancelled = False
     while not task.done():
         try:
+            # A cancelled `asyncio.wait` leaves the task running; awaiting the task itself would cancel it.
             await asyncio.wait((task,))
         except asyncio.CancelledError:
             cancelled = True
@@ -213,4 +218,5 @@ async def outlast(task: asyncio.Future[Any]) -> bool:
 async def _cancel(tasks: set[asyncio.Future[Any]]) -> None:
     for task in tasks:
         task.cancel()
+    # A task may finish with a result before its cancellation arrives, so callers look at it after this.
     await asyncio.wait(tasks)

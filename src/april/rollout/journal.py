@@ -121,6 +121,7 @@ class Journal:
                     f"{place.segment}: the record of event {record.first} cannot be read: {error}"
                 ) from None
             for number, event in enumerate(events, record.first):
+                # A record holds many chunks, and may begin before the position.
                 if number > self.position:
                     self.position = number
                     yield event
@@ -225,7 +226,9 @@ class Journal:
                 self._changed.wait_for(lambda: self._pending or self._closing)
                 if not self._pending:
                     return
+                # With 0 seconds, `drain` requests each write and no timer is needed.
                 self._changed.wait_for(lambda: self._urgent or self._closing, self.flush_seconds or None)
+                # Taken under the lock, and written outside it: `record` never waits for the disk.
                 events, self._pending = self._pending, []
                 written, weight, self._urgent = self.position, self.backlog, False
             try:
@@ -234,6 +237,7 @@ class Journal:
                 self._failure = error
             with self._changed:
                 self.last = written
+                # Events recorded during the commit are still waiting, so only the weight of this commit is subtracted.
                 self.backlog = 0 if self._failure else self.backlog - weight
                 waiting, self._waiting = self._waiting, []
                 self._changed.notify_all()

@@ -91,6 +91,7 @@ class JournalFile:
         self.path = path
         if not path.exists():
             path.mkdir()
+            # A crash may otherwise lose the new directory, with files that were synced in it.
             sync_directory(path.parent)
         self._lock = _locked(path)
         self._descriptor: int | None = None
@@ -132,6 +133,7 @@ class JournalFile:
     def append(self, records: Sequence[Record], new_segment: bool = False) -> None:
         """Write a commit. When this returns, it is on disk."""
         if self._descriptor is None:
+            # Not on opening: a journal that is only read is not changed.
             self._remove_torn_tail()
         if new_segment or self._end >= SEGMENT_BYTES:
             self._close_segment()
@@ -140,6 +142,8 @@ class JournalFile:
         if self._descriptor is None:
             self._descriptor = os.open(segments_of(self.path)[-1], os.O_WRONLY | os.O_APPEND)
         for number, record in enumerate(records):
+            # One fsync ends the commit, so a crash may leave any of its records. The flag marks the first one, by which
+            # `_require_torn` recognises a later commit.
             header = RECORD.pack(number == 0, record.first, record.last, len(record.content))
             checksum = CHECKSUM.pack(zlib.crc32(record.content, zlib.crc32(header)))
             _write(self._descriptor, b"".join((MARKER, checksum, header, record.content)))
@@ -157,6 +161,7 @@ class JournalFile:
 
     def prune(self, position: int) -> None:
         """Remove the segments that hold no event after `position`; the last segment always stays."""
+        # Oldest first: a process that dies in between leaves no gap.
         for segment, following in pairwise(segments_of(self.path)):
             if _first(following) - 1 > position:
                 break
@@ -188,6 +193,7 @@ def repair_journal(path: Path, mark: Mapping[str, Any] | None, events: bool = Tr
     kept.mkdir()
     path.mkdir(exist_ok=True)
     for segment in segments_of(path):
+        # Links suffice: `_cut` replaces or removes segments, and never changes one.
         os.link(segment, kept / segment.name)
     sync_directory(kept)
     sync_directory(path.parent)
@@ -209,6 +215,7 @@ def _cut(path: Path, run: str, last: int) -> None:
     segments = segments_of(path)
     newest = max((segment for segment in segments if _first(segment) <= last + 1), default=None)
     end = None if newest is None else _end_of(newest, run, last)
+    # Newest first: a process that dies in between leaves no gap.
     for segment in reversed(segments):
         header = read_header(segment)
         if (segment != newest or end is None) and (_first(segment) > last or header is None or header[0] != run):
@@ -216,6 +223,7 @@ def _cut(path: Path, run: str, last: int) -> None:
     if newest is None or end is None:
         _make_segment(path, run, last + 1)
         return
+    # A shorter copy, not `truncate`: the journal that is kept shares this file through a hard link.
     shortened = newest.with_suffix(".new")
     with newest.open("rb") as source, shortened.open("wb") as target:
         target.write(_segment_header(run, _first(newest)))
@@ -374,6 +382,7 @@ def _require_torn(segment: Path, at: int, event: str) -> None:
         at += 1
         while at < size:
             file.seek(at)
+            # Windows overlap by a marker, so that no marker is missed at a border.
             offset = file.read(WINDOW + len(MARKER)).find(MARKER)
             at += WINDOW if offset < 0 else offset
             if offset >= 0:
@@ -387,6 +396,7 @@ def _locked(path: Path) -> BinaryIO:
     """Return the lock of a journal, which the process holds until it closes the file."""
     lock = (path / "lock").open("ab")
     try:
+        # The kernel releases a flock with the process, so a run that died leaves no stale lock.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
@@ -397,4 +407,5 @@ def _locked(path: Path) -> BinaryIO:
 def _write(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
+        # `os.write` may write a part only.
         view = view[os.write(descriptor, view) :]

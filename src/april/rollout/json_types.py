@@ -63,6 +63,7 @@ def encodable(text: str) -> str:
     """
     if text.isascii():
         return str.__add__(text, "")  # the text itself, of a subclass as well
+    # UTF-16 joins two halves that form a pair, and `replace` affects lone halves only.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -134,6 +134,7 @@ class RolloutLoop:
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
+            # `outlast` has caught the cancellation of the caller, which must not be lost.
             if await outlast(task):
                 raise asyncio.CancelledError
 
@@ -143,6 +144,7 @@ class RolloutLoop:
         try:
             await self.generation.interrupt()
         except EngineError as error:
+            # The weights can still be updated. `next_batch` raises the error; an earlier error is the cause.
             self.error = self.error or error
 
     def raise_error(self) -> None:
@@ -169,6 +171,7 @@ class RolloutLoop:
                     if self.stalled:  # until a batch is taken, or the weights are updated
                         await asyncio.get_running_loop().create_future()
                     await self.poll()
+        # No caller awaits this task: `raise_error` raises the error in the next `next_batch`.
         except Exception as error:
             self.error = error
 
@@ -191,6 +194,7 @@ class RolloutLoop:
 
     def _start_stats(self) -> None:
         plan, largest = self.state.admission.plan(self.params.rollout_batch_size), self.params.largest_target
+        # An `Admission` of the user need not respect the staleness bound.
         plan = plan if largest is None else replace(plan, target=min(plan.target, largest))
         self.stats.start_step(plan, self.state.grown)
 
@@ -210,6 +214,7 @@ class RolloutLoop:
         for group, quarantine in self.quarantined.release(self.generation.in_flight):
             self.stats.batch.quarantined.append(quarantine)
             self._reject(group, quarantine.reason)
+        # Last, so that the other rewards, the answers and the rejections are applied first.
         if error is not None:
             raise error
 
@@ -219,12 +224,14 @@ class RolloutLoop:
         Raises:
             EngineError: an outage has lasted too long, or too many groups were given up.
         """
+        # Before `down` is read: this takes the answer to a control request, which changes the state of the engine.
         due = self.generation.due_for_retry()
         if not self.generation.retries.down:
             self.generation.submit(self._admit(), due)
 
     def _admit(self) -> list[Group]:
         buffer, target, groups = self.state.buffer, self.target, []
+        # Quarantined groups stay until nothing of them is in flight; their replacements need not wait for that.
         while len(buffer) - len(self.quarantined) < target:
             admitted = self.prompts.admit(buffer.admitted)
             if admitted is None:
@@ -239,6 +246,7 @@ class RolloutLoop:
         Args:
             or_reward: return at any reward.
         """
+        # A reward that can reject no group changes nothing in the engine, so the wait need not end for it.
         decisive = len(self.scoring) > 0 and (self.state.scored or or_reward)
         if not await self.generation.poll([self.scoring.wait] if decisive else []):
             await self.await_reward()
@@ -251,6 +259,7 @@ class RolloutLoop:
     def _reject(self, group: Group, reason: Rejection) -> None:
         self.history.apply(Rejected(group.id, reason))
         self.generation.discard(group)
+        # Counted last, because it may raise: the group has left the buffer by then, and its resources are free.
         limit, ready = self.faults.max_rejected_groups, len(self.state.ready)
         self.stats.add_rejection(group, reason, limit, ready, self.params.rollout_batch_size)
 

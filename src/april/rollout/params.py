@@ -111,6 +111,7 @@ class RolloutParams:
         if largest is not None and target > largest:
             raise ValueError(
                 f"{own} cannot keep {setting('max_staleness')}: with {setting('rollout_batch_size')} at most {largest} "
+                # The smallest S with N' <= N * (S + 1).
                 f"groups may be in the buffer; lower the first, or raise the second to {-(-target // size) - 1}"
             )
 
@@ -210,4 +211,5 @@ class EpisodeLimits:
 
 
 def _whole(value: Any, least: int) -> bool:
+    # True is an int in Python, and would count as 1.
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

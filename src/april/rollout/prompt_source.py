@@ -62,6 +62,7 @@ class PromptSource:
         """Continue after `position`, if it is not None."""
         if position is not None:
             self.prompts.load_state_dict(position)  # type: ignore[attr-defined]
+            # An iterator that was made before may continue at its old position.
             self._next = iter(self.prompts)
 
 

@@ -136,6 +136,7 @@ def _event(kind: str, body: Any) -> Event:
     match kind:
         case "admitted":
             group_id, prompt, n, sampling, seed, prompts = body
+            # A NamedTuple accepts any types; a wrong one would fail only when the event is applied.
             if not isinstance(n, int) or not isinstance(seed, int) or not isinstance(group_id, int):
                 raise ValueError("a group, its size or its seed is no number")
             return Admitted(group_id, Prompt.from_dict(prompt), n, SamplingParams.from_dict(sampling), seed, prompts)

@@ -147,6 +147,7 @@ class Retries:
             if brought:
                 self._health.works()
             for chunk in brought if self._waiting else ():
+                # Removed and inserted again: `_witnessed` reads only the last entry, which has to be the latest batch.
                 self._witnesses.pop(chunk.sample_id, None)
                 if chunk.finish is None:  # a finished sample has no request that could fail
                     self._witnesses[chunk.sample_id] = self._batch
@@ -160,6 +161,7 @@ class Retries:
         self._waiting[sample.id] = request
         self._witnesses.pop(sample.id, None)
         self._suspects.request_failed(sample.id)
+        # A first loss has an explanation, the dead replica: neither this sample nor the other replicas are in doubt.
         if chunk.fault is Fault.LOST and not (sample.id in self._lost or self._suspects.suspected(sample.id)):
             self._lost.add(sample.id)
             request.state = RequestState.RETRYING
@@ -187,6 +189,7 @@ class Retries:
         for request in ready:
             self._waiting.pop(request.id, None)
         control_due = self._next_control(bool(in_flight))
+        # Requests that are submitted now will provide the evidence themselves.
         if control_due is not None and control_due <= now and not ready:
             self._send_control(shared)
         if not self._waiting:
@@ -196,6 +199,7 @@ class Retries:
     def _ready(self, in_flight: InFlight, now: float) -> list[FailedRequest]:
         """Decide about failures that have a witness; return the requests to submit, else the next set of suspects."""
         witnessed = [request for request in self._undecided if request.due <= now and self._witnessed(request)]
+        # Together: one death explains the losses, and any of these samples may have caused it.
         if lost := [request for request in witnessed if request.fault is Fault.LOST]:
             self._engine_died(lost, now)
         for request in witnessed:
@@ -245,6 +249,7 @@ class Retries:
     def new_step(self) -> None:
         """Let no sample wait any longer, except for suspects."""
         for request in self._undecided:
+            # Before the requests are cleared, or a sample that fails at the end of each step would never be charged.
             if request.fault is not Fault.LOST and self._witnessed(request):
                 self._decide(request)
         self._waiting.clear()
@@ -299,6 +304,7 @@ class Retries:
     def _send_control(self, shared: SharedEngine) -> None:
         """Request one token, of a prompt that the engine has continued before, else of the waiting samples in turn."""
         requests = list(self._waiting.values())
+        # In turn: a single prompt that the engine cannot process must not make the engine look down forever.
         sample = requests[self._health.attempts % len(requests)].sample
         self._health.ask(shared, self._answered_prompt or sample.prompt_ids, sample.sampling, self._batch)
 
@@ -310,6 +316,7 @@ class Retries:
             return
         failed = [request for request in self._undecided if request.batch <= batch and not self._witnessed(request)]
         may_have_killed = [request for request in failed if request.fault in (Fault.UNKNOWN, Fault.LOST)]
+        # The engine did not go down, so a request that failed alone was its own cause.
         if not was_down and self._is_bad_sample(may_have_killed):
             may_have_killed = []
         for request in failed:

@@ -129,7 +129,9 @@ class RewardTasks:
         functions that answer at once share a task, and no function waits for another."""
         self._beginning = bool(self._next)
         if self._next:
+            # The event loop holds tasks by weak references only, and `_tasks` holds this one once it scores.
             self._scoring = asyncio.create_task(self._score_next(), name="rewards")
+            # Called after the new task has run: samples that are left in `_next` then wait behind a slow function.
             asyncio.get_running_loop().call_soon(self._begin)
 
     async def _score_next(self) -> None:
@@ -202,6 +204,7 @@ def check_rewards(rewards: Sequence[float | Reward], expected: int) -> list[Rewa
     Raises:
         ValueError: the count is wrong, a reward is no finite number, or its info is not JSON types.
     """
+    # Text, mappings and sets are iterable, but do not hold rewards in the order of the samples.
     if isinstance(rewards, str | bytes | bytearray | Mapping | Set) or not isinstance(rewards, Iterable):
         raise ValueError(f"the reward function returned {shown(rewards)} where {expected} rewards were expected")
     values = list(rewards)

@@ -197,9 +197,11 @@ class RolloutScheduler:
                 await loop.settle()
                 chosen = self._select()
                 rewarded = chosen is not None and all(group.rewarded for group in chosen)
+                # With overlap, generation continues while the chosen groups wait for their rewards.
                 if chosen is None or (generate_on and not rewarded):
                     await self._advance(or_reward=chosen is not None)
                 elif loop.generation.in_flight and not generate_on:
+                    # The interrupt returns tokens, which may complete older groups: the next iteration selects again.
                     loop.stats.batch.interrupted_at = loop.stats.now
                     await loop.generation.interrupt()
                 elif not rewarded:
@@ -221,6 +223,7 @@ class RolloutScheduler:
             with UserCode():
                 yield loop
         except BaseException:
+            # A failure of the engine here must not replace the error that ended the block.
             with suppress(EngineError):
                 await loop.generation.interrupt()
             raise
@@ -231,6 +234,7 @@ class RolloutScheduler:
         loop.fill()
         if not loop.stalled:
             await loop.poll(or_reward)
+        # A loop that stalls below its target has found no prompt; at its target, the staleness bound admits no group.
         elif len(self.buffer) < loop.target:
             raise ValueError(f"the prompts ran out: {len(self.state.ready)} complete groups where a step needs {size}")
         else:
@@ -247,6 +251,7 @@ class RolloutScheduler:
 
     def _hand_over(self, chosen: list[Group], generate_on: bool) -> RolloutBatch:
         loop = self._loop
+        # First: the intervals of samples in flight end here, in this batch, from which the length model learns.
         carried = loop.generation.in_flight.start_step(loop.stats.now) if generate_on else []
         chosen_ids = {group.id for group in chosen}
         rest = [group for group in self.buffer if group.id not in chosen_ids]
@@ -292,6 +297,7 @@ class RolloutScheduler:
                 return
             case Trained() as other:
                 raise self._history.out_of_order(other)
+        # The selection of a batch has checked the bound for the update after it; a further update needs its own check.
         if version > self.trainer_version:
             otherwise = "take a batch between two weight updates: not all groups can be trained on"
             self.state.check_bound(version, otherwise)
@@ -319,6 +325,7 @@ class RolloutScheduler:
                 yield
             finally:
                 self._paused = False
+            # Not in `finally`: after a failed block, `next_batch` starts generation again.
             if generating:
                 if self.engine_version > version:
                     batch.update_seconds, batch.interrupted_at = self._update_seconds, interrupted_at
@@ -336,6 +343,7 @@ class RolloutScheduler:
                 often than `max_retries` while the engine worked.
         """
         async with self._weights_lock:
+            # The evaluation closes its environments at its end; those of the rollouts stay open.
             own_episodes = None if self.episodes is None else self.episodes.apart()
             return await evaluate(
                 self._shared,

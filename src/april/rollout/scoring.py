@@ -84,6 +84,7 @@ class Scoring:
     def take_verdicts(self) -> RewardError | None:
         """Apply the rewards that were computed since the last call; return the error that ends the step, if any."""
         verdicts = [] if self.rewards is None else self.rewards.take()
+        # All are applied before an error is returned: `take` hands out each verdict once.
         failures = [self._apply(verdict) for verdict in verdicts]
         for verdict in verdicts:
             if verdict.hopeless:
@@ -93,6 +94,7 @@ class Scoring:
     def _apply(self, verdict: Verdict) -> Failure | None:
         """Apply one verdict; return the failure if it ends the step."""
         group, samples, rewards = verdict.group, verdict.samples, verdict.rewards
+        # The group was rejected before this verdict was taken.
         if group.id not in self.state.buffer.groups:
             return None
         if verdict.error is not None:

@@ -32,6 +32,7 @@ def feasible(first_versions: Iterable[int], version: int, batch_size: int, max_s
     started = 0
     for first, count in sorted(Counter(first_versions).items()):
         started += count
+        # The steps from `version` to the deadline, both included, take `batch_size` groups each.
         if started > batch_size * (first + max_staleness - version + 1):
             return False
     return True
@@ -82,5 +83,6 @@ def select(
         return chosen
     taken = {group.id for group in chosen}
     rest = [group for group in buffered if group.id not in taken]
+    # A group without a token has no deadline yet; `RolloutLoop.target` leaves steps for it.
     first_versions = [first for group in rest if (first := group.first_version) is not None]
     return chosen if feasible(first_versions, version + 1, batch_size, max_staleness) else None

@@ -119,6 +119,7 @@ class RolloutState:
                 if version != self.engine_version + 1:
                     raise ValueError(f"policy version {version} cannot follow {self.engine_version}")
                 self.engine_version = version
+                # An update that no batch preceded advances both versions.
                 self.trainer_version = max(self.trainer_version, version)
                 if self.params.redraft:
                     self._redraft()
@@ -142,6 +143,7 @@ class RolloutState:
                 if id in rejected:
                     raise KeyError(id)
                 sample = find(id)
+                # A chunk without tokens ends a request; its version describes no token.
                 if version != current and len(token_ids) and not self._late(version, groups[sample.group_id]):
                     raise ValueError(f"the engine's policy version is {current}")
                 tokens += sample.extend(token_ids, logprobs, version, finish)
@@ -172,6 +174,7 @@ class RolloutState:
         sample = self.buffer.find(event.sample_id)
         if event.turn != len(sample.transitions) - 1:
             raise ValueError(f"turn {event.turn} was answered where turn {len(sample.transitions) - 1} is due")
+        # The answer to another turn would make a trajectory that never happened, in a replay as well.
         if event.action != (taken := fingerprint(TokenIds(sample.turn_ids(event.turn)) if sample.transitions else "")):
             raise ValueError(f"the answer belongs to turn {event.action}, but the policy's turn is {taken}")
         sample.observe(event.token_ids, event.transition, event.finish, event.state)
@@ -183,6 +186,7 @@ class RolloutState:
     def _restart(self, sample: Sample) -> None:
         if sample.finish is not None:
             raise ValueError(f"the sample has finished ({sample.finish}) and cannot restart")
+        # Before the tokens are dropped: the length model learns from them as from an interrupted request.
         self._removed_growth += self._growth([sample])
         self._tokens_at_last_step.pop(sample.id, None)
         self.buffer.restarted.add(1, sample.policy_tokens, sample.environment_tokens)
@@ -201,8 +205,10 @@ class RolloutState:
 
     def _train(self, event: Trained) -> None:
         step = event.step
+        # `RolloutLoop.next_train_version` is the engine's version without overlap, and the trainer's with overlap.
         if step.version not in (self.engine_version, self.trainer_version):
             raise ValueError(f"a step of policy version {step.version} cannot be taken at {self.trainer_version}")
+        # A batch that is replayed from the journal comes without its groups.
         step.groups = [self.buffer.groups[id] for id in event.group_ids]
         self.buffer.train(step.groups)
         self.trainer_version = step.version + 1
@@ -216,6 +222,7 @@ class RolloutState:
         self._removed_growth = []
         self._sampled_at_last_step = self.buffer.sampled_tokens
         self.buffer.check()
+        # Before `observe`: admission plans with the lengths of this step.
         self._learn(step.request_intervals, step.groups)
         self._ended_episodes = {}
         self.admission.observe(step)
@@ -256,6 +263,7 @@ class RolloutState:
     def grown(self) -> list[RequestInterval]:
         """Tokens sampled since the last batch was returned, as intervals without times, one per sample: the result of
         attempts at the next batch that were cut short."""
+        # The usual case at the start of a step, which avoids a pass over all samples.
         if self.buffer.sampled_tokens == self._sampled_at_last_step:
             return []
         return [*self._removed_growth, *self._growth(self.buffer.samples)]

@@ -63,6 +63,7 @@ class StepStats:
         """Return the batch of `chosen`, which the policy of `version` is trained on; `rest` stays in the buffer."""
         batch = self.batch
         batch.version, batch.groups, batch.seconds = version, chosen, self.now
+        # `occupancy` is an integral over time until here.
         batch.occupancy /= max(batch.seconds, 1e-9)
         batch.surplus_groups = sum(group.complete for group in rest)
         batch.buffered_groups = len(rest)

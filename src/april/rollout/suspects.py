@@ -87,6 +87,7 @@ class Suspects(Generic[F]):
             one is the next set, alone.
         """
         died = min(one.at for one in failed)
+        # At the time of death, not now: suspects that had lived long enough before it did not cause it.
         self._acquit(died)
         lived = died - self._resumed
         self._lived = lived if lived <= RELATED else 0.0
@@ -103,6 +104,7 @@ class Suspects(Generic[F]):
         if len(suspects) < 2:
             return list(failed), None
         half = (len(suspects) + 1) // 2
+        # `next_set` takes the last set first. These halves come before earlier sets: one of them holds the cause.
         self._sets += [list(suspects[half:]), list(suspects[:half])]
         named = {one.id for one in suspects}
         return [one for one in failed if one.id not in named], None
@@ -114,6 +116,7 @@ class Suspects(Generic[F]):
             undecided: the samples that are in flight, or whose failure has not been judged.
         """
         self._acquit(now)
+        # Two sets at once would leave open which of them took the engine down.
         if not self._sets or any(id in undecided for id in self._deaths):
             return []
         self._submitted = now

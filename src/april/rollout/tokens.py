@@ -28,10 +28,12 @@ def checked_tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple
         ids, drawn = array("i", token_ids), array("d", logprobs)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"token ids must be 31-bit integers, and log-probabilities numbers: {error}") from None
+    # `array` reads bytes as machine values, four bytes for each item, so the lengths differ.
     if len(ids) != len(token_ids):
         raise ValueError(f"token ids must be a sequence of integers, not {type(token_ids).__name__}")
     if ids and min(ids) < 0:
         raise ValueError(f"token id {min(ids)} is negative")
+    # One fast pass: a sum with an infinite or NaN term is not finite.
     if not isfinite(sum(drawn)):
         raise ValueError(f"a log-probability is no finite number: {list(drawn)}")
     if drawn and max(drawn) > MAX_LOGPROB:

@@ -209,6 +209,7 @@ class Sample:
             raise ValueError(f"{count} tokens came with {len(logprobs)} log-probabilities")
         if not (count == 1 and is_plain(token_ids[0], logprobs[0])):
             token_ids, logprobs = checked_tokens(token_ids, logprobs)
+        # The first comparison is a cheap bound: `budget_left` is never smaller, and this runs for every chunk.
         if count > self.sampling.max_tokens - self.length and count > self.budget_left:
             raise ValueError(f"{count} tokens came where the response budget leaves {self.budget_left}")
         if count:
@@ -235,6 +236,7 @@ class Sample:
         """End the sample, or the turn of an episode, for a reason that an engine has given."""
         if self.sampling.max_turns and finish is FinishReason.STOP:
             self.turn_ended = True
+        # Engines report LENGTH for both limits; with budget left, the context was the limit.
         elif self.sampling.max_turns and finish is FinishReason.LENGTH and self.budget_left > 0:
             self.finish = FinishReason.CONTEXT
         else:
@@ -317,6 +319,7 @@ class Sample:
         start = before.start + before.tokens
         end = self.transitions[index + 1].start if index + 1 < len(self.transitions) else self.length
         parts, at = [], self.length
+        # From the end, because the turn is usually the last, and a long episode has many segments.
         for segment in reversed(self.segments):
             if at <= start:
                 break
@@ -406,6 +409,7 @@ class Group:
         """The policy version of the group's first token; None while none was sampled."""
         if self._first_version is None:  # versions never decrease, so the first token stays the oldest
             first = min([s.segments[0].version for s in self.samples if s.segments], default=None)
+            # ENVIRONMENT is the smallest version: a response that begins with an observation hides policy tokens.
             if first == ENVIRONMENT:
                 first = min([v for s in self.samples if (v := s.first_version) is not None], default=None)
             self._first_version = first

@@ -60,6 +60,7 @@ class UserCode:
 
     def _passes(self, error: BaseException) -> bool:
         if isinstance(error, asyncio.CancelledError):
+            # Only `Task.cancel` raises this count; without it, user code has raised the CancelledError itself.
             return self._task is not None and self._task.cancelling() > 0
         if isinstance(error, GeneratorExit):  # the interpreter closes a coroutine from outside its task
             return _current_task() is not self._task
@@ -172,6 +173,7 @@ class Threads:
         self._free = asyncio.Semaphore(most)
         self._runs: set[asyncio.Task[Any]] = set()
         self._idle: list[Jobs] = []
+        # The finalizer must not refer to `self`, which would then live forever.
         weakref.finalize(self, _end, self._idle)
         self.hanging = 0
 
@@ -185,6 +187,7 @@ class Threads:
             HangingError: `most` calls hang.
         """
         await self._free.acquire()
+        # A task of its own releases the place: a thread of a cancelled call is still at work.
         run = asyncio.create_task(self._run(function, args, timeout))
         self._runs.add(run)
         run.add_done_callback(self._ended)
@@ -238,6 +241,7 @@ class Threads:
         try:
             return await outcome
         except asyncio.CancelledError:
+            # Nothing is added if the function has just returned; otherwise `settle` subtracts this when it returns.
             self.hanging += outcome.cancelled()
             raise
 
@@ -251,6 +255,7 @@ def _begin() -> Jobs:
             job()
             del job  # it holds references to the call
 
+    # A ThreadPoolExecutor would wait for functions that hang as the process exits; daemon threads do not delay it.
     threading.Thread(target=serve, name="user's function", daemon=True).start()
     return jobs
 

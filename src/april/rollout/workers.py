@@ -111,6 +111,7 @@ class Worker:
             Exception: what the function raised, with the worker's traceback as a note.
         """
         number = next(self._numbers)
+        # Before the call is registered, because pickling may fail.
         message = number.to_bytes(NUMBER_BYTES) + pickle.dumps(args)
         outcome: Future[bytes] = Future()
         with self._lock:
@@ -162,12 +163,14 @@ class Worker:
         except Exception as error:
             self._end_calls(WorkerDied(f"its process could not be started: {type(error).__name__}: {error}"))
             return
+        # While this process holds the worker's end open, the receiver would never see the pipe close.
         theirs.close()
         receiver = threading.Thread(target=self._receive, name="worker process answers", daemon=True)
         receiver.start()
         with suppress(OSError, ValueError):  # the process is gone: the receiver sees it
             while (message := self._messages.get()) is not None:
                 self._pipe.send_bytes(message)
+        # `kill` may have come before the process had started.
         if not self.alive:
             self._process.kill()
         self._process.join()
@@ -229,6 +232,7 @@ def _receive(pipe: Connection, messages: SimpleQueue[bytes]) -> None:
     with suppress(EOFError, OSError):
         while True:
             messages.put(pipe.recv_bytes())
+    # `sys.exit` would end only this thread, and the main thread may run code that never returns.
     os._exit(0)
 
 
@@ -266,12 +270,14 @@ def _limit_processor_time(seconds: float) -> None:
 
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
+    # The soft limit only: a process cannot raise its hard limit again for the next call.
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _portable(error: Exception) -> Exception:
     """Return `error` if it survives pickling, otherwise a `UserCodeError` that names it."""
     try:
+        # An exception with its own `__init__` may pickle without error and fail to load in the caller.
         if isinstance(copy := pickle.loads(pickle.dumps(error)), type(error)):
             return copy
     except Exception:

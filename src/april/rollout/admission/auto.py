@@ -104,6 +104,7 @@ class AutoAdmission:
         self.observed.step(step, float(np.mean(prompts)), self.engine.capacity.slots)
         if self.current is not None:
             self.observed.prove(self.current)
+        # One step after its start, even if complete earlier: plans must not depend on the machine's speed.
         if self._planned is not None:  # a step ago: almost always complete
             self.current, self._planned = self._planned.result(), None
         self.observed.budget += EFFORT * step.seconds
@@ -119,6 +120,7 @@ class AutoAdmission:
             self.observed.probe()
         elif self._due(batch_size, probed):
             self.observed.budget -= self._cost(batch_size) * self._steps(batch_size)
+            # The thread gets a copy of the lengths, which learn from the next step before this plan is taken.
             self._planned = self._planner.submit(
                 self._choose, batch_size, self._trusted(batch_size), deepcopy(self.lengths)
             )
@@ -218,6 +220,7 @@ class AutoAdmission:
         capacity = self.engine.capacity
         rng = np.random.default_rng(self.observed.steps)  # the same draws for every N', other draws for every plan
         rates = EngineRates()
+        # A scaled batch has fewer tokens, so each costs more; the fixed cost of a decode step does not change.
         rates.costs = self.rates.costs / [1.0, *[scale] * (len(self.rates.costs) - 1)]
         conditions = Conditions(
             lengths.draw(groups * (steps + 6), self.group_size, rng, even=16 * groups),
@@ -244,6 +247,7 @@ class AutoAdmission:
         return self.observed.away_seconds / max(step, 1e-9)
 
     def state_dict(self) -> dict[str, Any]:
+        # Waits for the plan: a resumed run has to use it at the same step.
         planned = None if self._planned is None else self._planned.result()
         return {
             "rates": self.rates.state_dict(),

@@ -60,6 +60,7 @@ class Means:
         def size(forecast: Forecast) -> float:
             return log(max(forecast.consumed_tokens_per_second, 1e-9))
 
+        # The median, because single forecasts are far off without a change of the workload.
         return median(abs(size(forecast) - size(self.forecasts[n])) for n, forecast in newest.items())
 
 

@@ -114,6 +114,7 @@ class Conditions:
             if version >= skip:
                 tokens, ran = gained / stretch, gained > 0
                 context = self.prompt_tokens + before[rows] + intervals.had / stretch
+                # `SlotIntervals` has the first interval of each sample in front; every later one follows a preemption.
                 first = ran & (np.arange(len(rows)) < len(before))
                 fresh = first & (before[rows] == 0)
                 at = np.minimum(intervals.start, end)
@@ -157,6 +158,7 @@ class Conditions:
         held, room = (total - left)[active] + stretch * self.prompt_tokens, self.kv_tokens * stretch**2
         if intervals.peak(held, end) <= room:
             return intervals, end, chosen
+        # Preemption delays the end by an unknown time, so the simulation is extended until the end is in it.
         for intervals in with_preemption(held, work, slots, room, EXTENSION * end):
             end, chosen = over(intervals)
             if end < inf:
@@ -187,6 +189,7 @@ class Conditions:
             if self.max_staleness is None:
                 return end, chosen
             rest = np.sort(first[~chosen & (first != NOT_BEGUN)])
+            # `staleness.feasible` at the next version, for all groups in the order of their deadlines.
             due = self.batch_size * (rest + self.max_staleness - version)
             if (np.arange(len(rest)) < due).all():
                 return end, chosen

@@ -92,6 +92,7 @@ class LengthModel:
         """
         start, end, done = self._within_budget(before), self._within_budget(after), np.asarray(finished, bool)
         bin_of = np.maximum(np.searchsorted(self.edges, end, "left") - 1, 0)  # an empty response is in the first
+        # A response that the budget truncated is censored. A response that stopped was at risk in the whole of its bin.
         stopped = done & (end < self.max_tokens)
         left = np.where(stopped, self._places[1:][bin_of], self._place(end))
         self.at_risk = self.decay * self.at_risk + self._passed(left) - self._passed(self._place(start))
@@ -106,6 +107,7 @@ class LengthModel:
             return
         scores = _score(self.cumulative(values))
         squares = (scores**2).sum(1) / size
+        # Mean product over all pairs: the square of a sum is the sum of squares and of the products of pairs.
         products = (scores.sum(1) ** 2 - (scores**2).sum(1)) / (size * (size - 1))
         self.pairs = self.decay * self.pairs + [products.sum(), squares.sum()]
 
@@ -153,6 +155,7 @@ class LengthModel:
                 one group are never in the same range. None for independent groups.
         """
         shared, own = _normal_scores(groups, 1, even, rng), _normal_scores(groups, group_size, even, rng)
+        # One-factor Gaussian copula: any two scores of a group have this correlation, and each has variance 1.
         scores = np.sqrt(self.correlation) * shared + np.sqrt(1 - self.correlation) * own
         lengths: Floats = np.clip(np.ceil(self.quantile(_cdf(scores))), 1, self.max_tokens)
         return lengths

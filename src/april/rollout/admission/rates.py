@@ -128,8 +128,10 @@ class EngineRates:
         upto = np.searchsorted(intervals.start[by_turn], own, "right")
         work = (np.where(whom, held[sample] + intervals.had, 0.0)[by_turn] for whom in (new, old, ~earliest))
         prefilled = [np.concatenate(([0.0], np.cumsum(each)))[upto] for each in work]
+        # One equation for each token time of the clock: the work up to it took `until` seconds.
         lines = np.stack([own, sampled, crowded, read, *prefilled], axis=1)
         lasted = np.array([until.mean(), (until**2).mean()])
+        # A step that is shorter than usual contains less information, so it makes older steps forgotten more slowly.
         decay = self.decay ** min(lasted[0] * self._lasted[0] / max(self._lasted[1], 1e-12), 1.0)
         self._lasted = decay[0] * self._lasted + lasted
         usual = self._lasted[1] / self._lasted[0]
@@ -171,6 +173,7 @@ def _not_negative(normal: Floats, target: Floats) -> Floats:
     both = _FREE[:, :, None] & _FREE[:, None, :]
     equations = np.where(both, normal, np.eye(len(target)))
     found = np.linalg.solve(equations, np.where(_FREE, target, 0.0)[:, :, None])[:, :, 0]
+    # At a solution of the normal equations, the squared error is a constant minus this product.
     loss = np.where((found >= 0).all(1), -(found @ target), np.inf)
     best: Floats = found[np.argmin(loss)]
     return best

@@ -72,6 +72,7 @@ class RecentSteps:
         beside = self._mean(self.training_seconds, step.training_seconds)
         self.training_seconds = beside if self.training_seconds else step.training_seconds
         if step.interrupted_at is not None:
+            # Without overlap, the step ends with the interrupt and the wait for rewards after it.
             over = step.seconds - step.reward_wait_seconds
             if step.resumed_at is not None:  # after a weight update during the step
                 over = step.resumed_at - (step.update_seconds or 0.0)

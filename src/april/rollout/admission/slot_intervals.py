@@ -56,6 +56,7 @@ class SlotIntervals(NamedTuple):
         begun = self.start < end
         start, stop = self.start[begun], np.minimum(self.stop[begun], end)
         base = held[self.sample[begun]] + self.had[begun] - start
+        # Stops first, as the sort is stable: at equal times a sample leaves before the next one takes its slot.
         times, count = np.concatenate((stop, start)), np.repeat([-1.0, 1.0], len(start))
         order = np.argsort(times, kind="stable")
         level, running = np.cumsum((np.tile(base, 2) * count)[order]), np.cumsum(count[order])
@@ -93,6 +94,7 @@ def with_preemption(held: Floats, work: Floats, slots: int, room: float, until: 
     waiting = deque(range(len(left)))
     now = used = 0.0
     while True:
+        # A sample that is alone is admitted even if it does not fit, or the simulation would never end.
         while waiting and len(running) < slots and (used + holds[waiting[0]] <= fits or not running):
             one = waiting.popleft()
             running[one] = now
