@@ -102,7 +102,7 @@ def test_a_job_that_is_killed_fails_and_goes_on_as_another_which_saves_the_run_w
     name = log.stem.removeprefix("job-driver-")
     subprocess.run(["ray", "job", "stop", "--address", guarded.dashboard, name], check=True, timeout=GENEROUS)
     said, _ = job.communicate(timeout=GENEROUS)
-    assert f"Stopped. To go on: april resume {output}" in said
+    assert f"Stopped. To resume: april resume {output}" in said
     found = steps(tmp_path)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert (output / "checkpoints" / f"step-{len(found):06}" / "manifest.json").exists()

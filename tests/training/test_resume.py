@@ -132,7 +132,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(
     assert resume(run) == 2
     said = capsys.readouterr().err
     assert f"{newest / 'model.safetensors'}: damaged" in said
-    assert f"april resume {run} --salvage, which goes back to {former.name}" in said
+    assert f"april resume {run} --salvage, which returns to {former.name}" in said
     assert content(run) == before, "nothing is overwritten"
     assert resume(run, "--salvage") == 0
     kept = run / "checkpoints" / f"{newest.name}.damaged-1"
@@ -166,7 +166,7 @@ def test_a_damaged_journal_is_named_and_what_can_be_read_is_offered(
     assert resume(run) == 2
     said = capsys.readouterr().err
     assert f"{segment}: damaged before its end" in said
-    assert "--salvage, which goes back to the beginning" in said
+    assert "--salvage, which returns to the beginning" in said
     assert content(run) == before
     assert resume(run, "--salvage") == 0
     assert (run / "journal.1" / segment.name).read_bytes() == before[f"journal/{segment.name}"]
@@ -347,7 +347,7 @@ def test_ctrl_c_while_saving_lets_the_checkpoint_be_finished(
     monkeypatch.setattr(LocalLearner, "train", train_interrupted)
     monkeypatch.setattr(run_state, "save_checkpoint", save_interrupted)
     assert resume(run, "--steps", "9", "--save-interval", "0") == 130
-    assert "Stopped. To go on" in capsys.readouterr().out
+    assert "Stopped. To resume" in capsys.readouterr().out
     assert checkpoints(run / "checkpoints")[-1].name == "step-000004"
     monkeypatch.undo()
     assert resume(run, "--steps", "5") == 0

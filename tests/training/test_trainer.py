@@ -124,7 +124,7 @@ def test_a_run_whose_output_is_closed_is_saved(recipe: Path, tmp_path: Path) -> 
     process.stdout.close()
     err = process.stderr.read()
     assert process.wait(timeout=300) == 128 + signal.SIGPIPE, err
-    assert err == f"april: Stopped. To go on: april resume {tmp_path / 'run'}\n"
+    assert err == f"april: Stopped. To resume: april resume {tmp_path / 'run'}\n"
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 

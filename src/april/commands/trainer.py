@@ -63,7 +63,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next signal ends the process at once, without a traceback
         return _failed("given up before the run was saved", status_of(interrupt), directory)
     if summary is None:
-        stopped = f"Stopped. To go on: april resume {directory}"
+        stopped = f"Stopped. To resume: april resume {directory}"
         fail(stopped) if output.broken else print(stopped, file=output)
         return exit_status(signals.number)
     _print_result(summary, directory, output)

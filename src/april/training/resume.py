@@ -129,9 +129,9 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
         except DamageError as error:
             if repair == "none":
                 raise DamageError(
-                    f"{error}\nTo go on with what is whole: april resume {run} --salvage, which goes back to "
-                    f"{checkpoint.name if checkpoint else 'the beginning'} and on from there as far as the journal can "
-                    "be read, and keeps the damaged file"
+                    f"{error}\nTo resume from the intact part: april resume {run} --salvage, which returns to "
+                    f"{checkpoint.name if checkpoint else 'the beginning'}, replays the journal as far as it can be "
+                    "read, and keeps the damaged file"
                 ) from None
             kept, events = repair_journal(journal, mark)
             yield f"{error}; {events} events before that are whole, the damaged file is kept as {kept}"
@@ -151,8 +151,8 @@ def _whole_checkpoint(run: Path, repair: Repair) -> Generator[str, None, Path | 
             before = found[-2].name if len(found) > 1 else "the beginning"
             if repair == "none":
                 raise DamagedCheckpointError(
-                    f"{error}\nTo go on from the state before: april resume {run} --salvage, which goes back "
-                    f"to {before} and on from there with the journal, and keeps the damaged checkpoint"
+                    f"{error}\nTo resume from an earlier state: april resume {run} --salvage, which returns to "
+                    f"{before}, replays the journal from there, and keeps the damaged checkpoint"
                 ) from None
             damaged = found.pop()
             kept = damaged.rename(free_name(damaged, "damaged-"))

@@ -66,5 +66,5 @@ def test_a_signal_stops_the_run_in_good_order(tmp_path: Path) -> None:
     until(lambda: last_step(tmp_path / "run") >= 1, job)
     job.send_signal(signal.SIGTERM)
     said, _ = job.communicate(timeout=600)
-    assert "Stopped. To go on: april resume" in said
+    assert "Stopped. To resume: april resume" in said
     assert checkpoints(tmp_path / "run" / "checkpoints")
