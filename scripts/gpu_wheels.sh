@@ -13,7 +13,7 @@ folder=$root/.gpu-wheels
 packages=(
   annotated_types==0.8.0 antlr4_python3_runtime==4.13.2 datasets==5.2.0 dill==0.4.1 docstring_parser==0.18.0
   httpcore2==2.16.2 httpx2==2.16.2 huggingface_hub==2.4.0 hypothesis==6.170.15 latex2sympy2_extended==1.11.0
-  math_verify==0.9.0 msgspec==0.22.0 multiprocess==0.70.19 nvidia_ml_py==13.615.71 packaging==26.3 pebble==5.2.3
+  math_verify==0.9.0 msgspec==0.22.0 multiprocess==0.70.19 nvidia_ml_py==13.615.71 packaging==26.3
   pydantic==2.14.4 pydantic_core==2.50.5 pytest_asyncio==1.5.0 sortedcontainers==2.4.0 tensorboardX==2.6.5
   tokenizers==0.23.3 transformers==5.23.0 trl==1.16.0 truststore==0.10.5 typeguard==4.6.1 typing_inspection==0.4.5
   tyro==1.0.17
