@@ -100,6 +100,7 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 def outcome_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """Each sample's reward on its last trained token, [B] and mask [B, T] -> [B, T]; 0 for an empty response."""
+    # Counted from the end, the last trained token is number 1.
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     return at_least_float32(rewards)[:, None] * last
 
@@ -167,6 +168,7 @@ def _group_sum(flat: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
 
 
 def _centre_all(flat: Tensor) -> Tensor:
+    # As in `_centre`: equal values become exact zeros.
     flat = flat - flat.min()
     return flat - flat.mean()
 

@@ -88,6 +88,7 @@ class Batch:
 
         def cut(tensor: Tensor) -> Tensor:
             picked = tensor[index]
+            # Advantages per sample have no token dimension to cut.
             return (picked if picked.dim() == 1 else picked[:, : width - 1]).to(device)
 
         chosen: dict[str, Any] = {}

@@ -124,6 +124,7 @@ def correct(
     old_logprobs = proximal_logprobs if rule.denominator == "proximal_logprobs" else rollout_logprobs
     capped = torch.zeros_like(mask)
     if rule.level is not None:
+        # The window tests weights before the cap, which would bring large weights inside it.
         kept = kept & (weights >= bounds["low"]) & (weights <= bounds["high"])
         capped = kept & (weights > bounds["cap"])
         weights = weights.clamp(max=bounds["cap"])
@@ -262,6 +263,7 @@ def diagnostics(
 
 
 def _sequences(logp: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
+    # Long sequences have products far from 1; without the cap one of them would determine the sample size.
     ratios = bounded_exp(log_ratio(logp, rollout_logprobs, mask).sum(-1)).clamp(max=LARGEST_RATIO)
     trained = mask.any(-1).to(ratios.dtype)
     return torch.stack([trained.sum(), (trained * ratios).sum(), (trained * ratios.square()).sum()])

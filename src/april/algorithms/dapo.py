@@ -24,6 +24,7 @@ def informative_groups(rewards: Tensor, group_ids: Tensor | None = None) -> Tens
     if group_ids is None:
         if rewards.dim() != 2:
             raise ValueError(f"rewards of shape {list(rewards.shape)} need group_ids; or pass [groups, samples]")
+        # Compared exactly: the deviation of equal rewards could be a rounding error above 0.
         return (rewards != rewards[:, :1]).any(-1)
     distinct, ids = group_ids.unique(return_inverse=True)
     flat = at_least_float32(rewards)

@@ -109,6 +109,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropy)
         ctx.rows, ctx.softcap, ctx.truncation = rows, softcap, truncation
+        # An unused entropy then has gradient None instead of zeros, and its part of the backward pass is skipped.
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -149,6 +150,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ weight
+            # addmm_ needs equal types; in half precision each chunk's product is cast as it is added.
             if grad_weight is not None and grad.dtype == wide:
                 grad_weight.addmm_(grad.T, hidden[part])
             elif grad_weight is not None:
@@ -173,6 +175,7 @@ def _scaled_logits(
     slope = None
     if softcap is not None:
         bounded = logits.div_(softcap).tanh_()
+        # d (c tanh(x / c)) / dx = 1 - tanh(x / c)²
         slope = 1 - bounded.square()
         logits = bounded * softcap
     return logits.div_(temperatures[:, None]), slope

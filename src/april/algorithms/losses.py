@@ -92,6 +92,7 @@ def gspo_token(
     """
     with torch.no_grad():
         sequence = bounded_exp(sequence_mean(log_ratio(logp, old_logp, mask), mask))[:, None]
+    # 1 in value, with the gradient of log π_θ.
     one = log_ratio(logp, logp.detach(), mask).exp()
     ratio = torch.where(mask, sequence * one, one)
     return _clipped(ratio, _per_token(advantages, mask, ratio.dtype), mask, eps_low, eps_high)
@@ -190,6 +191,7 @@ def _per_token(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     held = advantages.detach().to(dtype)
     if held.dim() == 1:
         held = held[:, None]
+    # `where` instead of a product, because 0 · NaN of padding would be NaN.
     return torch.where(mask, held, held.new_zeros(()))
 
 
@@ -199,6 +201,7 @@ def _clipped(
     plain = ratio * advantages
     bounded = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
     objective = torch.minimum(plain, bounded)
+    # Clipping has effect only where the bound lowers the objective: min() ignores it on the other side.
     clipped = bounded < plain
     if dual_clip is not None:
         floor = dual_clip * advantages

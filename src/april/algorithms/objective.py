@@ -101,6 +101,7 @@ class Objective:
         """Return the rewards to train on, given rewards and response lengths in tokens, [groups, samples] each."""
         if not self.algorithm.soft_overlong_penalty:
             return rewards
+        # The paper's share of the budget: 4,096 of 20,480 tokens.
         return rewards + soft_overlong_penalty(lengths, self.budget, max(self.budget // 5, 1))
 
     def with_advantages(self, batch: Batch, rewards: Tensor, samples: Sequence[Sample] = ()) -> Batch:
@@ -158,6 +159,7 @@ class Objective:
         """Return the rows whose loss can have a gradient."""
         assert batch.advantages is not None
         trained = batch.mask.any(-1)
+        # These terms, and the log-ratio penalty, have a gradient where the advantage is 0.
         everywhere = self.regularised or self.algorithm.value_head or self.entropy_coef
         if not everywhere and not CORRECTIONS[self.correction].log_ratio_penalty:
             advantages = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
@@ -189,6 +191,7 @@ class Objective:
         """
         chosen, mask, rule = self.algorithm, batch.mask, CORRECTIONS[self.correction]
         assert batch.advantages is not None
+        # Regularisers keep tokens that the correction drops, but not tokens beyond the age limit.
         held = recent(mask, batch.token_staleness, self.bounds.get("max_age"))
         proximal = logp.detach() if batch.proximal_logprobs is None else batch.proximal_logprobs
         known = batch.rollout_logprobs, mask, batch.token_staleness, batch.advantages
@@ -236,6 +239,7 @@ def resolve(name: str, correction: CorrectionKind, own: Mapping[str, Any]) -> Al
         ValueError: there is no such algorithm.
     """
     chosen = algorithm(name)
+    # DPPO's trust region replaces PPO's clip. The bounds of CISPO and GSPO are part of their definitions.
     if CORRECTIONS[correction].replaces_clip and chosen.loss == "ppo_clip":
         chosen = dataclasses.replace(chosen, eps_low=UNBOUNDED, eps_high=UNBOUNDED)
     return dataclasses.replace(chosen, **{setting: value for setting, value in own.items() if value is not None})

@@ -48,9 +48,11 @@ class Truncation:
         if self.top_k:
             left[:, self.top_k :] = False
         if self.top_p < 1:
+            # In float64: a cumulative sum over a large vocabulary in float32 could move the boundary by tokens.
             probabilities = values.masked_fill(~left, -math.inf).double().softmax(-1)
             before = probabilities.cumsum(-1) - probabilities
             left &= before < self.top_p
+            # With top_p = 0 the comparison above removes even the most probable token.
             left[:, 0] = True
         if self.min_p > 0:
             left &= values >= math.log(self.min_p)

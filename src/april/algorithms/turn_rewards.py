@@ -38,6 +38,7 @@ class TurnRewards:
             width: T - 1 of the batch.
         """
         index = np.full((len(samples), width), -1, dtype=np.int64)
+        # The first transition is the reset, which rewards no turn.
         given = [[transition.reward for transition in sample.transitions[1:]] for sample in samples]
         table = torch.zeros((len(samples), 1 + max(map(len, given), default=0)))
         for row, sample in enumerate(samples):
@@ -47,6 +48,7 @@ class TurnRewards:
             own = np.where(sample.versions != ENVIRONMENT, turn, -1)
             index[row, first : first + sample.length] = own
             table[row, : len(given[row])] = torch.tensor(given[row])
+            # A task's reward or a length penalty belongs to no turn: the last turn gets the difference.
             table[row, max(int(own.max(initial=0)), 0)] += float(rewards[row]) - sum(given[row])
         most = max(int(index.max(initial=0)) + 1, *map(len, given), 1)
         return cls(torch.from_numpy(index), table[:, :most])

@@ -37,6 +37,7 @@ def read_recipe(args: Sequence[str], program: str, description: str = "", loads:
     path = Path(args[0]) if args and not args[0].startswith("-") else None
     flags = args[1:] if path else args
     written = load_recipe(path) if path else Recipe()
+    # The recipe as written is kept, to find out which values a flag has changed.
     recipe = override(copy.deepcopy(written), flags, f"{program} {path or 'RECIPE'}", description)
     try:
         check_recipe(recipe, loads)

@@ -61,6 +61,7 @@ def run(args: list[str]) -> int:
         gpus = options.machine()
         if gpus:
             assume_gpus(recipe)
+        # Filled by `_memory` while its lines are printed.
         misfits: list[str] = []
         from april.training.megatron_package import check_megatron
         from april.training.memory_plan import plan_memory

@@ -88,6 +88,7 @@ def run(args: list[str]) -> int:
 def arms_of(recipe: Recipe) -> dict[str, list[str]]:
     """Return the flags of each arm by its name."""
     slots, in_flight = recipe.slots, recipe.rollout_params(partial_rollout=True).over_sampling_batch_size
+    # An automatic N' is not known before the run: 2 N stands for it.
     groups = in_flight if isinstance(in_flight, int) else 2 * recipe.rollout.rollout_batch_size
     unlimited = groups * recipe.rollout.n_samples_per_prompt
     partial = ["--partial-rollout", "--max-num-seqs", str(slots)]
@@ -143,6 +144,7 @@ def _train_in_subprocess(recipe: str, flags: Sequence[str]) -> int:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, process_group=0) as child:
             while child.poll() is None:
                 time.sleep(0.1)
+                # Sent here and not by the handler, which may run before the child exists.
                 while received:
                     child.send_signal(received.pop(0))
         return child.returncode

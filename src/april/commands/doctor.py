@@ -163,6 +163,7 @@ def _gpus(found: list[Gpu], own: dict[str, str]) -> Iterator[Finding]:
         else:
             yield Finding(f"GPU {gpu.id}", text)
     driver = gpus.driver_cuda() if found and "cuda" in own else None
+    # Within a major version of CUDA, older drivers run newer minor versions.
     if driver is not None and int(own["cuda"].partition(".")[0]) > driver[0]:
         text = f"supports CUDA {driver[0]}.{driver[1]}, and torch was built for {own['cuda']}"
         yield Finding("driver", text, f"update the driver, or install torch for CUDA {driver[0]}", "fault")

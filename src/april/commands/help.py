@@ -55,10 +55,12 @@ def _readable(help: str) -> Iterator[str]:
     """Yield the boxes of tyro's help without `NOISE`, with unchanged width."""
     boxes = help[help.find("╭") :]
     width = len(boxes.partition("\n")[0])
+    # tyro may break a default at the border of its box.
     for line in re.sub(r"\(default: *│\n│ *None\)", "(default: None)", boxes).splitlines():
         if not line.startswith("│"):
             yield f"{line}\n"
             continue
+        # `{None}|` has seven characters: the spaces keep the columns behind it in place.
         aligned = re.sub(r"\{None\}\|(\S+)(  +)(?=\S)", r"\1\2       ", line[1:].rstrip("│").rstrip())
         if text := NOISE.sub(lambda match: KEPT.get(match[0], ""), aligned):
             yield f"│{text:<{width - 2}}│\n"

@@ -54,6 +54,7 @@ def main() -> None:
         fail("interrupted")
         status = status_of(interrupt)
     except BrokenPipeError:
+        # A pipe other than standard output has broken, for example to a server: that is an error.
         if not _unread():
             raise
         status = 0

@@ -41,6 +41,7 @@ def train(recipe: Recipe, resume: bool, report: StatusReporter) -> int:
             return run_trainer(recipe, resume)
         run_follower(recipe)
         return 0
+    # The status of a lost rank makes the supervisor restart all ranks; the report carries the smaller budget.
     except MemoryShortage as error:
         advice = f"lower training.max_tokens_per_micro_batch (to {error.tokens}, say), then {go_on}"
         report.report(f"out of memory; {advice}", memory=error.tokens)

@@ -74,6 +74,7 @@ def run(args: list[str]) -> int:
 def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
     """Check the state on disk, or repair it, and return the recipe to resume with; None if the run has finished."""
     before = saved_recipe(run)
+    # The directory may have been moved since the run was written.
     before.reporting.output = str(run)
     recipe = override(copy.deepcopy(before), flags, f"april resume {run}", DESCRIPTION)
     check_recipe(recipe)
@@ -81,6 +82,7 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
     if repair == "none" and (steps := finished_steps(run)) >= recipe.training.steps:
         print(f"{run} has finished after {steps} steps; to train further: april resume {run} --steps N")
         return None
+    # All ranks share the files, so one rank checks and repairs them.
     if is_rank_zero():
         if began_here(run) and repair != "none":  # restarted ranks do not repeat the repair
             _note(
@@ -93,6 +95,7 @@ def _prepared(run: Path, flags: Sequence[str], repair: Repair) -> Recipe | None:
                 check_settings(run, before, recipe, rewind=True)
         for line in check_run(run, repair):
             _note(line)
+        # After the repair, which may have removed the steps that forbid a change.
         check_unchanged(run, before, recipe)
         check_settings(run, before, recipe)
     return recipe

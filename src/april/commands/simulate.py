@@ -214,12 +214,14 @@ def simulation_of(recipe: Recipe, options: SimulateOptions) -> Simulation:
             cluster = cluster.trained_as_in(workload.name, recorded.train_token_seconds)
         return Simulation(recipe, cluster, lengths, recorded, options)
     hardware = _Hardware(recipe, options, measured)
+    # Without overlap, engines and trainer alternate on the same GPUs, so there is no split to choose.
     given = hardware.training_gpus is not None or not recipe.overlaps
     splits = () if given else hardware.splits(lengths, turns_of(options, recorded))
     training_gpus = best(splits).training_gpus if splits else hardware.training_gpus or 0
     cluster, baseline, reason = hardware.cluster(training_gpus), None, ""
     if training_gpus:
         try:
+            # GPUs that train and generate need more memory: the model may not fit them in both roles.
             baseline = hardware.cluster(0)
         except ValueError as error:
             reason = str(error)

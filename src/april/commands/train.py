@@ -30,6 +30,7 @@ def run(args: list[str]) -> int:
     recipe = read_recipe(args, "april train", DESCRIPTION)
     check_ranks(recipe)
     directory = Path(recipe.reporting.output)
+    # torchrun restarts ranks by the command that started them, so a run that this job began is resumed.
     resumed = began_here(directory)
     try:
         if is_rank_zero() and resumed:

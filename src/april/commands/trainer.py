@@ -64,6 +64,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
         return _failed("given up before the run was saved", status_of(interrupt), directory)
     if summary is None:
         stopped = f"Stopped. To resume: april resume {directory}"
+        # Standard output has no reader in this case; stderr may have one.
         fail(stopped) if output.broken else print(stopped, file=output)
         return exit_status(signals.number)
     _print_result(summary, directory, output)
@@ -73,6 +74,7 @@ def run_trainer(recipe: Recipe, resume: bool = False) -> int:
 def _say_nothing_between_our_lines() -> None:
     transformers.disable_progress_bar()
     transformers.disable_default_handler()
+    # Warnings of transformers then reach the root logger, and with it library.log.
     transformers.enable_propagation()
 
 

@@ -82,6 +82,7 @@ def sigterm_calls(report: Callable[[], None]) -> Iterator[Callable[[], None]]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     read_end, write_end = os.pipe()
+    # `set_wakeup_fd` accepts only a descriptor that does not block.
     os.set_blocking(write_end, False)
     former_wakeup = signal.set_wakeup_fd(write_end)
     signal.signal(signal.SIGTERM, handler)

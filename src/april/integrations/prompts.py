@@ -87,6 +87,7 @@ class DatasetPrompts(Iterator[Prompt]):
         if row is None:
             self.epoch, self.position = self.epoch + 1, 0
             self._rows = self._read(self.epoch, 0)
+            # Raises StopIteration for an empty dataset, which would otherwise loop for ever.
             row = next(self._rows)
         self.position += 1
         return self._encode(row)

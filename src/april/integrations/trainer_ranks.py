@@ -80,6 +80,7 @@ class TrainerRanks:
             results = lead()
         except BaseException:
             if self._group is not None:
+                # The leader raises its own error even if followers are gone.
                 with suppress(JobLostError):
                     self.scatter([JobOrder("failed")] * self.size)
             raise
@@ -101,5 +102,6 @@ class TrainerRanks:
         try:
             store: Any = dist.distributed_c10d._get_default_store()
             return int(store.add(f"april/{name}", 1)) == 1
+        # The store was in a process that is gone: two messages are better than none.
         except RuntimeError:
             return True

@@ -83,6 +83,7 @@ def wrong_forecast(records: Sequence[Record]) -> str | None:
     seconds = _values(records, "rollout_seconds")
     if not expected or tokens is None or seconds is None or not sum(seconds):
         return None
+    # A ratio of sums, because a mean of rates would give short steps too much weight.
     measured = sum(tokens) / sum(seconds)
     if expected <= FORECAST_ERROR * measured and measured <= FORECAST_ERROR * expected:
         return None

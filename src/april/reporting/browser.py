@@ -40,6 +40,7 @@ def browser(run_directory: Path) -> Section:
     if not found:
         return Section("", "")
     stride = -(-len(found) // MOST_STEPS)
+    # Counted from the end, so that the latest step is always among them.
     chosen = found[::-1][::stride][::-1]
     episodes = any(row["turns"] for row in read_completions(chosen[-1]))
     each = max(1 if episodes else 4, (MOST_EPISODES if episodes else MOST_ROWS) // len(chosen))

@@ -67,6 +67,7 @@ def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[
     step *= min((1, 2, 5, 10), key=lambda factor: abs((high - low) / (step * factor) - about))
     if whole:
         step = max(1, round(step))
+    # The tolerance keeps a tick at an end that division has moved by a rounding error.
     first = math.ceil(low / step - 1e-9)
     return [round(index * step, 12) for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
@@ -210,6 +211,7 @@ def histogram(
     edges = np.linspace(0, high, bins + 1)
     counts = np.histogram(values, edges)[0]
     cut = np.histogram(np.asarray(values)[np.asarray(truncated, dtype=bool)], edges)[0]
+    # From 0.6, so that a bin of one response has a height on the logarithmic axis.
     x, y = Scale(0, high, LEFT, width - RIGHT), Scale(0.6, top, height - BOTTOM, TOP, log=True)
     powers = [10**n for n in range(math.floor(math.log10(top)) + 1)]
     marks = [(x(tick), compact(tick)) for tick in ticks(0, high, 8, whole=True)]

@@ -151,6 +151,7 @@ def _pieces(sample: Sample, decode: Decode) -> list[Piece]:
         whole, text = before.rstrip("�"), through if end == len(ids) else through.rstrip("�")
         version = segments[int(np.searchsorted(ends, end))].version
         pieces.append({"version": version, "tokens": end - start, "text": text[len(whole) :]})
+        # A piece that ends within a character stays in the context, so that the next piece completes it.
         if before == whole:
             known = start
         start = end

@@ -93,6 +93,7 @@ class Progress:
         self._engines: Sequence[EngineLoad] = ()
         terminal = file.isatty()
         self._console = Console(file=file, force_terminal=terminal, highlight=False)
+        # A terminal that cannot redraw, or lacks the characters of the bars, gets plain lines.
         capable = not self._console.is_dumb_terminal and self._console.encoding.startswith("utf")
         self._live = (
             Live(
@@ -126,6 +127,7 @@ class Progress:
             failures: counts of the run's faults so far.
         """
         if not self._ends:
+            # The beginning of the first step, so that one step is enough for a pace.
             self._ends.append((record["step"] - 1, record["seconds"] - busy_seconds(record)))
         self._take(record)
         self._ends.append((record["step"], record["seconds"]))
@@ -183,6 +185,7 @@ class Progress:
     def note(self, text: str) -> None:
         """A line of its own, above the live display."""
         if self._live:
+            # As `Text`, because rich would interpret brackets in a string as markup.
             self._console.print(Text(text))
         else:
             self._write(text)
@@ -225,6 +228,7 @@ class Progress:
         self._write("  ".join(column.text(self._latest).rjust(column.width) for column in self._columns))
 
     def _write(self, text: str) -> None:
+        # Prompts and completions may have characters that the encoding of the log lacks.
         encoding = self._file.encoding or "utf-8"
         self._file.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._file.flush()

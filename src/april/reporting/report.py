@@ -193,6 +193,7 @@ def recipe_text(recipe: Mapping[str, Any]) -> str:
         table, _, key = path.rpartition(".")
         text = f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}" if value is not None else f"# {key}"
         tables.setdefault(table, []).append(text)
+    # In TOML, keys without a table have to precede the first table.
     ordered = sorted(tables, key=bool)
     return "\n\n".join("\n".join([f"[{name}]"] * bool(name) + tables[name]) for name in ordered)
 

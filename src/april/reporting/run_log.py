@@ -96,6 +96,7 @@ class RunLog:
         self._devices = devices
         self._ending: Ending = "stopped"
         self._began = clock() - (self.totals.get("seconds") or 0.0)
+        # -1 cuts all records: the run died before its first checkpoint, and all its steps are repeated.
         kept = None if not resume else self.steps if state else -1
         with ExitStack() as stack:
             (self.directory / SUMMARY).unlink(missing_ok=True)  # of an ended run that is resumed
@@ -104,6 +105,7 @@ class RunLog:
             self._faults = stack.enter_context(FaultLog(self.directory, kept))
             self._trackers = start_feeds(trackers, TrackedRun(self.directory, project, recipe, kept))
             stack.callback(lambda: end_feeds(self._trackers, self._ending))
+            # After the trackers, so that it is closed before them and its last rows still reach them.
             self._completions = decode and stack.enter_context(
                 CompletionsWriter(self.directory, decode, self._take_rows, kept)
             )
@@ -176,6 +178,7 @@ class RunLog:
         summary = self.summary()
         if self._completions:
             self._completions.sync()
+        # The summary marks the run as finished, so completions are on disk before it.
         write_whole(self.directory / SUMMARY, json.dumps(summary, indent=2))
         write_report(self.directory)
         self._ending = "finished"

@@ -105,6 +105,7 @@ def _rows(spans: Sequence[SpanRecord]) -> list[list[SpanRecord]]:
         return span["queued"] is None, start if start >= first_free else -1.0, not span["resumed"], span["end"]
 
     for span in sorted(spans, key=order):
+        # A sample with several spans, such as turns, has one row at the place of its first span.
         rows.setdefault(span["sample"], []).append(span)
     return list(rows.values())
 

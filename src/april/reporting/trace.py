@@ -208,6 +208,7 @@ def assign_slots(spans: Iterable[SpanRecord]) -> Iterator[tuple[int, SpanRecord]
     for span in sorted(decoded, key=lambda span: (decoding_start(span), span["end"])):
         while busy and busy[0][0] <= decoding_start(span):
             heapq.heappush(free, heapq.heappop(busy)[1])
+        # Without a free lane every lane is busy, so their number is the next lane.
         lane = heapq.heappop(free) if free else len(busy)
         heapq.heappush(busy, (span["end"], lane))
         yield lane, span
@@ -219,6 +220,7 @@ def load(spans: Iterable[SpanRecord]) -> list[tuple[float, int, int]]:
     for span in spans:
         start = decoding_start(span)
         for time, decoding, waiting in ((span["start"], 0, 1), (start, 1, -1), (span["end"], -1, 0)):
+            # Changes at one time are one point: a slot that passes from one sample to the next shows no dip.
             change = changes.setdefault(time, [0, 0])
             change[0] += decoding
             change[1] += waiting

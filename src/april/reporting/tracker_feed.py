@@ -70,6 +70,7 @@ class Feed:
         with self._changed:
             self._news = True
             self._changed.notify_all()
+        # Checked by the caller, because the feed's own thread is the one that hangs.
         began = self._busy_since
         if began is not None and time.monotonic() - began > SLOW_SECONDS:
             self._tell(f"has not answered for {SLOW_SECONDS:.0f} s")
@@ -134,6 +135,7 @@ class Feed:
             step, rows = self._tables[0]
             if step > self._tabled:
                 self._tracker.table(step, rows)
+            # Removed once it was taken, so that a failure keeps it for the next attempt.
             self._tables.popleft()
 
     def _start(self) -> None:
@@ -144,6 +146,7 @@ class Feed:
         self._remember(sent)
         if tracker.position is not None:
             self._remember(tracker.position)
+        # At the start only: after a failure, tables of steps that were sent already still wait.
         if not self._offset:
             self._tabled = self._run.sent[0]
         self._offset, self._read = 0, BEFORE_ALL
@@ -164,6 +167,7 @@ class Feed:
         with self._metrics_file.open("rb") as file:
             file.seek(end)
             for line in file:
+                # The line is being written; a notification follows.
                 if not line.endswith(b"\n"):
                     return
                 record = json.loads(line)

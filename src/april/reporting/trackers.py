@@ -102,6 +102,7 @@ class Names:
     def __getitem__(self, name: str) -> str:
         """The accepted name, different for different names."""
         if name not in self._known:
+            # A part of dots alone would be a relative path, which MLflow refuses.
             parts = [part if part.strip(".") else "_" for part in self._refused.sub("_", name).split("/")]
             accepted = base = "/".join(parts)[: self._longest]
             number = 1
@@ -134,6 +135,7 @@ class TensorBoard:
         self._names = Names(r"\w.\-/")
         self.position: Position | None = None
         if run.resume_step is not None:
+            # The writer purges later steps from the event files, so they have to be sent again.
             self.position = min(run.sent, (run.resume_step, sys.maxsize))
         step, _ = self.position or run.sent
         started = step + 1
@@ -237,6 +239,7 @@ class MLflow:
 
     @property
     def position(self) -> Position:
+        # A batch may be stored although its call failed, so the server's own count decides what is sent.
         steps = [value.step for value in self._client.get_metric_history(self.run_id, self._names[EVERYWHERE])]
         return (max(steps), steps.count(max(steps))) if steps else BEFORE_ALL
 

@@ -48,6 +48,7 @@ def transcript(row: Mapping[str, Any]) -> str:
         spans = []
         while count > 0:
             piece = pieces.popleft()
+            # Pieces are cut where turns begin and end, so the count reaches exactly 0.
             count -= piece["tokens"]
             spans.append(colours.span(piece, piece["text"][:LONGEST_PIECE]))
             if (more := len(piece["text"]) - LONGEST_PIECE) > 0:

@@ -93,6 +93,7 @@ async def open_trainer(
     task = _task(recipe)
     checkpoint = newest_checkpoint(directory) if resume else None
     async with AsyncExitStack() as stack:
+        # Before the model is loaded: loading takes long, and the plan needs only the model's configuration.
         if (size := gpu_bytes(recipe.model)) is not None:
             check_memory(recipe, size)
         learner: Learner
@@ -104,8 +105,10 @@ async def open_trainer(
         _warn_of_redacted_secrets(recipe)
         limit = _prompt_limit(recipe, learner)
         environment = build_environment(recipe, tokenizer, learner.stop_token_ids)
+        # Prompts are checked before engines start: bad records end the run early, and engines take minutes.
         usable = build_prompts(recipe, task, tokenizer, environment)
         prompts, evaluated = usable.to_train_on(limit), usable.held_out(limit)
+        # Locked before the journal is opened, so that the journal has one writer.
         stack.enter_context(lock_directory(directory))
         journal = stack.enter_context(closing(Journal(directory / JOURNAL, training.journal_flush_seconds)))
         rewards = _rewards(recipe, task, tokenizer)
@@ -141,6 +144,7 @@ async def open_trainer(
             devices=tasks,
         )
         stack.enter_context(run_log)
+        # Only now: the recipe file marks the run as resumable, and a run that fails to start must not leave one.
         note_beginning(directory, recipe)
         temperature = training.eval_temperature
         sampling = scheduler.sampling if temperature is None else replace(scheduler.sampling, temperature=temperature)
@@ -296,6 +300,7 @@ def _scheduler(
 def _shown_on(progress: Progress) -> Callable[[RolloutScheduler], None]:
     def show(scheduler: RolloutScheduler) -> None:
         wanted, engine = scheduler.params.rollout_batch_size, scheduler.engine
+        # More groups may be complete than the step takes.
         ready = min(len(scheduler.state.ready), wanted)
         away = 0 if scheduler.episodes is None else len(scheduler.episodes)
         progress.rollout(ready, wanted, engine.running, engine.capacity.slots, scheduler.step_tokens, away)

@@ -64,14 +64,17 @@ def save_checkpoint(
         return path
     partial = directory / f".{path.name}.partial"
     try:
+        # Left by a process that died while it wrote or deleted a checkpoint.
         for stray in directory.glob(".*.partial"):
             shutil.rmtree(stray)
         partial.mkdir(parents=True)
         learner(partial)
         (partial / STATE).write_text(json.dumps({"format": FORMAT, "step": step, **state}))
         _seal(partial)
+        # All files are on disk before the rename, and the rename is on disk before older checkpoints are deleted.
         partial.rename(path)
         sync_directory(directory)
+    # Kept apart from disk errors: all ranks restart after this one.
     except RankLostError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -117,6 +120,7 @@ def check_checkpoint(path: Path) -> None:
         CheckpointError: another version of april wrote it.
     """
     try:
+        # The format is compared before the manifest is read: other formats may have another manifest.
         found = json.loads((path / STATE).read_text()).get("format")
         other = isinstance(found, int) and found != FORMAT
         manifest = None if other else json.loads((path / MANIFEST).read_text())

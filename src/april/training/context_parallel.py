@@ -52,6 +52,7 @@ class ContextParallel:
         D]."""
         _, heads, tokens, width = tensor.shape
         parts = self._exchange(tensor[0].reshape(self.size, heads // self.size, tokens, width))
+        # Part i is from rank i, which has the i-th range of tokens, so concatenation restores the row's order.
         return parts.transpose(0, 1).reshape(1, heads // self.size, self.size * tokens, width)
 
     def tokens(self, tensor: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ def open_distributed_learner(
     if not is_rank():
         raise ConfigError(f"trainer.backend = {recipe.trainer.backend!r} takes ranks: start the run by april train")
     with _joined(recipe) as ranks:
+        # Followers load the leader's choice, so that all ranks resume from the same checkpoint.
         ranks.send(checkpoint)
         learner, tokenizer = _part(recipe, ranks, directory, checkpoint)
         with DistributedLearner(learner, ranks, recipe, directory) as leader:
@@ -86,6 +87,7 @@ def _part(recipe: Recipe, ranks: Ranks, directory: Path | None, checkpoint: Path
     if checkpoint:
         check_checkpoint_of(recipe, checkpoint)
     start = None if recipe.lora.rank else checkpoint  # adapters are added to the policy they were trained from
+    # In main memory: a rank's GPU may have room for its shard only, not for the whole policy.
     model, tokenizer = load_policy(recipe.model, start, torch.device("cpu"))
     torch.manual_seed(recipe.training.seed)  # adapters are initialised at random, equally on all ranks
     kind: type[ShardedLearner] = ShardedLearner

@@ -83,6 +83,7 @@ class DistributedLearner:
             yield own
             return
         assert isinstance(own, EmbeddedEngine)
+        # Followers start their engines and then receive engine orders through process groups of their own.
         with self._lock, rank_loss_translated():
             self._ranks.send((GENERATE, ()))
         with all_engines(own, self._ranks) as engine:
@@ -105,6 +106,7 @@ class DistributedLearner:
             try:
                 self._ranks.send((name, arguments))
                 return getattr(self._learner, name)(*arguments)
+            # Ranks may be at different points now: a further command would pair unrelated collective operations.
             except BaseException:
                 self._failed = True
                 raise

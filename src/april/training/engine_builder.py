@@ -141,6 +141,7 @@ def engine_spec_of(recipe: Recipe, logs: Path) -> EngineSpec:
 
     own, servers = recipe.cluster, recipe.engine.engine != "embedded"
     gpus = recipe.engine.gpus_by_arguments or recipe.engine.gpus_per_replica
+    # An embedded engine computes on the recipe's device; servers choose theirs themselves.
     without = gpus == "auto" and not servers and recipe.model.device == "cpu"
     demand = demand_of(own.cpus_per_replica, 0 if without else gpus)
     device, threads = ("cuda", None) if demand.gpus else ("cpu", own.cpus_per_replica)
@@ -217,6 +218,7 @@ async def _servers(recipe: Recipe, directory: Path, stack: AsyncExitStack, start
     count = settings.stream_readers
     if count == "auto":
         count = processes_for(sum(engine.capacity.slots for engine in engines), os.cpu_count() or 1)
+    # Extended in place, because `close_readers` closes this list.
     readers += [StreamReader(f"stream reader {index}") for index in range(min(count, len(engines)))]
     for index, engine in enumerate(engines):
         if readers:
@@ -251,6 +253,7 @@ async def _started(
 
     launching = []
     devices = device_map(recipe)
+    # Checked before servers load their weights: with different versions the broadcast would fail much later.
     if settings.weight_transfer == "broadcast" and devices and devices.training and settings.server_python:
         await asyncio.to_thread(_require_same_nccl, settings.server_python)
     for index, name in enumerate(recipe.engines_here):
@@ -292,6 +295,7 @@ async def _all_entered(contexts: Iterable[AbstractAsyncContextManager[T]], stack
         async with asyncio.TaskGroup() as group:
             entering = [group.create_task(stack.enter_async_context(context)) for context in contexts]
     except ExceptionGroup as failures:
+        # Callers handle the error's own type, such as EngineError, and not a group of errors.
         raise failures.exceptions[0] from None
     return [task.result() for task in entering]
 

@@ -73,6 +73,7 @@ def hidden_states(trunk: Any, batch: Batch) -> Tensor:
     ).last_hidden_state[0]
     if context:
         packed = context.whole(packed)[: row.shape[1]]
+    # Column t of the mask describes token t + 1, so the last position of a row predicts no trained token.
     return packed[torch.nn.functional.pad(batch.mask, (0, 1))[real]]
 
 

@@ -86,11 +86,13 @@ class LocalLearner:
         self.device = next(model.parameters()).device
         # With adapters, the reference policy is the policy with the adapters disabled.
         self.reference = self._frozen_copy() if self.objective.regularised and not recipe.lora.rank else None
+        # Copies the trunk before adapters are added in place: the critic trains all of its own parameters.
         self.critic = Critic(model) if self.objective.algorithm.value_head else None
         self.adapters = Adapters(model, recipe.lora) if recipe.lora.rank else None
         self.dtype: torch.dtype = getattr(torch, recipe.compute_dtype)
         self.masters = self._master_weights()
         self.packs = can_pack(model)
+        # Before optimizers are made: sharding replaces the parameters that an optimizer would hold.
         self._place()
         self.optimizer = self._adamw(self.policy)
         self.critic_optimizer = self._adamw(self.critic) if self.critic else None
@@ -161,6 +163,7 @@ class LocalLearner:
         names = dict.fromkeys(name for made, _ in results for name in made)
         measured = {name: [made[name] for made, _ in results if name in made] for name in names}
         metrics = {name: sum(values) / len(values) for name, values in measured.items()}  # fmean refuses inf - inf
+        # A count of the step, whereas the other metrics are means over its updates.
         metrics["skipped_updates"] *= len(results)
         own: dict[str, float] = {"out_of_memory": self.memory.shortages - shortages}
         if (updated := self._updated_share()) is not None:
@@ -186,11 +189,13 @@ class LocalLearner:
         batch = dataclasses.replace(batch, mask=self.objective.mask(batch.mask, truncated))
         if self.objective.regularised:
             batch = dataclasses.replace(batch, reference_logprobs=self._score(self._reference_logprobs, batch))
+        # A penalty on rewards enters the advantages, so π_prox is needed for all rows before they are known.
         if self.objective.penalised:
             batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch))
         if self.critic is not None:
             batch = dataclasses.replace(batch, values=self._score(self.critic, batch))
         batch = self.objective.with_advantages(batch, self.rewards(step.groups), samples)
+        # With one update per step π_prox equals π_θ: the loss detaches its own log-probabilities and saves this pass.
         if batch.proximal_logprobs is None and self.settings.updates_per_step > 1:
             signal = self.objective.rows_with_gradient(batch)
             batch = dataclasses.replace(batch, proximal_logprobs=self._score(self.logprobs, batch, signal))
@@ -221,6 +226,7 @@ class LocalLearner:
         finite = all(map(math.isfinite, measured.values()))
         if not finite:
             self.skipped.skip(name, batch, samples, measured)
+        # Without a trained token there is no gradient, and weight decay and moments must not move the parameters.
         if finite and sums.tokens:
             self._step_optimizers(batch.lengths)
         means = {"entropy": sums.entropy} | ({"kl_reference": sums.kl} if self.objective.regularised else {})
@@ -251,6 +257,7 @@ class LocalLearner:
     def gradient(self, batch: Batch) -> UpdateSums:
         """Compute the gradient of an update's loss, and return the sums over the update's tokens."""
         denominator, trained = self.objective.denominator(batch), int(batch.mask.sum())
+        # A repetition after an out-of-memory error must not add to the gradient of the attempt that failed.
         self.release_gradients()
         sums = UpdateSums()
         for _, micro in self._passes(batch, self.objective.rows_with_gradient(batch)):
@@ -328,6 +335,7 @@ class LocalLearner:
         except ValueError as error:
             raise ValueError(f"the checkpoint is of other settings ({error}): {AS_BEGUN}") from None
         torch.set_rng_state(state["random"])
+        # The state has float32 masters; the modules compute with rounded copies of them.
         self.masters.write()
 
     def _read_state(self, directory: Path, state: dict[str, Tensor]) -> None:
@@ -344,6 +352,7 @@ class LocalLearner:
         }
         for kind, part in parts.items():
             if part is not None:
+                # The parameters themselves, because masters are found by parameter.
                 own = part.state_dict(keep_vars=True)
                 held |= {f"{kind}.{name}": self.masters.of(tensor).detach() for name, tensor in own.items()}
         for kind, module, optimizer in (

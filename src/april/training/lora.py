@@ -97,6 +97,7 @@ class Adapters:
         shared = {
             id(p): p for name, p in self._model.named_parameters() if "lora_" not in name and "base_layer" not in name
         }
+        # The memo of deepcopy contains parameters by id: deepcopy shares these instead of copying them.
         return copy.deepcopy(self._wrapped, shared).merge_and_unload()
 
     def save(self, directory: Path, writes: bool = True, masters: Callable[[Tensor], Tensor] = lambda own: own) -> None:
@@ -136,6 +137,7 @@ def head_weight(model: Any) -> Tensor:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     layer = embedding if _tied(model) else head
     weight: Tensor = head.weight
+    # The reference policy is computed with the adapters disabled.
     if not _has_adapter(layer) or layer.disable_adapters:
         return weight
     delta: Tensor = layer.get_delta_weight("default").to(weight.dtype)
@@ -160,5 +162,6 @@ def _merged(base: Tensor, layers: list[Any]) -> Tensor:
     merged: Any = base
     for layer in layers:
         merged = merged + layer.get_delta_weight("default").to(base.dtype)
+    # A sum of DTensors may have another placement; files and transfers expect the placement of the base.
     whole: Tensor = merged.redistribute(placements=base.placements) if isinstance(base, DTensor) else merged
     return whole

@@ -36,6 +36,7 @@ class MasterWeights:
             for parameter, master in wide.items():
                 if parameter.dtype != master.dtype:
                     self._masters[parameter] = master
+                    # A hook per parameter frees each rounded gradient at once, not after the whole backward pass.
                     parameter.register_post_accumulate_grad_hook(self._collect)
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ class MegatronLearner(ShardedLearner):
         held = self.model.state_dict(keep_vars=True)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self._kept = {name: tensor for name, tensor in held.items() if id(tensor) not in names}
+        # Tied weights have several names in files, but one parameter and one pair of moments.
         self._stands_for = {name: names[id(tensor)] for name, tensor in held.items() if name not in self._kept}
         self._tensors = {name: tensor.detach().to("meta") for name, tensor in self.model.named_parameters()}
         whole, recompute = self.policy, self.settings.gradient_checkpointing
@@ -70,6 +71,7 @@ class MegatronLearner(ShardedLearner):
     @torch.no_grad()
     def _clip_gradient(self, module: Any) -> float:
         norm: float = module.squared_norm() ** 0.5
+        # 1e-6 as in torch's clip_grad_norm_, which the other backends follow.
         scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
         for parameter in self.masters.trained(module):
             assert parameter.grad is not None

@@ -68,6 +68,7 @@ class MegatronPolicy(nn.Module):
         self.temperature = temperature
         self.vocabulary = int(config.vocab_size)
         self.group = parallel_state.get_tensor_model_parallel_group()
+        # In the model's type at first: `MasterWeights` keeps these tensors as masters and casts the module.
         self.module = _built(config, ranks, dtype, recompute).to(next(model.parameters()).dtype).requires_grad_(trains)
         self.masters = MasterWeights([self.module], dtype)
         self._bridge = get_model_bridge(type(model), hf_config=config)
@@ -156,6 +157,7 @@ class MegatronPolicy(nn.Module):
                 found = {part: tensor(part).to(own.device) for part in self.names(name)}
                 stored = self._bridge.maybe_modify_loaded_hf_weight(task.mapping.hf_param, found)
                 part = task.mapping.hf_to_megatron(stored, task.megatron_module)
+                # Megatron pads the vocabulary: its part may have more rows than the converted tensor. The rest is 0.
                 filled = part_of(own)
                 filled.zero_()[: part.shape[0]] = part
 
@@ -165,6 +167,7 @@ class MegatronPolicy(nn.Module):
         others = parallel_state.get_data_parallel_group()
         for name, parameter in self.module.named_parameters():
             own = self.masters.of(parameter)
+            # A team without a micro-batch has no gradient but takes part in the sums.
             if own.grad is None:
                 own.grad = torch.zeros_like(own)
             if any(part in name for part in PARTIAL):
@@ -174,6 +177,7 @@ class MegatronPolicy(nn.Module):
     @torch.no_grad()
     def squared_norm(self) -> float:
         """Return the squared norm of the whole gradient, after `reduce_gradient`."""
+        # Parameters that are not divided are equal on all ranks of the group: only the first rank counts them.
         counts = dist.get_rank(self.group) == 0
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in self.module.parameters():
@@ -203,6 +207,7 @@ def _built(config: Any, ranks: Ranks, dtype: torch.dtype, recompute: bool) -> An
         raise ConfigError(f'trainer.backend = "megatron": no Megatron-Bridge for this policy: {reason}') from None
     provider.tensor_model_parallel_size = ranks.team_size
     provider.should_pad_vocab = True
+    # No mixed precision by Megatron: april casts the module and keeps the master weights.
     provider.params_dtype, provider.bf16, provider.fp16 = dtype, False, False
     provider.gradient_accumulation_fusion = False  # gradients are torch's own
     provider.attention_dropout = provider.hidden_dropout = 0.0

@@ -92,6 +92,7 @@ def first_change(recipe: Recipe, phase: str, room: float) -> str:
     tried, made = copy.deepcopy(recipe), list[str]()
     for name, change in _changes(tried):
         change()
+        # A later change of a setting replaces an earlier change of the same setting in the advice.
         made = [other for other in made if other.split(" = ")[0] != name.split(" = ")[0]] + [name]
         fits = next(each for each in phases(plan_memory(tried), tried) if each.name == phase).total <= room
         if fits:
@@ -134,6 +135,7 @@ def check_memory(recipe: Recipe, memory: float) -> None:
     """
     try:
         plan = plan_memory(recipe)
+    # Some architectures cannot run on tensors without values. The plan is advice, so the run starts without it.
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, KeyError) as error:
         log.warning("memory was not planned: %s", str(error).partition("\n")[0])
         return

@@ -104,7 +104,9 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
         wide, narrow = trained * shard + adapters, wide
     head = 0 if recipe.lora.rank else model.get_output_embeddings().weight.numel() // parts[0]
     logits = LOGITS * 4 * min(CHUNK_ELEMENTS, training.max_tokens_per_micro_batch * text.vocab_size)
+    # The head's gradient accumulates in float32 and is cast once at the end (`logprobs`), so both copies exist.
     head_gradient = head * (4 + (computed if computed != 4 else 0))
+    # FSDP2 gathers the next layer while one layer computes, and holds whole gradients until they are reduced.
     gathers = (holders > 1 or trainer.cpu_offload) and not megatron
     rank = {
         "parameters": wide * own,
@@ -121,6 +123,7 @@ def plan_memory(recipe: Recipe) -> MemoryPlan:
     host = {name: rank.pop(name) for name in STATE if rank[name]} if trainer.cpu_offload else {}
     tokens = recipe.slots * (engine.context_length or recipe.rollout.max_response_length)
     kv = int(engine.kv_cache_gb * 1e9) if engine.kv_cache_gb else tokens * cache
+    # The engine cannot compute with shards or unmerged adapters: it then has a whole, merged copy.
     own_copy = trainer.sharded or bool(recipe.lora.rank) or not recipe.generates_inside
     whole = own_copy or engine.engine != "embedded"
     devices = max(recipe.gpus_per_engine, 1)
@@ -217,6 +220,7 @@ def _model(
     config = _configuration(settings.path)
     try:
         if parts > 1:
+            # Fixed before heads are divided, because the default size is hidden_size / num_attention_heads.
             config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
                 setattr(config, name, getattr(config, name) // parts)
@@ -244,6 +248,7 @@ def _activations(model: nn.Module, recipe: Recipe, computed: int, layers: int, m
         return int(whole * scale)
     checkpoint_layers(trunk)
     outside, _ = _saved(trunk, ids)
+    # Checkpointing keeps one input per layer outside autograd's saved tensors and recomputes a layer at a time.
     one_layer = (whole - outside) // layers
     return int((outside + layers * hidden.nbytes + one_layer) * scale)
 
@@ -253,6 +258,7 @@ def _saved(trunk: nn.Module, ids: Tensor) -> tuple[int, Tensor]:
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
+        # By storage: views of one tensor are saved repeatedly but take memory once.
         saved[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
@@ -278,6 +284,7 @@ def active_parameters(settings: ModelSettings) -> int:
         model = _model(settings)
         head = model.get_output_embeddings().weight
         table = model.get_input_embeddings().weight
+        # An embedding lookup multiplies nothing, unless the head is tied to the embedding.
         own = [(name, p) for name, p in model.named_parameters() if p is not table or p is head]
         return int(sum(p.numel() * (share if ".experts." in name else 1.0) for name, p in own))
 

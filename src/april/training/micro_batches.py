@@ -24,6 +24,7 @@ def plan(lengths: Sequence[int], rows: Sequence[int], max_tokens: int, packed: b
     parts: list[list[int]] = []
     tokens = 0
     for row in sorted(rows, key=lambda row: (-lengths[row], row)):
+        # Rows are sorted, so the first row of a part is its longest, and padding extends all others to it.
         own = lengths[row] if packed or not parts else lengths[parts[-1][0]]
         if not parts or tokens + own > max_tokens:
             parts.append([])
@@ -52,6 +53,7 @@ def share(
         else:
             low = middle
     parts = plan(lengths, rows, high, packed)
+    # Neighbours have similar sizes, so that in each round all ranks compute for about the same time.
     parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
     own = parts[rank::world]
     return own + [[]] * (rounds - len(own))

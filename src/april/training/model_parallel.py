@@ -60,6 +60,7 @@ def plans(model: Any, tensor: int, expert: int) -> tuple[dict[str, str], dict[st
     experts = model._expand_parallel_plan(model.ep_plan) if expert > 1 else {}
     matrices = model._expand_parallel_plan(model.tp_plan) if tensor > 1 else {}
     own = {name for name in matrices if name.startswith(layers)}
+    # Expert parallelism divides these modules already; their matrices are not divided a second time.
     own -= {name for name in own for part in experts if f"{name}.".startswith(f"{part}.")}
     return {name: style for name, style in matrices.items() if name in own}, experts
 

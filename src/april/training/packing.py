@@ -94,6 +94,7 @@ class Packing:
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
     def _mask(self, run: _Padded, window: int | None, cap: float | None, query: Tensor) -> Tensor | None:
+        # A window that covers the longest sequence removes nothing, and causal attention alone needs no mask.
         window = None if window is None or window >= run.longest else window
         if window is None and cap is None:
             return None
@@ -117,6 +118,7 @@ def _runs(lengths: Sequence[int], device: torch.device) -> Iterator[_Padded]:
             sizes, offsets = torch.tensor(lengths[first:last]), torch.arange(longest)
             real = offsets < sizes[:, None]
             firsts = sizes.cumsum(0) - sizes
+            # Padding repeats the first token. Any token would do: causal attention never reads behind a position.
             padded = (firsts[:, None] + torch.where(real, offsets, 0)).flatten().to(device)
             packed = real.flatten().nonzero()[:, 0].to(device)
         yield _Padded(start, start + tokens, count, longest, padded, packed)
@@ -195,6 +197,7 @@ def can_pack(model: Any) -> bool:
             if agrees(model, alone, packed):
                 return True
         reason = "packed sequences change its results"
+    # A trunk that refuses `april_packing`, or does not pass it on to attention, raises one of these.
     except (TypeError, KeyError, ValueError, RuntimeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
     log.warning("%s: training batches are padded, not packed: %s", type(model).__name__, reason)

@@ -82,6 +82,7 @@ def device_of(settings: ModelSettings) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(settings.device)
+        # `torch.device` accepts devices that do not exist; only a computation shows that it works.
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]

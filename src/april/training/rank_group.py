@@ -107,6 +107,7 @@ class RankGroup:
         def order(rank: RankProcess) -> tuple[bool, bool, int]:
             stopped = rank is self._leader and self._leader_lost
             succeeded = rank.state is RankState.EXITED and rank.exit_status == 0
+            # A leader that this group stopped, or a rank that succeeded, is at most a consequence of the real cause.
             return stopped, succeeded, CAUSES.index(rank.state)
 
         return min(self._ranks, key=order)

@@ -55,6 +55,7 @@ class RankLauncher:
                 else:
                     log = None if number == 0 else stack.enter_context((self._logs / f"rank-{number}.log").open("a"))
                     rank = self._start_here(number, meeting_point, log, payload, placed)
+                # Callbacks run in reverse order: a rank is killed before its pipe is closed.
                 stack.callback(os.close, rank.status_fd)
                 stack.callback(rank.process.kill)
                 ranks.append(rank)
@@ -75,6 +76,7 @@ class RankLauncher:
             pass_fds=[write_end, placed.listener] if placed else [write_end],
             process_group=0,  # Ctrl-C in a terminal reaches the supervisor alone, which forwards it
         )
+        # Only the rank holds the write end now, so its death closes the pipe and wakes `select` in the supervisor.
         os.close(write_end)
         assert process.stdin is not None
         process.stdin.write(payload)
@@ -90,6 +92,7 @@ class RankLauncher:
             defaults |= placed.leader_defaults
         elif sys.platform == "linux" and self._engines_are_here:
             defaults["GLOO_SOCKET_IFNAME"] = "lo"  # no other machine has to reach the ranks
+        # The user's variables override defaults, but never the layout of the ranks.
         return {**defaults, **os.environ, **required}
 
     @property

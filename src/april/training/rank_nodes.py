@@ -79,6 +79,7 @@ class RankNodes:
             with socket.create_server((address, 0), family=family, backlog=len(placements)) as listener:
                 ranks = PlacedRanks(placements, listener, self._directory / "ranks")
                 yield ranks
+                # The next start avoids nodes whose ranks were lost, if there are others.
                 for process, placement in zip(ranks.processes, placements, strict=False):
                     if process.lost:
                         self._placements.suspect(placement.node.id)

@@ -92,6 +92,7 @@ class RankProcess:
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for line in lines:
             self.reports |= json.loads(line)
+        # An empty read means that the pipe was closed, which is no heartbeat.
         if data:
             self.last_heartbeat = time.monotonic()
 
@@ -122,6 +123,7 @@ class RankProcess:
         running = self.running
         self.process.kill()
         self.process.wait()
+        # The last report may still be in the pipe when the process has ended.
         self.read_status()
         if "memory" in self.reports:
             self.state = RankState.OUT_OF_MEMORY

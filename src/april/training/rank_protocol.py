@@ -68,6 +68,7 @@ class StatusReporter:
         line = os.environ.get(STATUS_FD)
         self._descriptor = None if line is None else int(line)
         if self._descriptor is not None:
+            # Processes that the rank starts must not keep the pipe open after the rank has ended.
             os.set_inheritable(self._descriptor, False)
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
 

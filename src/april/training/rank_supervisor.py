@@ -99,8 +99,10 @@ class RankSupervisor:
                 self._note(f"{reason}; the ranks are not restarted")
                 self._note_how_to_resume()
                 return 1
+            # Ranks that died before the run began have written no recipe: the run starts from the beginning.
             self._restarted, resume = True, (self._directory / RECIPE).is_file()
             if resume:
+                # Raises before the ranks start if the state on disk is damaged.
                 list(check_run(self._directory))
             self._note(f"{reason}; all ranks restart from the state on disk")
 
@@ -108,11 +110,13 @@ class RankSupervisor:
         """Start all ranks and run them until all have ended."""
         self._logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            # Called last, when all ranks have ended: a run that failed before its start leaves no directory.
             stack.callback(self._remove_empty_run)
             placed = stack.enter_context(self._reserved_nodes()) if self._nodes else None
             if self._stop_signal:
                 raise EngineError("stopped before the ranks were started")
             ranks = stack.enter_context(self._launcher.launch(resume, placed))
+            # A signal before this line is pending; the handler sends every later signal to the new leader itself.
             pending, self._leader = self._stop_signal, ranks[0]
             if pending:  # it came while the ranks were started
                 self._leader.send_signal(pending)

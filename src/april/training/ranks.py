@@ -108,6 +108,7 @@ class Ranks:
     def total(self, sums: UpdateSums) -> UpdateSums:
         """Add up the sums of all ranks."""
         own = [sums.loss, sums.value_loss, sums.entropy, sums.kl, float(sums.tokens)]
+        # In float64, in which token counts are exact.
         loss, value_loss, entropy, kl, tokens = self.sum(torch.tensor(own, dtype=torch.float64)).tolist()
         largest = sums.diagnostics.largest.clone()
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -168,6 +169,7 @@ def join_ranks(
         torch.cuda.set_device(own)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with rank_loss_translated():
+        # With GPUs also gloo: objects and sums of Python numbers are exchanged on the CPU.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
             store=_store(rank, world, timeout),
@@ -180,12 +182,14 @@ def join_ranks(
         else:
             shape = replicas, world // replicas
             mesh = init_device_mesh(own.type, shape, mesh_dim_names=("replicate", "shard"))
+        # A command or an order may follow after a whole rollout; replies to an order have to arrive in time.
         commands, orders = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
         replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         team = None
         if context > 1:
             size = context * tensor
             firsts = [first + part for first in range(0, world, size) for part in range(tensor)]
+            # `new_group` requires that all ranks create all groups, in the same order.
             teams = {first: dist.new_group(range(first, first + size, tensor)) for first in firsts}
             team = ContextParallel(teams[rank - rank % size + rank % tensor], rank % size // tensor, context)
         divided = tensor > 1 or expert > 1
@@ -202,6 +206,7 @@ def _store(rank: int, world: int, timeout: float) -> c10d.Store:
     url = urlsplit(os.environ.get(RENDEZVOUS, ""))
     if url.scheme == "tcp":
         assert url.hostname is not None
+        # The supervisor has bound the port already, so no other process can take it before rank 0 listens.
         limit, listener = timedelta(seconds=timeout), int(os.environ[LISTENER]) if rank == 0 else None
         return c10d.TCPStore(url.hostname, url.port or 0, world, rank == 0, limit, False, master_listen_fd=listener)
     store: c10d.Store

@@ -70,6 +70,7 @@ class MicroBatchBudget:
         Raises:
             TrainingError: micro-batches have one row already; the shortest has `shortest` tokens.
         """
+        # No two rows fit into the budget, so every micro-batch has one row already.
         if self.tokens < 2 * shortest:
             raise TrainingError(
                 f"memory runs out with one sample at a time ({reason}): set training.gradient_checkpointing, lower "
@@ -120,6 +121,7 @@ class SkippedUpdates:
         path = self.directory / f"{name}.safetensors"
         tensors = {f.name: value for f in fields(batch) if isinstance(value := getattr(batch, f.name), Tensor)}
         save_file({key: value.contiguous().cpu() for key, value in tensors.items()}, path)
+        # Measurements are written as text, because JSON has neither NaN nor infinity.
         record: dict[str, Any] = {
             "measured": {key: repr(value) for key, value in measured.items()},
             "lengths": batch.lengths,
@@ -129,6 +131,7 @@ class SkippedUpdates:
             ],
         }
         path.with_suffix(".json").write_text(json.dumps(record, indent=1))
+        # Names contain the step with leading zeros, so their order is the order of time.
         for old in sorted(self.directory.glob("*.safetensors"))[:-KEPT]:
             old.unlink()
             old.with_suffix(".json").unlink(missing_ok=True)

@@ -89,6 +89,7 @@ def saved_recipe(run: Path) -> Recipe:
         CheckpointError: there is no run, or its recipe cannot be read.
     """
     checkpoint = newest_checkpoint(run)
+    # The recipe file may be damaged or lost; the checkpoint contains a copy.
     sources = [run / RECIPE, *([checkpoint / STATE] if checkpoint else [])]
     if not any(source.is_file() for source in sources):
         raise CheckpointError(f"{run}: no run to resume here; april train begins one")
@@ -123,6 +124,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
             kept, _ = repair_journal(journal, mark, events=False)
             yield f"going back to {checkpoint.name if checkpoint else 'the beginning'}; what came after it is in {kept}"
         try:
+            # The checkpoint was written with a journal. Without it, tokens sampled afterwards would be lost silently.
             if mark is not None and not journal.exists():
                 raise DamageError(f"{journal}: missing")
             again = steps_to_redo(run)

@@ -32,6 +32,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # Not truncated by opening: the note of a run that holds the lock is part of the error message.
         file = (directory / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(f"reporting.output = {str(directory)!r}: cannot be written: {error.strerror}") from None

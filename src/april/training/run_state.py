@@ -40,6 +40,7 @@ class RunState:
         """Return the state without the learner's part, as JSON types."""
         # A resumed run has no KV cache: without one here, too, both runs compute the same.
         self.scheduler.engine.forget()
+        # Log lines reach the disk before the checkpoint: a resumed run cuts later lines, but cannot restore lost ones.
         self.log.sync()
         return {
             "rollout": self.scheduler.state_dict(),

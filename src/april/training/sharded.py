@@ -105,6 +105,7 @@ class ShardedLearner(LocalLearner):
                 f"trainer.context_parallel: {type(self.model).__name__} does not compute of packed sequences what it "
                 "computes of each alone, and packed ones alone can be shared by ranks: leave context_parallel out"
             )
+        # Copied now, while the model is whole: `_divide` shards it in place.
         if self._generates:
             self._copy = self.adapters.merged_model() if self.adapters else copy.deepcopy(self.model)
             convert(self._copy.requires_grad_(False).to(self.ranks.device), self.dtype)
@@ -176,6 +177,7 @@ class ShardedLearner(LocalLearner):
 
     def _nothing(self, batch: Batch) -> Batch:
         """Return an empty micro-batch, for a pass in which this rank only takes part in the collective operations."""
+        # FSDP2 gathers parameters in a pass, so every rank has to make one. The shortest row costs least.
         shortest = min(range(len(batch)), key=batch.lengths.__getitem__)
         empty = batch.rows([shortest], self.device)
         empty.mask.zero_()
@@ -207,8 +209,10 @@ class ShardedLearner(LocalLearner):
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         for gradient in gradients:
             own = torch.linalg.vector_norm(gradient.to_local()).to(squares) ** 2
+            # world / pieces ranks hold each shard, and each of them adds it to the sum.
             squares += own * pieces(gradient) / self.ranks.world
         norm = float(self.ranks.sum(squares).sqrt())
+        # 1e-6 as in torch's clip_grad_norm_.
         scale = min(self.settings.max_grad_norm / (norm + 1e-6), 1.0)
         for gradient in gradients:
             gradient.to_local().mul_(scale)
@@ -236,6 +240,7 @@ class ShardedLearner(LocalLearner):
         if self.adapters:
             self.adapters.save(directory / ADAPTER, self.ranks.leads)
         self.save_state(directory, self.ranks.rank)
+        # A checkpoint's files are complete once every rank has written; the leader seals them afterwards.
         self.ranks.wait()
 
     def save_weights(self, directory: Path) -> None:
@@ -276,6 +281,8 @@ def shard(module: nn.Module, ranks: Ranks, dtype: torch.dtype, offload: bool = F
     experts = divide(next(part for part in module.modules() if isinstance(part, PreTrainedModel)), ranks)
     of_layers = ranks.tensor.across if ranks.tensor else ranks.mesh
     of_experts = ranks.expert.across if ranks.expert else ranks.mesh
+    # Inner modules first: FSDP2 assigns to a module the parameters that no inner module has taken.
+    # The last number is the factor by which the sum over ranks exceeds the gradient; see `context_parallel`.
     placed = [
         *((part, of_experts, ranks.context_size) for part in experts),
         *((part, of_layers, ranks.context_size if ranks.tensor else ranks.team_size) for part in layers),

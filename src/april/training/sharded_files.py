@@ -84,6 +84,7 @@ def write(
         descriptor = os.open(directory / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             if rank == 0:
+                # Others may have written rows already: setting the common final size never cuts them off.
                 os.ftruncate(descriptor, file.size)
                 os.pwrite(descriptor, file.header, 0)
             for name, begin in file.offsets.items():
@@ -180,6 +181,7 @@ def _file(
             entries[part] = {"dtype": DTYPES[types[tensor]], "shape": list(shape), "data_offsets": [at, end]}
             at = end
     text = json.dumps(entries).encode()
+    # As the safetensors library does: spaces align the tensors to 8 bytes.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return File(name, header, {tensor: len(header) + begin for tensor, begin in begins.items()}, len(header) + at)

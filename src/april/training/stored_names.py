@@ -33,6 +33,7 @@ def stored_parts(model: Any) -> Parts:
 
 def _parts(model: Any, name: str, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
     """Return the parts of a tensor, found by converting a tensor of row numbers with transformers."""
+    # Row numbers instead of weights show which rows each part takes, for a conversion that is unknown here.
     rows = torch.arange(torch.Size(shape[:-1]).numel()).reshape(*shape[:-1], 1)
     cut = revert_weight_conversion(model, {name: rows})
     parts = dict(sorted(cut.items(), key=lambda part: int(part[1].flatten()[0])))

@@ -77,6 +77,7 @@ class TaskRewards:
             if "own" not in scorer.kinds:
                 return await self._call(problem, responses, lengths, token_ids)
             known = zip(responses, lengths, strict=True)
+            # One call per response, so that a response that hangs april's own scorer loses only its own reward.
             rewards = await asyncio.gather(*(self._own(scorer, problem, *response) for response in known))
             if "function" not in scorer.kinds:
                 return rewards

@@ -114,6 +114,7 @@ class Trainer:
             if step is None:
                 await self._save()
                 await self._saved()
+                # Without a request to stop this was SIGUSR1: save, then collect again.
                 if self.signals.requested.is_set():
                     return None
                 continue
@@ -124,6 +125,7 @@ class Trainer:
                 await self._save()
         await self._evaluated()
         await self._saved()
+        # A stop has interrupted the last evaluation: the resumed run repeats it before the summary.
         return None if self._evaluation_due() else log.finish()
 
     async def _start(self) -> None:
@@ -141,6 +143,7 @@ class Trainer:
         collecting = asyncio.create_task(self.scheduler.next_batch(last))
         await self._wait_for_any(collecting, signals.requested, signals.saving)
         signals.saving.clear()
+        # A batch that is complete is trained on even if a stop is requested: its groups have left the buffer.
         if not collecting.done():
             collecting.cancel()
             await asyncio.wait((collecting,))
@@ -169,6 +172,7 @@ class Trainer:
         weights = await self._in_thread(self.learner.weights, step.version + 1)
         trained = self.clock() - began
         updated = self.clock() - offered
+        # An evaluation that overlaps with training measures the engine's present weights, so it ends before the update.
         await self._evaluated()
         began = self.clock()
         await self.scheduler.update_weights(weights)

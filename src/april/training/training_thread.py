@@ -36,6 +36,7 @@ class TrainingThread:
         """
         doing = asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
         try:
+            # Work that changes parameters is never abandoned: a cancelled caller waits for its end.
             return await asyncio.shield(doing)
         except asyncio.CancelledError:
             if interrupt is not None:

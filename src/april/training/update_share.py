@@ -45,6 +45,7 @@ class UpdateShare:
         before = self._values(lambda own: own)
         meant = self._values(lambda own: torch.zeros_like(own) if own.grad is None else own.grad) != 0
         yield
+        # Elements without gradient do not count: an update is not expected to change them.
         changed = (self._values(lambda own: own) != before) & meant
         counts = torch.stack((changed.sum(), meant.sum())).double()
         self._counts = counts if self._counts is None else self._counts + counts

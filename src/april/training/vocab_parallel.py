@@ -40,6 +40,7 @@ def vocab_parallel_logprobs(
         chunk_size: positions whose logits are held at a time; None keeps them under `CHUNK_ELEMENTS`.
     """
     if not len(hidden):
+        # An empty result that depends on `hidden`, so that the backward pass still reaches the layers.
         nothing = hidden.float().sum(-1)
         return nothing, nothing
     rows = chunk_size or max(1, CHUNK_ELEMENTS // max(columns[1], 1))
@@ -74,6 +75,7 @@ class _Scores(torch.autograd.Function):
         first, count = columns
         # In place, so that a chunk is held twice at most: its log-probabilities and their exponentials.
         shifted = logits.to(torch.float32, copy=True).div_(temperature)
+        # Padding gets weight 0. With -inf instead of the minimum, the weighted sum would contain 0 · -inf = NaN.
         shifted[:, count:] = torch.finfo(torch.float32).min
         largest = shifted.amax(-1, keepdim=True)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)

@@ -33,6 +33,7 @@ def model_transfer(
         return ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
     if recipe.engine.engine == "embedded" and not recipe.engine.own_process and not recipe.cluster.enabled:
+        # With adapters the engine has a merged copy, which each update has to fill.
         return InProcess(tensors) if adapters else SharedParameters()
     device = next(model.parameters()).device
 
@@ -72,6 +73,7 @@ def weight_transfer(
     if settings.engine == "embedded":
         return InProcess(tensors)
 
+    # vLLM and SGLang load tensors by their names in files, which differ for mixtures of experts.
     def stored() -> Iterator[tuple[str, Tensor]]:
         return cut(tensors(), parts)
 

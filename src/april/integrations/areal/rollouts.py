@@ -72,6 +72,7 @@ class Rollouts:
         self.latest: RolloutBatch | None = None
         """The batch returned last."""
         self._loop = EventLoop("april rollouts")
+        # The scheduler makes prompts on `_loop` and waits for the workflow: on the same loop that would deadlock.
         self._prompt_loop = EventLoop("april prompts")
         self._workflow: RolloutWorkflow | None = None
         self._accept: Callable[[dict[str, Any]], bool] | None = None
@@ -112,11 +113,13 @@ class Rollouts:
         )
         if self._saved is not None:
             adapter.load_state_dict(self._saved)
+        # AReaL has loaded the weights already: this records the version that the engine holds.
         await adapter.update_weights(version=adapter.version)
         return adapter
 
     def _request_for(self, row: Any) -> ModelRequest:
         """Return the request that the workflow sends to its engine for a row."""
+        # A workflow may change its row, which is part of the recovery state and is used again for scoring.
         return self._prompt_loop.run(self._captured_request(copy.deepcopy(row)))
 
     async def _captured_request(self, row: Any) -> ModelRequest:
@@ -196,6 +199,7 @@ class Rollouts:
     async def _resume(self, version: int) -> None:
         assert self.adapter is not None
         assert self._paused is not None
+        # The version first: tokens sampled after the pause are of the new weights.
         await self.adapter.advance_to(version)
         paused, self._paused = self._paused, None
         await paused.aclose()

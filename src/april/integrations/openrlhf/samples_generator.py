@@ -127,6 +127,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
         outcome = {name: response[name] for name in ("reward", "scores", "extra_logs")}
         if self._executor.reward_endpoints and outcome["reward"] is None:
             raise RuntimeError("OpenRLHF's executor got no reward; its log contains the reason")
+        # The info is saved with the buffer, so tensors are reduced to JSON types here.
         info = json.loads(as_json(outcome))
         value = info["reward"][0] if isinstance(info["reward"], list) else info["reward"]
         return Reward(0.0 if value is None else float(value), info)
@@ -175,6 +176,7 @@ class SamplesGenerator(samples_generator.SamplesGenerator):  # type: ignore[misc
             self._call_engines("sleep")
         self.latest = batch
         self._steps += 1
+        # Rows are drawn ahead of training, so an episode is measured in steps, not in rows.
         over = self._steps >= max(1, len(self.prompts_dataloader) // self.args.rollout.batch_size)
         if over:
             self._steps = 0

@@ -57,6 +57,7 @@ class RolloutActor(undecorated(vllm_engine.RolloutRayActor), ChannelActor):  # t
             skip_special_tokens=False,
             output_kind=RequestOutputKind.DELTA,
         )
+        # A new id for each request: the former request of a resumed sample may not be gone yet.
         self._requests += 1
         prompt = TokensPrompt(prompt_token_ids=[*sample.prompt_ids, *sample.response_ids])
         outputs = self.llm.generate(prompt, params, request_id=f"april-{sample.id}-{self._requests}")

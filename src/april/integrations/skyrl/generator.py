@@ -67,6 +67,7 @@ class TrainingDataloader:
         self._steps = 0
 
     def state_dict(self) -> dict[str, Any]:
+        # After the last batch of an epoch the loop has not reset the count yet.
         return {"steps": self._steps % len(self), "rows": self.rows.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,6 +168,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
     async def _score(self, prompt: Prompt, sample: Sample) -> Reward:
         """Run SkyRL's agent loop with a finished response, and return its reward and output."""
         row = prompt.metadata
+        # A shallow copy, because samples are scored concurrently and each copy has its own client.
         loop = copy.copy(self)
         loop.inference_engine_client = AgentLoopResponse(sample, self.inference_engine_client)
         output = await SkyRLGymGenerator.agent_loop(
@@ -194,6 +196,7 @@ class Generator(SkyRLGymGenerator):  # type: ignore[misc]
         for group in groups:
             row = group.prompt.metadata
             for sample in group.samples:
+                # SkyRL groups samples by this id. A row's own id may be in flight twice, from two epochs.
                 id = TrajectoryID(str(group.id), sample.index)
                 outputs[id.to_string()] = TrajectoryOutput(prompt_ids=list(sample.prompt_ids), **sample.reward_info)
                 values = (row["prompt"], row["env_class"], copy.deepcopy(row["env_extras"]), id)

@@ -44,6 +44,7 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]
             await self.generator.close()
 
     def save_checkpoints(self) -> str:
+        # Before SkyRL's part, so that no checkpoint that SkyRL considers complete lacks the buffer.
         state = self.generator.state_dict()
         if state is not None:
             folder = os.path.join(self.cfg.trainer.ckpt_path, f"global_step_{self.global_step}")

@@ -186,6 +186,7 @@ class SlimeRollouts:
             if self._saved is not None:
                 self._restore(self._adapter, self._saved)
         adapter = self._adapter
+        # slime may have replaced servers since the last rollout, so each rollout has an engine of its own.
         adapter.scheduler.engine = engine
         await adapter.update_weights(version=adapter.version if same else None)
         self._label = label
@@ -241,6 +242,7 @@ class SlimeRollouts:
                 metadata = json.loads(as_json({"slime": [sample.to_dict() for sample in group]}))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"prompt {first.index} cannot be part of a checkpoint: {error}") from None
+            # A group that slime returned to its data source has an earlier response behind its prompt.
             given = first.tokens[: len(first.tokens) - first.response_length]
             token_ids = given or self.tokenizer.encode(first.prompt, add_special_tokens=False)
             self.drawn += 1
@@ -269,6 +271,7 @@ class SlimeRollouts:
 
     def _reward(self, prompt: Prompt, sample: Sample, slime_sample: SlimeSample) -> Reward:
         """Return the reward for april's metrics, with the changes to slime's sample, slime's own reward included."""
+        # Only changes are kept: the other fields are in the prompt's metadata or are april's tokens.
         before = sampled(prompt, sample).to_dict()
         changes = {name: value for name, value in slime_sample.to_dict().items() if differs(value, before.get(name))}
         try:

@@ -73,6 +73,7 @@ class SlimeServer(FrameworkServer):
         before = self._label
         await super().refresh()
         if before is not None and self._label != before:
+            # The rollout's label stays, so that a repeated refresh fails as well.
             now, self._label = self._label, before
             raise EngineError(f"{self!r} holds weights {now!r} where the rollout started with {before!r}")
         self._api.expected = self._label
@@ -100,6 +101,7 @@ async def connect(
         raise ValueError(f"prefill and decode on separate servers ({', '.join(split)}) are not supported")
     vocab_size = local_vocab_size(args.hf_checkpoint)
     api = partial(OneVersion, support_sets=support_sets)
+    # A server that does not answer must not end the rollout: the others take the samples.
     found = await asyncio.gather(
         *(
             SlimeServer.connect(worker["url"], api, vocab_size=vocab_size, stream_interval=interval)

@@ -100,6 +100,7 @@ class AsyncGRPOTrainer(async_grpo_trainer.AsyncGRPOTrainer):
                 weight_transfer=worker or NO_TRANSFER,
                 **more,
             )
+        # Otherwise the engine, and servers that april started, would outlive a trainer that was not constructed.
         except BaseException:
             if worker is not None:
                 worker.stop()

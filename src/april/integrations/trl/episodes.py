@@ -99,6 +99,7 @@ class TRLEpisodes:
             environment = pool.pop()
         except IndexError:
             environment = self._factories[name]()
+        # TRL's rule: all public methods of an environment are its tools.
         for own, _ in inspect.getmembers(type(environment), inspect.isfunction):
             if own not in ("reset", "get_reward") and not own.startswith("_"):
                 tools[own] = getattr(environment, own)
@@ -121,9 +122,11 @@ class TRLEpisodes:
         """Return the prompt of a row; with environments, the part before the text that `reset` adds."""
         token_ids = self.tokens(row)
         if self._factories:
+            # The text of `reset` is unknown here: the prompt ends before the first token that depends on it.
             other, special = self.tokens(row, "APRIL"), self._tokenizer.added_tokens_decoder
             pairs = enumerate(zip(token_ids, other, strict=False))
             same = next((i for i, (one, another) in pairs if one != another), len(token_ids))
+            # Back to a special token, which no tokenizer merges with the text that follows.
             while same and token_ids[same - 1] not in special:
                 same -= 1
             if not same:

@@ -43,6 +43,7 @@ def dataset_prompts(dataset: Any, encode: Callable[[Row], Prompt], seed: int) ->
     """
 
     def shuffled(epoch: int, skip: int) -> Iterator[Row]:
+        # The seed contains the epoch, so that a resumed run finds the same order without replaying earlier epochs.
         order = np.random.default_rng((seed, epoch)).permutation(len(dataset))
         return (dataset[int(index)] for index in order[skip:])
 

@@ -130,6 +130,7 @@ class RolloutWorker:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self._batches) < AHEAD)
                 self._progress = time.monotonic()
+                # Under the lock: a weight sync in the meantime would change how many batches count as in training.
                 step = await self.scheduler.next_batch()
                 self._hand_over(step.groups)
                 if self.episodes is not None:
@@ -219,6 +220,7 @@ class RolloutWorker:
             error = producer.exception()
             raise RuntimeError(f"the rollouts have stopped: {error}") from error
         silent = time.monotonic() - self._progress
+        # With enough batches handed over, the producer waits for the trainer and samples nothing.
         if silent > stale_after_s and len(self._batches) < AHEAD:
             raise RuntimeError(f"nothing was sampled for {silent:.0f} s (heartbeat_stale_after_s = {stale_after_s:g})")
 
@@ -245,6 +247,7 @@ class RolloutWorker:
                     own[name].copy_(tensor)
             version = self.scheduler.engine_version
             if self._synced:
+                # The trainer has trained on the oldest batch since the last sync.
                 if self._batches:
                     self._batches.popleft()
                 await self.scheduler.update_weights(self._transfer.offer(version + 1))

@@ -68,6 +68,7 @@ class TRLRollouts:
         )
         self.group_size: int = trainer.num_generations
         self.whole: WholeModel | None = None
+        # Engines and transfers need whole parameters, which these trainers shard.
         if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
             generates = settings.engine == "embedded"
             computed = generates or settings.weight_transfer == "broadcast"
@@ -133,6 +134,7 @@ class TRLRollouts:
                 made.append(enter())
                 return [None] * self.job.size
 
+            # Followers wait in `together`, so that an error while the leader starts servers ends them.
             self.job.together(start, self._follow)
             return made[0] if made else None
         own = enter()
@@ -152,6 +154,7 @@ class TRLRollouts:
         Args:
             rows: rows that this process requests. As in TRL, each row is repeated for every completion of its prompt.
         """
+        # A new policy version, unless this is the first batch or another batch of the same optimizer step.
         newer = self.trained is not None and not step == self.trained == self.loaded
         self._gather(newer or step != self.loaded)
         requested = [row for mine in self.job.gather(list(rows)) for row in mine]
@@ -231,6 +234,7 @@ class TRLRollouts:
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore `state_dict` in process 0; None starts without rollouts in flight."""
+        # A tuple around `trained`, which may be None itself, distinguishes a state from no state.
         found = self.job.scatter([state is not None and (state["trained"],)] * self.job.size)
         if found:
             (self.trained,), self.loaded = found, None

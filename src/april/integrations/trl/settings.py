@@ -143,6 +143,7 @@ def server_of(args: Any, settings: PartialRollouts) -> PartialRollouts:
             f"use_vllm = True names the server already: leave engine = {settings.engine!r} and urls out of "
             "PartialRollouts"
         )
+    # 0.0.0.0 is an address to listen on, not one to connect to.
     host = "127.0.0.1" if args.vllm_server_host == "0.0.0.0" else args.vllm_server_host
     url = args.vllm_server_base_url or f"http://{host}:{args.vllm_server_port}"
     return replace(settings, engine="vllm", urls=(url,))

@@ -66,6 +66,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
             config.use_vllm = False  # otherwise TRL sets up its own client and process group
         super().__init__(*args, **kwargs)
         if served:
+            # Restored, because TRL's importance sampling correction depends on it.
             self.args.use_vllm = self.use_vllm = True
         refuse_model(self)
         self.rollouts = TRLRollouts(self, settings)
@@ -76,6 +77,7 @@ class GRPOTrainer(trl.GRPOTrainer):  # type: ignore[name-defined,misc]
         """Off-policy diagnostics of this process's samples since the last log."""
         self._alarms = Alarms()
         self.add_callback(Checkpoint(self.rollouts))
+        # Scripts written for TRL's trainer never call `close`.
         weakref.finalize(self, self.rollouts.close)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

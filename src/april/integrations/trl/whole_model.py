@@ -55,6 +55,7 @@ def _unsharded(model: Any) -> Any:
     """Return a module like `model` with its own parameters, which the first `gather` fills."""
     if not any(map(_is_partition, model.parameters())):
         return copy.deepcopy(model)
+    # ZeRO-3 has emptied the parameters, so the module is built from its configuration instead of copied.
     made = type(model)(copy.deepcopy(model.config))
     for own, theirs in zip(made.parameters(), model.parameters(), strict=True):
         own.data = own.data.to(theirs.dtype)

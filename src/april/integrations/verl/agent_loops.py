@@ -96,9 +96,11 @@ class AgentLoops:
     async def run(self, client: AgentLoopEpisode, row: Mapping[str, Any]) -> AgentLoopOutput:
         """Run the agent loop that a row names, as verl's worker does."""
 
+        # Replaces verl's post-processing, which writes trajectories: april does that when the group is handed over.
         async def returned(output: Any, validate: bool, **_: Any) -> Any:
             return output
 
+        # A shallow copy per loop: tools and tokenizer are shared, client and post-processing belong to the loop.
         worker = copy.copy(self._worker)
         worker.llm_client = client
         worker._agent_loop_postprocess = returned
@@ -116,6 +118,7 @@ class AgentLoops:
         requested = dict(sampling_params)
         stops = sorted(requested.pop("stop_token_ids", ()) or ())
         mine = self.sampling_params
+        # The first loop that names stop tokens decides them for all, because turns are sampled alike.
         if requested != self._base_params or stops != sorted(mine.get("stop_token_ids", stops)):
             raise ObservationError(
                 f"the agent loop requests {dict(sampling_params)} where turns are sampled with {mine}: april samples "

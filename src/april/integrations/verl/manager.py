@@ -125,6 +125,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
             await self._hand_over(group)
         for left_out in batch.quarantined:
             log.warning("a group was quarantined (%s): %s", left_out.reason, left_out.error)
+        # Rows of rejected groups are neither in the batch, nor in the buffer, nor requested.
         kept = {group.prompt.id for group in [*batch.groups, *self.adapter.scheduler.buffer]}
         kept |= {prompt.id for prompt in self.adapter.prompts.queue}
         if rejected := [uid for uid in self.rows if uid not in kept]:
@@ -144,6 +145,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 for sample in group.samples
             )
         )
+        # Last, because verl samples prompts with this mark: their trajectories have to be complete.
         await tq.async_kv_put(key=group.prompt.id, partition_id="train", tag={"status": "finished"})
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
@@ -192,6 +194,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
                 "extra_fields": returned.extra_fields,
             }
             info[AGENT_LOOP] = saved(of_loop, "the extra_fields of an agent loop")
+            # The loop's mask and score apply to this reward; its tokens were checked to be april's.
             output.response_mask, output.reward_score = returned.response_mask, returned.reward_score
             output.extra_fields.update(returned.extra_fields)
         if self.reward_loop_worker_handles is None:
@@ -211,6 +214,7 @@ class AprilRolloutManager(AgentLoopManagerTQ):
         """Yield further prompts, which verl requests one at a time."""
         while True:
             assert self._refill is not None, "attach comes first"
+            # verl's function calls `generate_sequences`, which puts the prompt into the queue.
             self._refill(1)
             yield self.adapter.prompts.queue.popleft()
 

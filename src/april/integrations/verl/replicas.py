@@ -147,6 +147,7 @@ class ReplicaEngine:
         request.answer.add_done_callback(functools.partial(self._returned, request))
 
     def _returned(self, request: ReplicaRequest, answer: asyncio.Task[Any]) -> None:
+        # A parked request: `submit` adds this callback again when the sample returns.
         if self._requests.get(request.sample_id) is not request:
             return
         del self._requests[request.sample_id]
@@ -164,6 +165,7 @@ class ReplicaEngine:
 
     def _read(self, request: ReplicaRequest, output: Any) -> None:
         ids, logprobs = list(output.token_ids), list(output.log_probs or ())
+        # The replica's own count: a parked request may return tokens of weights before the engine's version.
         version = output.extra_fields.get("global_steps")
         chunk = Chunk(request.sample_id, ids, logprobs, self.version if version is None else version)
         if len(ids) != len(logprobs) or len(ids) > request.budget:
@@ -213,6 +215,8 @@ class ReplicaEngine:
             if stopped:
                 await self._abort()
                 answered = unanswered = {request.answer for request in self._requests.values()}
+                # Wait as long as requests keep returning. A replica that holds requests until generation resumes
+                # returns none.
                 while unanswered and answered:
                     answered, unanswered = await asyncio.wait(unanswered, timeout=self._patience)
         finally:
@@ -220,6 +224,7 @@ class ReplicaEngine:
             for id in stopped.intersection(self._requests):
                 request = self._parked[id] = self._requests.pop(id)
                 request.parked = True
+        # A `poll` that waits for requests which are parked now has nothing left to wait for.
         self._queue.wake()
         return self._queue.take(named)
 

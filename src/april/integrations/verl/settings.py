@@ -79,5 +79,6 @@ def params_of(config: DictConfig) -> RolloutParams:
     )
     if "over_sampling_batch_size" in given:
         return params
+    # Twice N by default, but no more groups than the staleness bound allows.
     twice = 2 * params.rollout_batch_size
     return replace(params, over_sampling_batch_size=min(twice, params.largest_target or twice))

@@ -77,6 +77,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
         while True:
             left = len(self.checkpoint_manager.replicas)
             try:
+                # The call reports one dead actor at a time: repeat it with the replicas left until all of them answer.
                 super().on_sample_end()
                 return
             except ActorDiedError as error:
@@ -137,6 +138,7 @@ class AprilTrainer(PPOTrainerColocateAsync):
     def _save_checkpoint(self) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
+        # Before verl's part, so that no checkpoint that verl considers complete lacks the buffer.
         write_whole(folder / STATE, as_json(self.agent_loop_manager.state_dict()))
         super()._save_checkpoint()
 
