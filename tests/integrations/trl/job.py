@@ -19,7 +19,7 @@ from trl import GRPOConfig
 
 from april.integrations.trl import PartialRollouts
 from tests import tiny
-from tests.integrations.trl.trainer import Reward, Watched, rows
+from tests.integrations.trl.trainer import SMALL, Reward, Watched, rows
 
 
 class Dies(TrainerCallback):
@@ -35,21 +35,12 @@ class Dies(TrainerCallback):
 
 def trainer(folder: Path, processes: int, **settings: Any) -> Watched:
     config = {
+        **SMALL,
         "output_dir": str(folder),
         "per_device_train_batch_size": 6 // processes,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 60,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": False,
-        "activation_checkpointing": False,
-        "max_steps": 4,
         "logging_steps": 1,
         "save_strategy": "steps",
         "save_steps": 2,
-        "report_to": [],
-        "disable_tqdm": True,
     }
     return Watched(
         model=tiny.model(),

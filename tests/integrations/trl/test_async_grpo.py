@@ -21,7 +21,7 @@ from tests import tiny
 from tests.integrations.trl import tools as trl_tools
 from tests.integrations.trl.launch import launch
 from tests.integrations.trl.on_cpu import without_a_gpu
-from tests.integrations.trl.trainer import TEMPLATE, Reward
+from tests.integrations.trl.trainer import SMALL, TEMPLATE, Reward
 
 
 @pytest.fixture(autouse=True)
@@ -46,19 +46,10 @@ def trainer(
         tiny.model().save_pretrained(model)
         tokenizer.save_pretrained(model)
     config = {
+        **SMALL,
         "output_dir": str(folder / "run"),
         "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 60,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": False,
-        "activation_checkpointing": False,
-        "max_steps": 4,
         "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
     }
     data = {"prompt": [[{"role": "user", "content": f"{n}?"}] for n in range(24)], "answer": list(range(24))}
     return AsyncGRPOTrainer(

@@ -24,25 +24,16 @@ from april.integrations.trl.checkpoint import STATE
 from april.integrations.trl.prompts import dataset_prompts
 from april.rollout.trajectory import Prompt
 from tests import tiny
-from tests.integrations.trl.trainer import TEMPLATE, Reward, Watched, rows
+from tests.integrations.trl.trainer import SMALL, TEMPLATE, Reward, Watched, rows
 
 
 def trainer(folder: Path, reward: Any = None, rollouts: dict[str, Any] | None = None, **settings: Any) -> Any:
     config = {
+        **SMALL,
         "output_dir": str(folder),
         "per_device_train_batch_size": 8,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 60,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "bf16": False,
-        "activation_checkpointing": False,
-        "max_steps": 4,
         "logging_steps": 1,
         "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
     }
     own = {
         key: settings.pop(key)

@@ -8,6 +8,19 @@ from datasets import Dataset
 
 from april.integrations.trl import GRPOTrainer
 
+SMALL: dict[str, Any] = {
+    "gradient_accumulation_steps": 2,
+    "num_generations": 4,
+    "max_completion_length": 60,
+    "learning_rate": 1e-2,
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+    "max_steps": 4,
+    "report_to": [],
+    "disable_tqdm": True,
+}
+"""TRL's settings of a run of seconds on a CPU."""
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
