@@ -87,7 +87,7 @@ class ChunkQueue:
 
 
 def parted(chunks: list[Chunk], sample_ids: Container[str] | None) -> tuple[list[Chunk], list[Chunk]]:
-    """Split chunks into those of the named samples, or all if none are named, and the rest."""
+    """Split chunks into the chunks of the named samples (all chunks without names) and the rest."""
     if sample_ids is None:
         return chunks, []
     named = [chunk for chunk in chunks if chunk.sample_id in sample_ids]

@@ -3,7 +3,8 @@
 Invariants:
 - a chunk that the engine has returned is never lost, even if the wait for it is cancelled at that moment;
 - one user at a time polls the engine, for all of them, and no user waits on for chunks that another one has received;
-- each chunk goes to the user who has its sample; a chunk of an unknown sample goes to the rollouts, which report it.
+- each chunk goes to the user with its sample in flight; a chunk of an unknown sample goes to the rollouts, which report
+  it.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class InFlight:
         self.end(list(self.samples), now, "interrupted")
 
     def start_step(self, now: float) -> list[RequestInterval]:
-        """Split the intervals at the end of a step, with every sample left in flight; return those of the next step."""
+        """Split the intervals of all samples in flight at the end of a step; return the intervals of the next step."""
         carried: dict[str, RequestInterval] = {}
         for id, sample in self.samples.items():
             interval = self._sampling.get(id) or self._silent[id]
@@ -101,7 +102,7 @@ class InFlight:
             controls: samples of control requests, which are stopped too; their tokens are thrown away.
         """
         interrupted = await engine.interrupt([*self.samples, *controls])
-        # After the wait, during which another user may have delivered chunks; they precede those of the interrupt.
+        # After the wait: another user may have delivered chunks during it, and they precede the interrupt's chunks.
         return [*self.undelivered(), *(chunk for chunk in interrupted if chunk.sample_id not in controls)]
 
     def undelivered(self) -> list[Chunk]:
@@ -119,7 +120,7 @@ class InFlight:
         timeout: float | None = None,
         or_until: Sequence[Wait] = (),
     ) -> list[Chunk]:
-        """Return the next chunks, which `ask` waits for; none if `timeout` seconds pass or one of `or_until` ends."""
+        """Return the next chunks from `ask`; none if `timeout` seconds pass or one of `or_until` ends."""
         if self._undelivered:
             return self.undelivered()
         if timeout is None and not or_until:

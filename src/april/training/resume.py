@@ -57,7 +57,7 @@ ALIKE = {
         "seed",
     ),
 }
-"""Settings, besides those of algorithm and adapters, on which retrained steps depend."""
+"""Settings outside the sections algorithm and lora on which retrained steps depend."""
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -108,7 +108,7 @@ def check_run(run: Path, repair: Repair = "none") -> Iterator[str]:
     with the step from which the run resumes.
 
     Raises:
-        CheckpointError, DamageError: a file is damaged and `repair` is "none"; the message says what to do.
+        CheckpointError, DamageError: a file is damaged and `repair` is "none"; the message names the remedy.
         ConfigError: another process is running the run.
     """
     with lock_directory(run):

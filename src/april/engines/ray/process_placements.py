@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class ProcessPlacements:
-    """Placements of one run, which are taken anew at each restart.
+    """Placements of one run; each restart reserves new ones.
 
     Args:
         demand: what each program takes.

@@ -4,12 +4,12 @@ Written to its documented protocol and tested against a small server of ours tha
 hardware**. The server reports little about itself and can do little to a request, so
 
 - slots, context length and vocabulary have to be given;
-- a request is cancelled by closing its connection: every token that arrived is kept, and what was still on its way is
-  sampled again;
+- a request is cancelled by closing its connection: every token that arrived is kept, and tokens in transit are sampled
+  again;
 - weights cannot be handed over by a path: pass `load`, which reaches the server's workers in whatever way the
   deployment has (its `/update_weights` needs the Ray orchestrator and IPC handles);
-- log-probabilities are those of the model's logits, so that only temperature 1 without truncation, and greedy, are
-  accepted.
+- log-probabilities refer to the model's unscaled logits, so only temperature 1 without truncation and greedy decoding
+  are accepted.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ if "april" not in WeightTransferEngineFactory._registry:
 def refresh_output_layer(model: Any) -> None:
     """Have an output layer that is tied to the embeddings take up what the embeddings have become.
 
-    On a CPU, vLLM 0.32 computes with a repacked copy of the output layer, and when weights change it does not make
-    that copy anew unless the checkpoint has weights of the layer's own.
+    On a CPU, vLLM 0.32 computes with a repacked copy of the output layer, and a weight update does
+    not repeat that copy unless the checkpoint has separate weights for the layer.
     """
     head = getattr(model, "lm_head", None)
     if head is not None and hasattr(head, "cpu_linear"):
@@ -146,13 +146,13 @@ def merged(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> Iter
 def expand(
     output: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, replace_from: int, replace_to: int, longest: int
 ) -> None:
-    """Give each drafted token its request's setting: `values[i]` to those of `output` up to `ends[i]`."""
+    """Give each drafted token its request's setting: `values[i]` for the tokens of `output` before `ends[i]`."""
     counts = ends.diff(prepend=ends.new_zeros(1)).long()
     output.copy_(values.where(values != replace_from, replace_to).repeat_interleave(counts))
 
 
 if not HAS_TRITON:
-    # Without Triton, which is to say on a CPU, vLLM 0.32 gives drafted tokens whatever temperature, top-k and top-p
+    # Without Triton (on a CPU), vLLM 0.32 gives drafted tokens whatever temperature, top-k and top-p
     # memory holds (its issue 55005), and dies of top-k in a step for which nothing was drafted.
     from vllm.triton_utils.dispatcher import register_kernels
     from vllm.v1.sample.ops import topk_topp_sampler
