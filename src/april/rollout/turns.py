@@ -1,0 +1,184 @@
+"""Turns of programs: what a gateway asks the policy for, and what the policy answers.
+
+A gateway translates between an API and these types; the rollouts stand behind `Policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from april.rollout.environment import Message
+
+TurnEnd = Literal["stop", "length"]
+"""Reason for the end of a turn: the policy drew a stop token, or a limit on tokens or the context cut the turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A request for the policy's next turn.
+
+    Args:
+        messages: the whole conversation so far or, with `parent`, the messages after that turn.
+        tools: JSON schemas of the tools that are offered, as in the Chat Completions API.
+        max_tokens: tokens that the turn may have; None: as many as the recipe allows.
+        parent: id of the turn that this one continues (`previous_response_id`); None: it is found by the messages.
+        key: idempotency key; a request with the same key gets the same turns.
+        retry: the client sends the request again, after it received no answer.
+        n: turns to draw, each a branch of its own.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    max_tokens: int | None = None
+    parent: str | None = None
+    key: str | None = None
+    retry: bool = False
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReply:
+    """A turn that the policy has drawn.
+
+    Attributes:
+        node_id: name of the turn in its episode, the same after a crash; a later request may give it as `parent`.
+        message: the turn as an assistant's message (`Renderer.parse`). Ids of its tool calls are made from `node_id`.
+        prompt_ids: all tokens before the turn, as the engine saw them.
+        token_ids: the drawn tokens, including the token that ended the turn.
+        logprobs: log-probability of each drawn token, in nats.
+        end: reason for the end of the turn.
+    """
+
+    node_id: str
+    message: Message
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    end: TurnEnd
+
+
+class TurnError(Exception):
+    """A request that gets no turn."""
+
+
+class BadTurn(TurnError):
+    """The request is wrong, or a limit refuses it; the episode goes on. The message is for the client.
+
+    Attributes:
+        code: short name of the reason, as the API of OpenAI has them (`context_length_exceeded`, for example).
+    """
+
+    def __init__(self, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EpisodeOver(TurnError):
+    """The episode is unknown, has ended, or was abandoned."""
+
+
+class Policy(Protocol):
+    """Draws turns for the episodes in progress."""
+
+    async def reply(self, episode_key: str, request: TurnRequest) -> Sequence[TurnReply]:
+        """Return the `n` turns of a request once they are complete, however long that takes.
+
+        Cancel the call if the client has left before an answer was sent: the turns are kept, and the same request gets
+        them later.
+
+        Raises:
+            BadTurn: the request is refused.
+            EpisodeOver: there is no such episode.
+        """
+        ...
+
+    def undelivered(self, episode_key: str, node_ids: Sequence[str]) -> None:
+        """The answer with these turns could not be sent: the same request gets them again."""
+        ...
+
+
+class Renderer(Protocol):
+    """Conversion between messages and tokens for one model family."""
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """Tokens that end a turn."""
+        ...
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
+        """Return a conversation as tokens, up to the policy's turn.
+
+        Raises:
+            BadTurn: the messages cannot be rendered.
+        """
+        ...
+
+    def extend(
+        self,
+        prompt_ids: Sequence[int],
+        turn_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Sequence[int] | None:
+        """Return the tokens from a drawn turn to the next turn of the policy: the rest of the turn's end if it was cut,
+        `messages`, and the tokens around them. None: that is not possible without a change of earlier tokens.
+
+        Args:
+            prompt_ids: all tokens before the turn.
+            turn_ids: the drawn tokens of the turn.
+            messages: the messages after it.
+
+        Raises:
+            BadTurn: the messages cannot be rendered.
+        """
+        ...
+
+    def parse(self, turn_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), node_id: str = "") -> Message:
+        """Return a drawn turn as an assistant's message in the form of the Chat Completions API: `content`, and where
+        there are any `reasoning_content` and `tool_calls`, whose ids are made from `node_id`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOutcome:
+    """End of a program.
+
+    Args:
+        reward: of the whole episode; None: the task's reward function gives it.
+        info: other values to keep with the episode, as JSON types.
+    """
+
+    reward: float | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AgentStart(NamedTuple):
+    """Start of a program for one episode.
+
+    Attributes:
+        key: name of the episode for `Policy.reply`: equal after a crash of april, other after the episode was
+            restarted. A gateway derives the client's secret from it.
+        row: the prompt's record, as `Environment.reset` gets it.
+        seed: equal for all episodes of a group.
+        again: april has resumed, and the episode had begun before: a program that outlived april goes on.
+    """
+
+    key: str
+    row: Mapping[str, Any]
+    seed: int
+    again: bool = False
+
+
+class Agents(Protocol):
+    """Runs programs that drive episodes."""
+
+    async def run(self, start: AgentStart) -> AgentOutcome:
+        """Run a program to its end. Cancelling the call stops the program.
+
+        Raises:
+            ObservationError: the program failed.
+            EnvironmentLost: it is gone without an error of its own.
+        """
+        ...
