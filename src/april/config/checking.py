@@ -227,6 +227,8 @@ def _trainer_problems(recipe: Recipe) -> Iterator[str]:
         )
     if trainer.sharded and recipe.engine.own_process:
         yield "engine.own_process = true is for one training process: with several, choose servers (vllm, sglang)"
+    if recipe.shares_devices:
+        yield 'trainer.layout = "shared" cannot be used yet: remove it'
     if trainer.overlap is True:
         inside = recipe.engine.engine in ("embedded", "vllm-inproc")
         if inside and not recipe.engine.own_process and not recipe.cluster.enabled:

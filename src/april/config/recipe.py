@@ -110,6 +110,11 @@ class Recipe:
         return bool(self.trainer.overlap) and apart and stale
 
     @property
+    def shares_devices(self) -> bool:
+        """Whether engine and trainer use the same devices in turn."""
+        return self.trainer.layout == "shared"
+
+    @property
     def keeps_cache_in_training(self) -> bool:
         """Whether KV caches are kept during a training step, or generation overlaps with it."""
         return self.overlaps or self.engine.on_update == "keep"

@@ -391,6 +391,9 @@ class TrainerSettings:
         overlap: Overlap generation with training: generation stops only for the weight update, and max_staleness still
             holds. Needs engines on devices of their own: servers, or engine.own_process. Off: generation and training
             alternate. auto: on where possible.
+        layout: Devices of engine and trainer. split: each has its own, except engines in the trainer's process. shared:
+            both use the same GPUs in turn; the engine releases its memory while the trainer trains, and the trainer
+            moves its state to host memory while the engine generates.
         policy_replicas: fsdp2: Copies of the sharded policy (HSDP): each copy is sharded over processes /
             policy_replicas ranks, and only gradients are reduced between copies.
         context_parallel: fsdp2: Ranks that share each sequence in training, for long responses: each computes a part of
@@ -411,6 +414,7 @@ class TrainerSettings:
     backend: Literal["auto", "local", "fsdp2", "megatron"] = "auto"
     processes: Processes = 1
     overlap: bool | Literal["auto"] = False
+    layout: Literal["split", "shared"] = "split"
     policy_replicas: Positive[int] = 1
     context_parallel: Positive[int] = 1
     tensor_parallel: Positive[int] = 1
